@@ -1,5 +1,6 @@
-"""A tiny engine behind the application, in this process and on a socket of its own."""
+"""A tiny engine behind the application, in this process and on a socket of its own; a browser."""
 
+import os
 import threading
 
 import pytest
@@ -30,6 +31,19 @@ def app(engine):
 @pytest.fixture
 def client(app):
     return TestClient(app, base_url="http://127.0.0.1")
+
+
+@pytest.fixture(scope="module")
+def browser():
+    from tests.serve.browsing import CHROMIUM, OPTIONS
+
+    sync_api = pytest.importorskip("playwright.sync_api")
+    if not os.path.exists(CHROMIUM):
+        pytest.fail(f"{CHROMIUM} is not there: install Chromium, or name one with CHROMIUM=...")
+    with sync_api.sync_playwright() as playwright:
+        browser = playwright.chromium.launch(executable_path=CHROMIUM, args=OPTIONS)
+        yield browser
+        browser.close()
 
 
 class Running:

@@ -20,11 +20,14 @@ import tiedgpt
 from tests.serve.page_run import HOSTILE, make_run
 from tiedgpt import inspect
 from tiedgpt.cli.main import main
+from tiedgpt.data import ShardWriter
+from tiedgpt.errors import UserError
 from tiedgpt.infer import Engine
 from tiedgpt.serve.app import create_app
 from tiedgpt.serve.assets import POLICY, in_one_file, page_files, worker_script
 from tiedgpt.serve.export import export
 from tiedgpt.serve.guards import Hosts
+from tiedgpt.serve.page_data import opening_text
 from tiedgpt.tie import ledger
 
 FOLDER = Path(tiedgpt.__file__).parent / "serve" / "page"
@@ -72,7 +75,9 @@ def test_the_files_are_few_and_name_only_each_other():
     vendored = [data for path, data in files.items() if "/vendor/" in path]
     assert sum(map(len, vendored)) <= 150_000
     assert sum(len(gzip.compress(data)) for data in vendored) <= 50_000
-    assert sum(map(len, files.values())) <= 220_000
+    served = (data for path, data in files.items() if "/model/" not in path)
+    assert sum(map(len, served)) <= 220_000
+    assert len(in_one_file({}, b"").encode()) <= 220_000  # without a model's weights
     for path, data in files.items():
         text = data.decode()
         for name in re.findall(r"""(?:from|import)\s*\(?\s*["']([\w./-]+)["']""", text):
@@ -109,7 +114,7 @@ def test_the_page_asks_for_the_model(page, run):
     assert stored["names"] == ["transformer.wte.weight"]
     assert stored["file"] == "model.safetensors" and stored["roles"] == ["reads", "predicts"]
     assert stored["n_bytes"] == 4 * model.wte.weight.numel() and stored["dtype"] == "float32"
-    assert found["most_tokens"] == {"lens": 48, "attention": 48, "ablate": 48}
+    assert found["most_tokens"] == {"lens": 48, "attention": 48, "ablate": 48, "patch": 48}
     curves = found["run"]["curves"]
     assert curves["val_loss"]["x"] == [500, 1000, 1500, 2000, 2500, 3000]
     assert curves["loss"]["x"][-1] == 3000 and len(curves["loss"]["y"]) == 30
@@ -175,6 +180,50 @@ def test_a_directory_that_is_no_utf8_has_a_page(run, tmp_path):
     assert main(["export", str(odd), str(tmp_path / "p.html"), "--text", "cat"]) == 0
 
 
+def test_the_page_opens_with_held_out_text_that_breaks_off(run, tmp_path):
+    held_out = tmp_path / "cats"
+    shutil.copytree(run, held_out)
+    tokenizer = tiedgpt.Tokenizer.from_pretrained(run)
+    text = "dog. the cat sat on the mat and the dog ate the hat that the cat saw on the mat. the"
+    with ShardWriter(held_out / "data", "val", vocab_size=len(tokenizer)) as writer:
+        writer.write(tokenizer.encode_array(text))
+    assert opening_text(run, tokenizer) is None
+    opening = opening_text(held_out, tokenizer)
+    assert text.startswith(f"dog. {opening} ") and opening[-1].isalpha() and len(opening) > 30
+    assert opening_text(held_out, None) == tokenizer.encode(text)[:12]
+    with Engine(str(held_out)) as engine:
+        for hosts, expected in ((None, opening), (Hosts.of("0.0.0.0"), None)):
+            app = create_app(engine, source=held_out, hosts=hosts)
+            page = TestClient(app, base_url="http://127.0.0.1")
+            assert page.get("/inspect/model").json()["opening"] == expected
+
+
+def test_a_model_beside_is_described_and_predicts_with_its_own_weights(run, tmp_path):
+    from tiedgpt.tie import untie
+
+    model = tiedgpt.GPT.from_pretrained(run)
+    untie(model)
+    model.head.weight.data.mul_(0.5)
+    model.save_pretrained(tmp_path / "other")
+    tiedgpt.Tokenizer.from_pretrained(run).save_pretrained(tmp_path / "other")
+    with Engine(str(run)) as engine:
+        app = create_app(engine, name="cats", source=run, beside=tmp_path / "other")
+        page = TestClient(app, base_url="http://127.0.0.1")
+        assert page.get("/inspect/model").json()["beside"] == "other"
+        assert page.get("/beside/inspect/model").json()["tied"] is False
+        for body in ({"text": TEXT}, {"ids": [1, 2, 3]}):
+            found = page.post("/beside/inspect/positions", json=body | {"top": 3}).json()
+            ours = inspect.positions(model, engine.tokenizer, *body.values(), top=3)
+            assert found == json.loads(ours.to_json())
+        refused = page.post("/beside/inspect/positions", json={"ids": [10**6]})
+        assert refused.status_code == 400 and "vocabulary" in refused.json()["error"]["message"]
+        with pytest.raises(UserError):
+            create_app(engine, source=run, beside=tmp_path / "nothing")
+        page = TestClient(create_app(engine, source=run), base_url="http://127.0.0.1")
+        assert page.get("/inspect/model").json()["beside"] is None
+        assert page.post("/beside/inspect/positions", json={"text": "a"}).status_code == 404
+
+
 @pytest.mark.parametrize("body", [{}, {"token": -1}, {"token": 1, "top": 101}, {"token": 1.5}])
 def test_neighbours_of_what_is_no_token_are_refused(page, body):
     response = page.post("/inspect/neighbours", json=body)
@@ -227,7 +276,7 @@ def test_an_exported_page_names_no_other_file(run):
     assert not re.search(r"^(import|export)\b", worker, re.MULTILINE)
     shell = html.replace(worker, "")
     assert not re.search(r"""(?:src|href)=["']?(?!data:)\w""", shell)
-    assert "http" not in re.sub(r'data:[^"]*|http-equiv', "", shell)
+    assert "http" not in re.sub(r'data:(?:[^"\\]|\\.)*|http-equiv', "", shell)
     (policy,) = re.findall(r'http-equiv="content-security-policy" content="([^"]*)"', html)
     assert policy.startswith("default-src 'none'; script-src 'sha256-")
     assert "unsafe" not in policy and "http" not in policy and "connect-src" not in policy

@@ -2,14 +2,23 @@
 
 import json
 import math
-import os
 import re
-from contextlib import contextmanager
 
 import numpy as np
 import pytest
 
 from tests.inspect.conftest import random_model
+from tests.serve.browsing import (
+    TEXT,
+    VIEWS,
+    flat,
+    fragment,
+    go,
+    numbers,
+    opened,
+    serving,
+    settled,
+)
 from tests.serve.conftest import Running
 from tests.serve.page_run import HOSTILE, make_run
 from tiedgpt import Tokenizer, inspect
@@ -19,39 +28,10 @@ from tiedgpt.serve.guards import Limits
 
 pytestmark = [pytest.mark.page, pytest.mark.timeout(600)]
 
-CHROMIUM = os.environ.get("CHROMIUM", "/usr/bin/chromium")
-OPTIONS = [
-    "--no-sandbox", "--disable-gpu", "--disable-quic", "--no-first-run",
-    "--disable-background-networking", "--disable-component-update", "--disable-sync",
-]  # fmt: skip
-VIEWS = ("text", "write", "dot", "matrix", "vocabulary", "layers", "heads", "model")
-TEXT = "the cat sat on the mat. the dog ate the hat"
-WIDE = {"width": 1280, "height": 900}
-
-
-@pytest.fixture(scope="module")
-def browser():
-    sync_api = pytest.importorskip("playwright.sync_api")
-    if not os.path.exists(CHROMIUM):
-        pytest.fail(f"{CHROMIUM} is not there: install Chromium, or name one with CHROMIUM=...")
-    with sync_api.sync_playwright() as playwright:
-        browser = playwright.chromium.launch(executable_path=CHROMIUM, args=OPTIONS)
-        yield browser
-        browser.close()
-
 
 @pytest.fixture(scope="module")
 def run(tmp_path_factory):
     return make_run(tmp_path_factory.mktemp("runs") / "cats", n_positions=1024)
-
-
-@contextmanager
-def serving(run, **options):
-    limits = Limits(queue=8, inspections=16)
-    with Engine(str(run), queue_size=8) as engine:
-        app = create_app(engine, name="cats", limits=limits, source=run, **options)
-        with Running(app, engine, limits) as running:
-            yield running.url
 
 
 @pytest.fixture(scope="module")
@@ -60,78 +40,23 @@ def url(run):
         yield url
 
 
-@contextmanager
-def opened(browser, address="", quiet=True, **context):
-    """Give a page; afterwards nothing was said on its console, and nobody else was asked."""
-    options = {"viewport": WIDE, "service_workers": "block"} | context
-    with browser.new_context(**options) as context:
-        page = context.new_page()
-        page.said, page.asked = [], []
-        page.on("console", lambda message: page.said.append(message.text))
-        page.on("pageerror", lambda error: page.said.append(str(error)))
-        page.on("dialog", lambda dialog: (page.said.append("dialog"), dialog.dismiss()))
-        page.on("request", lambda request: page.asked.append(request.url))
-        page.add_init_script(
-            "document.addEventListener('securitypolicyviolation', e => console.log(e.blockedURI))"
-        )
-        page.set_default_timeout(20_000)
-        yield page
-        foreign = [
-            one for one in page.asked if not one.startswith((address or "file:", "data:", "blob:"))
-        ]
-        assert not foreign
-        if quiet:
-            assert not page.said
-
-
-def fragment(view, **saved):
-    from urllib.parse import urlencode
-
-    return f"#{urlencode({'view': view, 'text': TEXT} | saved)}"
-
-
-def settled(page):
-    """Wait until the view is there and no call is under way."""
-    page.wait_for_selector("main .panel, main .panel-head")
-    page.wait_for_timeout(250)
-    page.wait_for_selector(".spinner, [aria-busy=true]", state="detached")
-    page.wait_for_timeout(100)
-
-
-def go(page, url, view, **saved):
-    page.goto(f"{url}/{fragment(view, **saved)}")
-    settled(page)
-    assert page.locator(f"#tab-{view}").get_attribute("aria-selected") == "true"
-    assert page.locator(".status.error").count() == 0
-
-
-def numbers(page, where="main"):
-    """The numbers that a view shows, with all their digits."""
-    values = page.locator(f"{where} data").evaluate_all("all => all.map(one => one.value)")
-    return [float(value) for value in values]
-
-
-def flat(value):
-    """All numbers in a result, and the probabilities of those that are logarithms."""
-    if isinstance(value, dict):
-        value = list(value.values())
-    if isinstance(value, list):
-        return [number for entry in value for number in flat(entry)]
-    if isinstance(value, (int, float)) and not isinstance(value, bool):
-        return [value, math.exp(value)] if value <= 0 else [value]
-    return []
-
-
 CALLS = {
+    "start": [
+        ("positions", {"text": TEXT}),
+        ("dot", {"text": TEXT}),
+        ("attention", {"text": TEXT}),
+    ],
     "text": [("positions", {"text": TEXT, "top": 10})],
     "dot": [("dot", {"text": TEXT, "top": 10})],
     "matrix": [("random_head", {"text": TEXT}), ("gradient_split", {"text": TEXT})],
     "vocabulary": [("vocabulary", {}), ("neighbours", {"top": 10})],
     "layers": [("lens", {"text": TEXT, "top": 5})],
     "heads": [("attention", {"text": TEXT})],
+    "compare": [("positions", {"text": TEXT, "top": 40})],
 }
 """What each view shows the numbers of."""
-LEAST = {"text": 20, "dot": 60, "matrix": 20, "vocabulary": 30, "layers": 2, "heads": 1}
+LEAST = {"start": 15, "text": 20, "dot": 60, "matrix": 20, "vocabulary": 30}
+LEAST |= {"layers": 2, "heads": 7, "compare": 20}
 """How many numbers it must show."""
 
 
@@ -143,6 +68,11 @@ def test_the_numbers_of_a_view_are_the_librarys(browser, url, run, view):
             options = options | {"token": Tokenizer.from_pretrained(run).encode(TEXT)[-1]}
         result = getattr(inspect, name)(run, None, **options)
         known += flat(json.loads(result.to_json()))
+        if view == "compare":
+            half = inspect.positions(run, None, result.ids[len(result.ids) // 2 :], top=40)
+            n, more = half.next, half.surprisal_bits[:-1]
+            known += [*flat(json.loads(half.to_json())), n, result.next]
+            known += [float(np.mean(more - result.surprisal_bits[-n - 1 : -1]))]
         if name == "positions":
             edges = [0.5, 1.5, 10.5, 100.5, 1000.5, 1e9]
             known += [math.exp(result.loss), result.next]
@@ -152,6 +82,12 @@ def test_the_numbers_of_a_view_are_the_librarys(browser, url, run, view):
         if name == "dot":
             bias = result.bias_part + result.head_bias
             known += [*bias, *(result.h_norm * result.row_norm * result.cos), *range(1, 11)]
+            products = result.rows * result.h
+            known += [*products.flat, *products.clip(0).sum(1), *(-products).clip(0).sum(1)]
+        if name == "attention":
+            products = result.queries[0, -1] * result.keys[0]
+            sums = products.sum(1)
+            known += [*products.flat, *sums, *(sums / math.sqrt(products.shape[1]))]
     known = np.sort(np.array(known, float))
     with opened(browser, url) as page:
         go(page, url, view)
@@ -230,11 +166,11 @@ def test_hostile_tokens_are_text(browser, url, run):
             go(page, url, view, ids=ids, text="<img src=x onerror=alert(0)>", pin=1)
             assert page.locator("main img, main script, main iframe, #app script").count() == 0
         go(page, url, "text", ids=ids, text="x", pin=1)
-        assert HOSTILE[0].replace(" ", "·") in page.locator("main").inner_text()
+        assert HOSTILE[0].replace(" ", "␣") in page.locator("main").inner_text()
 
 
 @pytest.mark.parametrize("scheme", ["light", "dark"])
-@pytest.mark.parametrize("width", [320, 1280])
+@pytest.mark.parametrize("width", [320, 375, 768, 1280])
 def test_no_rule_of_accessibility_is_broken(browser, url, scheme, width):
     axe = pytest.importorskip("axe_playwright_python.sync_playwright").Axe()
     wrong = []
@@ -255,8 +191,8 @@ def test_no_rule_of_accessibility_is_broken(browser, url, scheme, width):
 
 def test_all_views_are_reached_and_used_by_keyboard(browser, url):
     with opened(browser, url) as page:
-        go(page, url, "text")
-        page.locator("#tab-text").focus()
+        go(page, url, VIEWS[0])
+        page.locator(f"#tab-{VIEWS[0]}").focus()
         for view in [*VIEWS[1:], VIEWS[0]]:
             page.keyboard.press("ArrowRight")
             settled(page)

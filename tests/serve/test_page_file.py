@@ -8,9 +8,10 @@ import numpy as np
 import pytest
 
 from tests.inspect.conftest import random_model
+from tests.serve.browsing import CHROMIUM, OPTIONS, VIEWS
 from tests.serve.firefox import FIREFOX, Firefox
 from tests.serve.page_run import make_run
-from tests.serve.test_page_browser import CHROMIUM, LEAST, OPTIONS, VIEWS
+from tests.serve.test_page_browser import LEAST
 from tiedgpt import GPT, Tokenizer, inspect
 from tiedgpt.cli.main import main
 from tiedgpt.infer import Engine

@@ -104,15 +104,16 @@ def opening_text(source: Source, tokenizer: Tokenizer | None) -> str | list[int]
     """
     try:
         shards = Shards.in_directory(Path(source) / "data", "val")
-        ids = shards.read(0, min(400, len(shards))).tolist()
+        ids = shards.read(0, min(4000, len(shards))).tolist()
     except (TiedGPTError, OSError):
         return None
     if tokenizer is None:
         return ids[:12] or None
     text = tokenizer.decode(ids).replace("<|endoftext|>", "\n")
-    begin = re.search(r"(?:[.!?]\s+|\n)(?=\S)", text)  # the first tokens may be half a sentence
-    found = re.search(r"\S.{30,80}\w(?= \w)", text[begin.end() if begin else 0 :], re.DOTALL)
-    return found[0] if found else None
+    for start in (r"[.!?]\s+([A-Z]", r"(?:[.!?]\s+|\n)(\w", r"(\S"):
+        if found := re.search(start + r"[^\n*]{30,80}\w) \w", text):
+            return found[1]
+    return None
 
 
 def _stored_matrices(source: Source) -> dict[str, Any] | None:

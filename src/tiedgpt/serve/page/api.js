@@ -15,12 +15,24 @@ export const exported = data && JSON.parse(data.textContent); // what a file doe
 const file = data && (await import("./model/file.js"));
 
 const KEPT = 24;
+const KEY = "tiedgpt-key"; // kept for this tab, until it is closed
 const answers = new Map(); // the newest answers, so that going back to a view costs nothing
 let lastAsked = Promise.resolve(); // one at a time: what is given up before its turn is never sent
-let apiKey = "";
+let apiKey = exported ? "" : remember("sessionStorage", KEY) ?? "";
 
 export function setKey(key) {
   apiKey = key.trim();
+  remember("sessionStorage", KEY, apiKey);
+}
+
+// What the browser keeps under a name, which a value replaces; null where it may keep nothing.
+export function remember(storage, name, value) {
+  try {
+    if (value !== undefined) window[storage].setItem(name, value);
+    return window[storage].getItem(name);
+  } catch {
+    return null;
+  }
 }
 
 export const hasKey = () => apiKey !== "";

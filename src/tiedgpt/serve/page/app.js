@@ -1,11 +1,12 @@
-// The shell: one text box, its tokens and the pinned position above eight views, all in the URL.
+// The shell: one text box, its tokens and the pinned position above ten views, all in the URL.
 
 import { h, render } from "./vendor/preact.js";
 import { exported, setKey } from "./api.js";
 import {
-  count, html, plain, round, setModelName, Status, Tokens, useCall, useEffect, useRef, useState,
+  count, html, many, Piece, round, setModelName, Status, Tokens, useCall, useEffect, useMore, useRef, useState,
 } from "./parts.js";
-import Tour, { toQuestion } from "./tour.js";
+import Tour, { Invitation, toQuestion } from "./tour.js";
+import Start from "./views/start.js";
 import Text from "./views/text.js";
 import Write from "./views/write.js";
 import Dot from "./views/dot.js";
@@ -13,10 +14,12 @@ import Matrix from "./views/matrix.js";
 import Vocabulary from "./views/vocabulary.js";
 import Layers from "./views/layers.js";
 import Heads from "./views/heads.js";
+import Compare from "./views/compare.js";
 import Model from "./views/model.js";
 
 // Each view: its name in the URL, on its tab, its component, and whether it shows the pinned token.
 const VIEWS = [
+  ["start", "Start", Start, false],
   ["text", "Text", Text, false],
   ["write", "Write", Write, false],
   ["dot", "Dot product", Dot, true],
@@ -24,14 +27,15 @@ const VIEWS = [
   ["vocabulary", "Vocabulary", Vocabulary, false],
   ["layers", "Layers", Layers, true],
   ["heads", "Heads", Heads, false],
+  ["compare", "Side by side", Compare, false],
   ["model", "Model", Model, false],
 ];
 
 // What the URL's fragment keeps, with its defaults; the default's type says how it is read. A view
 // that wants something of its own kept adds it here.
 const SAVED = {
-  view: "text",
-  text: "The matrix that reads a token is the matrix that predicts a token.",
+  view: "start",
+  text: "The matrix that reads a token is the matrix that", // or, until it is edited, a text of the run
   ids: [], // tokens in place of the text, where the text alone would be encoded otherwise
   pin: -1, // -1: the last
   mode: "training", // Text: or generation
@@ -39,6 +43,7 @@ const SAVED = {
   layer: 0, // Heads
   head: 0,
   centred: false, // Dot product
+  other: "", // Side by side: the second text
   tour: 0, // the open question, 1 to 6
 };
 const MOST_TOKENS = 1024;
@@ -53,7 +58,7 @@ function read() {
     else if (Array.isArray(like)) found[name] = value.split(",").filter((one) => /^\d+$/.test(one)).map(Number);
     else if (typeof like === "number" && Number.isInteger(Number(value))) found[name] = Math.max(like, Number(value));
   }
-  if (!VIEWS.some(([name]) => name === found.view)) found.view = "text";
+  if (!VIEWS.some(([name]) => name === found.view)) found.view = "start";
   return found;
 }
 
@@ -95,28 +100,36 @@ function useTheme() {
   return [dark, turn];
 }
 
+// What is saved, with the text that the model's run suggests while nobody wrote one.
+function opened(saved, info) {
+  if (exported || saved.text !== SAVED.text || saved.ids.length) return saved;
+  const text = info.opening ?? (info.tokenizer === false ? [1, 2, 3, 4, 5] : saved.text);
+  return Array.isArray(text) ? { ...saved, text: "", ids: text.filter((id) => id < (info.vocab_size ?? Infinity)) } : { ...saved, text };
+}
+
 // {text} or {ids}, and why there is none: an empty box, or more tokens than this page shows.
 function useSubject(saved, info) {
   const { text, ids } = saved;
   const isLong = !ids.length && info.tokenizer !== false && new Blob([text]).size > MOST_TOKENS;
-  const measured = useCall("/tokenize", isLong && !exported ? { prompt: text } : null);
+  const measured = useCall("/tokenize", isLong ? { prompt: text } : null);
   const asIds = info.tokenizer === false && !ids.length ? text.split(/[\s,]+/).filter(Boolean).map(Number) : ids;
   if (asIds.some((id) => !Number.isInteger(id) || id < 0))
     return [null, "this model has no tokenizer: write token ids, such as 464 3280 318"];
-  const cap = exported ? Infinity : Math.min(MOST_TOKENS, info.n_positions ?? MOST_TOKENS);
+  const cap = Math.min(MOST_TOKENS, info.n_positions ?? MOST_TOKENS);
   const n = isLong && !measured.stale ? measured.data?.count : asIds.length;
   if (n > cap)
-    return [null, `this page reads at most ${count(cap)} tokens, and the text has ${count(n)}: shorten it`];
+    return [null, `this page reads at most ${many(cap, "token")}, and the text has ${count(n)}: shorten it`];
   if (asIds.length) return [{ ids: asIds }, null];
   if (!text) return [null, "the box is empty: write a word"];
   return [isLong && !n && !measured.error ? null : { text }, null];
 }
 
 function App() {
-  const [saved, update] = useSaved();
+  const [stored, update] = useSaved();
   const [dark, turn] = useTheme();
   const asked = useCall("/inspect/model", undefined);
   const info = asked.data ?? {};
+  const saved = opened(stored, info);
   const isKnown = asked.data || asked.error; // whether there is a tokenizer
   const [given, reason] = useSubject(saved, info);
   const subject = isKnown ? given : null;
@@ -133,25 +146,22 @@ function App() {
   useEffect(() => {
     document.title = `${title} · ${name} · tiedgpt`;
   }, [title, name]);
-  const again = () => {
-    asked.again();
-    found.again?.();
-  };
   return html`
     <header>
       <div class="brand"><h1>tiedgpt</h1><${Summary} info=${info} />
         <button type="button" onClick=${() => update(toQuestion(saved.tour ? 0 : 1))}
           aria-expanded=${saved.tour > 0}>Six questions</button>
         <button type="button" onClick=${turn}>${dark ? "Light" : "Dark"}</button></div>
-      <${Box} saved=${saved} info=${info} update=${update} />
-      ${found.status === 401 && html`<${Key} again=${again} />`}
+      <${Box} saved=${isKnown || stored.text !== SAVED.text ? saved : { ...saved, text: "" }} info=${info} update=${update} />
+      ${(asked.status === 401 || found.status === 401) && html`<${Key} />`}
       <${Tabs} view=${saved.view} update=${update} />
     </header>
+    <div class=${saved.tour > 0 ? "beside" : ""}>
     ${saved.tour > 0 && html`<${Tour} state=${state} update=${update} />`}
-    <main><div id="view" role="tabpanel" tabindex="-1" aria-labelledby=${`tab-${saved.view}`}>
+    <main>${!saved.tour && html`<${Invitation} update=${update} />`}<div id="view" role="tabpanel" tabindex="-1" aria-labelledby=${`tab-${saved.view}`}>
       ${(showsPin || reason) && saved.view !== "text" && html`<${Strip} state=${state} update=${update} />`}
       <${View} key=${saved.view} state=${state} update=${update} /></div>
-      <div id="live" class="hidden" aria-live="polite"></div></main>`;
+      <div id="live" class="hidden" aria-live="polite"></div></main></div>`;
 }
 
 function Summary({ info }) {
@@ -175,15 +185,15 @@ function Box({ saved, info, update }) {
     }, 400);
   };
   return html`<label class="box"><span>${info.tokenizer === false ? "Token ids" : "Text"}</span>
-    <textarea rows="2" spellcheck=${false} value=${shown} readonly=${Boolean(exported)}
+    <textarea rows="2" spellcheck=${false} value=${shown}
       onInput=${(event) => edit(event.target.value)}></textarea></label>`;
 }
 
-function Key({ again }) {
+function Key() {
   const submit = (event) => {
     event.preventDefault();
     setKey(new FormData(event.target).get("key"));
-    again();
+    start(); // every view asks again
   };
   return html`<form class="key" onSubmit=${submit}>
     <label>This server asks for its API key <input name="key" type="password" autocomplete="off" /></label>
@@ -192,17 +202,17 @@ function Key({ again }) {
 
 function Tabs({ view, update }) {
   const at = VIEWS.findIndex(([name]) => name === view);
-  const list = useRef(null);
+  const list = useMore();
   useEffect(() => {
     const tab = list.current.children[at];
     list.current.scrollLeft = tab.offsetLeft - list.current.clientWidth / 2 + tab.clientWidth / 2;
   }, [at]);
-  return html`<div class="tabs" role="tablist" aria-label="Views" ref=${list}
+  return html`<div class="more"><div class="tabs" role="tablist" aria-label="Views" ref=${list}
     onKeyDown=${round(VIEWS.length, at, (next) => update({ view: VIEWS[next][0] }))}>
     ${VIEWS.map(([name, label]) => html`<button type="button" role="tab" key=${name} id=${`tab-${name}`}
       aria-selected=${name === view} aria-controls=${name === view ? "view" : null}
       tabindex=${name === view ? 0 : -1}
-      onClick=${() => update({ view: name })}>${label}</button>`)}</div>`;
+      onClick=${() => update({ view: name })}>${label}</button>`)}</div></div>`;
 }
 
 // The tokens in one line, for the views that show something of the pinned one.
@@ -213,8 +223,10 @@ function Strip({ state, update }) {
     ${positions && html`<div class=${found.stale || found.error ? "stale" : ""}>
       <${Tokens} small pieces=${positions.pieces} pin=${pin} onPin=${(at) => update({ pin: at })}
         label="Tokens: choose the pinned one" /></div>
-      <p class="says">Pinned: token ${pin}, <b>${plain(positions.pieces[pin])}</b>.</p>`}
+      <p class="says">Pinned: token ${pin}, <b><${Piece} text=${positions.pieces[pin]} /></b>. Choose another to see its prediction.</p>`}
   </div>`;
 }
 
-render(h(App), document.getElementById("app"));
+let starts = 0;
+const start = () => render(h(App, { key: (starts += 1) }), document.getElementById("app"));
+start();

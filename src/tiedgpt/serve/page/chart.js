@@ -3,15 +3,21 @@
 //   Bar({t, kind})          0..1 as a bar; kind: a class, "reads" or "predicts"
 //   Lines({label, lines, xLabel, yLabel, xNames, show, tick, low, high})
 //       lines: {name, xs, ys, look}; each has a colour, a dash and a mark of its own, 0 to 5.
-//       xNames: names of the places 0, 1, ...; low, high: of the y axis, else by the lines
-//   Scatter({x, y, names, order, seen, onSee, onPick, says, curves, marks, odd, xShow, dark, label})
-//       a point for each token on canvas, NaN: none; marks: [id, text] pairs on top of them.
-//       The pointer tells onSee, a click or an arrow key onPick; keys walk through `order`
+//       xNames: names of the places 0, 1, ...; low, high: of the y axis, else by the lines; what
+//       lies above high is told
+//   Scatter({x, y, names, order, seen, onSee, onPick, says, curves, marks, odd, xTicks, dark, label})
+//       a point for each token on canvas; marks: [id, text] pairs on top of them; xTicks: pairs
+//       [x, text], else round numbers. The pointer tells onSee, a click or an arrow key onPick;
+//       keys walk through `order`
+//   apart(ids, x, y)        those of the ids whose names have room in a Scatter, the first first
+//   Strip({label, values, most, at, onAt, dark})   numbers as shaded cells, full at `most`; the
+//       pointer and the arrow keys tell onAt which one is seen; without onAt it is a picture
+//   NamedStrip({name, ...})                        with a name before it, and the number seen after
 //   HeatGrid({label, corner, rows, columns, cell, at, onMove, onPick, mark, dark})
 //       cell(r, c): {t, text}: the shade 0..1, and what stands in it; arrow keys and the pointer
 //       tell onMove, a click onPick; mark: a column that is kept in sight
 
-import { heat, html, short, useEffect, useMemo, useRef, useState } from "./parts.js";
+import { diverge, heat, html, Num, Scroll, short, useEffect, useMemo, useRef, useState } from "./parts.js";
 
 function useWidth() {
   const ref = useRef(null);
@@ -71,12 +77,14 @@ export function Lines({ label, lines, xLabel, yLabel, xNames, show = short, tick
   const wide = Math.max(1, width - EDGE.left - EDGE.right);
   const tall = TALL - EDGE.top - EDGE.bottom;
   const x = (value) => EDGE.left + (wide * (value - x0)) / (x1 - x0 || 1);
-  const y = (value) => EDGE.top + tall * (1 - (Math.min(y1, value) - y0) / (y1 - y0 || 1));
+  const y = (value) => EDGE.top + tall * (1 - (value - y0) / (y1 - y0 || 1));
+  const above = Math.max(...lines.flatMap((line) => line.ys));
   const every = Math.ceil((xNames?.length ?? 0) / Math.max(2, wide / 64));
   const marks = xNames ? xNames.map((name, i) => [i, name]).filter(([i]) => i % every === 0)
     : ticks([x0, x1], Math.max(2, wide / 110)).map((value) => [value, round(value)]);
-  const path = (line) => line.xs.map((value, i) => line.ys[i] === null ? "" :
-    `${i && line.ys[i - 1] !== null ? "L" : "M"}${x(value).toFixed(1)},${y(line.ys[i]).toFixed(1)}`).join("");
+  const isIn = (value) => value !== null && value !== undefined && value <= y1;
+  const path = (line) => line.xs.map((value, i) => !isIn(line.ys[i]) ? "" :
+    `${i && isIn(line.ys[i - 1]) ? "L" : "M"}${x(value).toFixed(1)},${y(line.ys[i]).toFixed(1)}`).join("");
   const point = (event) => {
     const value = x0 + ((event.offsetX - EDGE.left) / wide) * (x1 - x0);
     setAt(lines[0].xs[nearest(lines[0].xs, value)]);
@@ -93,11 +101,11 @@ export function Lines({ label, lines, xLabel, yLabel, xNames, show = short, tick
       ${at !== null && html`<line class="rule now" x1=${x(at)} x2=${x(at)} y1=${EDGE.top} y2=${TALL - EDGE.bottom} />`}
       ${lines.map((line, i) => html`<g class=${`series series-${line.look ?? i}`} key=${line.key ?? line.name}>
         <path class="stroke" d=${path(line)} />
-        ${line.xs.map((value, j) => j % (line.xs.length > 40 ? Math.ceil(line.xs.length / 10) : 1) === 0 && line.ys[j] !== null && html`<path class="mark"
+        ${line.xs.map((value, j) => j % (line.xs.length > 40 ? Math.ceil(line.xs.length / 10) : 1) === 0 && isIn(line.ys[j]) && html`<path class="mark"
           d=${MARKS[line.look ?? i]} transform=${`translate(${x(value)} ${y(line.ys[j])})`} />`)}</g>`)}
       <text class="tick" x=${EDGE.left + wide / 2} y=${TALL - 4} text-anchor="middle">${xLabel}</text>
     </svg>
-    <figcaption><span>${yLabel}${xNames ? ` at ${xNames[here]}` : ` at ${short(here)}`}</span>
+    <figcaption>${above > y1 && html`<p class="note">↑ Above the chart: values up to ${show(above)}.</p>`}<span>${yLabel}${xNames ? ` at ${xNames[here]}` : ` at ${short(here)}`}</span>
       <ul>${lines.map((line, i) => html`<li key=${line.key ?? line.name} class=${`series series-${line.look ?? i}`}>
         <svg width="26" height="12" aria-hidden="true"><path class="stroke" d="M0,6H26" />
           <path class="mark" d=${MARKS[line.look ?? i]} transform="translate(13 6)" /></svg>
@@ -147,7 +155,7 @@ function drawPoints(canvas, xs, ys, odd, [width, height]) {
 const NONE = [];
 
 export function Scatter({ x, y, names, order, seen, onSee, onPick = onSee, says, curves = NONE, marks, odd = NONE,
-  xShow = (t) => t, dark, label }) {
+  xTicks, dark, label }) {
   const [box, width] = useWidth();
   const canvas = useRef(null);
   const height = Math.round(Math.min(460, Math.max(280, width * 0.6)));
@@ -185,17 +193,25 @@ export function Scatter({ x, y, names, order, seen, onSee, onPick = onSee, says,
       onKeyDown=${keyed} onPointerMove=${over} onPointerDown=${(event) => onPick(near(event))}>
     <canvas ref=${canvas} style=${{ width: `${width}px`, height: `${height}px` }}></canvas>
     <svg width=${width} height=${height} aria-hidden="true">
-      ${ticks(xs, width / 110).map((t) => html`<text x=${px(t)} y=${height - 22} text-anchor="middle">${xShow(t)}</text>`)}
+      ${(xTicks ?? ticks(xs, width / 110).map((t) => [t, t])).map(([t, name]) => html`<text key=${t} x=${px(t)} y=${height - 22}
+        text-anchor="middle">${name}</text>`)}
       ${ticks(ys, height / 60).filter((t) => py(t) > 26).map((t) => html`<text x=${EDGE.left - 8} y=${py(t) + 4} text-anchor="end">${t}</text>`)}
       <text class="axis" x=${width - EDGE.right} y=${height - 5} text-anchor="end">${names[0]} →</text>
       <text class="axis" x="4" y="12">${names[1]} ↑</text>
       <path class="frame" d=${`M${EDGE.left},${EDGE.top}V${height - EDGE.bottom}H${width - EDGE.right}`} />
       ${curves.map((curve) => html`<path class="curve" d=${drawn(curve, xs, px, py, height)} />`)}
-      ${marks.filter(([id]) => x[id] === x[id]).map(([id, text]) => html`<g key=${id}>${dot(id, 4.5, "mark")}
-        ${text && html`<text class="word" x=${px(x[id]) + (px(x[id]) > width * 0.75 ? -8 : 8)} y=${py(y[id]) - 6}
+      ${marks.map(([id, text]) => html`<g key=${id}>${dot(id, 4.5, "mark")}
+        ${text && html`<text class="word" x=${px(x[id]) + (px(x[id]) > width * 0.75 ? -8 : 8)} y=${py(y[id]) + (py(y[id]) < 36 ? 16 : -6)}
           text-anchor=${px(x[id]) > width * 0.75 ? "end" : "start"}>${text}</text>`}</g>`)}
-      ${x[seen] === x[seen] && dot(seen, 8, "seen")}
+      ${dot(seen, 8, "seen")}
     </svg></div>`;
+}
+
+export function apart(ids, x, y) {
+  const size = (values) => (([low, high]) => high - low || 1)(range(values));
+  const [wide, high] = [size(x) / 8, size(y) / 16];
+  const isNear = (a) => (b) => Math.abs(x[a] - x[b]) < wide && Math.abs(y[a] - y[b]) < high;
+  return ids.reduce((kept, id) => (kept.some(isNear(id)) ? kept : [...kept, id]), []);
 }
 
 function drawn(curve, xs, px, py, height) {
@@ -224,11 +240,17 @@ export function HeatGrid({ label, rows, columns, cell, dark, at, onMove, onPick,
     onMove(row, column);
     table.current.querySelectorAll("td button")[row * columns.length + column].focus();
   };
-  useEffect(() => { // the marked column is in sight
-    const box = table.current.parentElement;
-    if (mark !== undefined) box.scrollLeft = table.current.rows[0].cells[mark + 1].offsetLeft - box.clientWidth / 2;
+  useEffect(() => { // the marked column is in sight, and the first one in sight is whole
+    const [box, [names, ...cells]] = [table.current.parentElement, table.current.rows[0].cells];
+    const kept = cells[Math.min(mark ?? 0, cells.length - 1)];
+    const least = kept.offsetLeft + kept.offsetWidth - box.clientWidth;
+    const starts = cells.map((cell) => cell.offsetLeft - names.offsetWidth - 2);
+    const from = least > 0 ? starts.find((start) => start >= least) ?? starts[starts.length - 1] : 0;
+    box.parentElement.style.setProperty("--kept", `${names.offsetWidth}px`);
+    box.style.paddingRight = `${Math.max(0, from + box.clientWidth - table.current.offsetWidth)}px`; // room to scroll so far
+    box.scrollLeft = from;
   }, [mark, columns.length]);
-  return html`<div class="scroll"><table class="heat" role="grid" aria-label=${label} ref=${table} onKeyDown=${keyed}>
+  return html`<${Scroll}><table class="heat" role="grid" aria-label=${label} ref=${table} onKeyDown=${keyed}>
     <thead><tr role="row"><th role="columnheader">${corner}</th>${columns.map((name, c) => html`<th scope="col"
       role="columnheader" key=${c} class=${c === mark ? "now" : ""}>${name}</th>`)}</tr></thead>
     <tbody>${rows.map((name, r) => html`<tr role="row" key=${r}><th scope="row" role="rowheader">${name}</th>
@@ -238,5 +260,55 @@ export function HeatGrid({ label, rows, columns, cell, dark, at, onMove, onPick,
         return html`<td role="gridcell" key=${c} aria-selected=${isHere}><button type="button" tabindex=${isHere ? 0 : -1}
           style=${t === null ? {} : heat(t, dark)} onPointerEnter=${onPick && (() => onMove(r, c))}
           onClick=${() => (onPick ?? onMove)(r, c)}>${text}</button></td>`;
-      })}</tr>`)}</tbody></table></div>`;
+      })}</tr>`)}</tbody></table><//>`;
+}
+
+// ---- numbers ----
+
+// Cells in a row: as many as are wide enough, if possible such that the last row is full.
+function across(n, width) {
+  const most = Math.min(128, Math.max(8, Math.floor(width / 5)));
+  for (let k = Math.min(n, most); k >= 16; k -= 1) if (n % k === 0) return k;
+  return Math.min(n, most);
+}
+
+export function Strip({ label, values, most, at, onAt, dark }) {
+  const [box, width] = useWidth();
+  const canvas = useRef(null);
+  const n = values.length;
+  const wide = across(n, width);
+  const tall = Math.ceil(n / wide);
+  useEffect(() => {
+    Object.assign(canvas.current, { width: wide, height: tall });
+    const pen = canvas.current.getContext("2d");
+    const image = pen.createImageData(wide, tall);
+    values.forEach((x, i) => image.data.set([...diverge(x / most, dark).rgb, 255], 4 * i));
+    pen.putImageData(image, 0, 0);
+  }, [values, most, dark, wide]);
+  const see = (i) => onAt(Math.min(n - 1, Math.max(0, i)));
+  const point = ({ clientX, clientY }) => {
+    const { left, top, width: w, height: h } = box.current.getBoundingClientRect();
+    see(Math.min(wide - 1, Math.floor(((clientX - left) / w) * wide)) + wide * Math.min(tall - 1, Math.floor(((clientY - top) / h) * tall)));
+  };
+  const keyed = (event) => {
+    const to = { ArrowRight: at + 1, ArrowLeft: at - 1, ArrowDown: at + wide, ArrowUp: at - wide, Home: 0, End: n - 1 }[event.key];
+    if (to === undefined) return;
+    event.preventDefault();
+    see(to);
+  };
+  const live = onAt && { role: "slider", tabindex: 0, "aria-valuemin": 0, "aria-valuemax": n - 1, "aria-valuenow": at,
+    "aria-valuetext": `number ${at}: ${short(values[at])}`, onKeyDown: keyed, onPointerMove: point, onPointerDown: point };
+  return html`<div class="numbers-of" role="img" aria-label=${label} ref=${box} ...${live}
+      style=${{ height: `${tall * (tall > 2 ? 9 : 22)}px` }}><canvas ref=${canvas} aria-hidden="true"></canvas>
+    ${onAt && html`<span style=${{ left: `${(100 * (at % wide)) / wide}%`, top: `${(100 * Math.floor(at / wide)) / tall}%`,
+      width: `${100 / wide}%`, height: `${100 / tall}%` }}></span>`}</div>`;
+}
+
+export const NamedStrip = ({ name, values, at, most = fullAt(values), ...others }) => html`<div class="strip-row"><span>${name}</span>
+  <${Strip} values=${values} at=${at} most=${most} label=${`${values.length} numbers`} ...${others} />${at !== undefined && html`<${Num} x=${values[at]} />`}</div>`;
+
+// What full colour stands for: all but the largest of the numbers are below it.
+export function fullAt(...lists) {
+  const sizes = lists.flat().map(Math.abs).sort((a, b) => a - b);
+  return sizes[Math.floor(0.98 * (sizes.length - 1))] || 1;
 }

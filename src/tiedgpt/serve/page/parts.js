@@ -16,8 +16,10 @@
 //   first(state, n)       {ids} or {text} of the first n tokens: for routes that have a cap
 // Around:
 //   Panel({title, says, found, ask, children})   a section: one sentence that says what one sees,
-//                         what `found` is doing, unless `quiet`, and "copy" buttons for `ask` =
+//                         what `found` is doing, unless `quiet`, and a menu that copies `ask` =
 //                         [path, body]
+//   Scroll({label, children})   what may be wider than the page; its edges show that there is more
+//   Term({name, children})      a word of TERMS, which explains itself when it is pressed
 //   Choice({label, value, options, onChange})    one of few: options are [value, text] pairs
 //   round(n, at, choose)  onKeyDown of any other row of n buttons of which one is chosen
 //   Slider({label, value, min, max, step, show, onChange})
@@ -29,12 +31,13 @@
 //   Tokens({pieces, pin, onPin, label, look, after})   buttons with arrow keys; look(i) is
 //                         {fill, bar, grey, mark, says}: shade and height 0..1, a class, a sentence
 //   Odds({rows, onPick})  likely tokens with bars; rows: {id, piece, place, p, mark}, and `after`,
-//                         another probability, null if the token is cut
+//                         another probability; null: the token is cut, or `none` says what it is
 //   Table({caption, columns, rows})   sortable; columns: {key, label, says, show, text}
 // Numbers and colours:
 //   Num({x, digits})      <data value="all digits">rounded</data>; "–" where there is none
-//   count(n) prob(p) fixed(x, digits) short(x) bytes(n) as strings
+//   count(n) many(n, noun) prob(p) fixed(x, digits) short(x) bytes(n) as strings
 //   heat(t, dark)         0..1 -> {background, color}: cividis, from the page to its far end
+//   diverge(t, dark)      -1..1 -> the same: purple below 0, gold above it
 
 import { h } from "./vendor/preact.js";
 import { useEffect, useId, useMemo, useRef, useState } from "./vendor/preact-hooks.js";
@@ -87,7 +90,7 @@ export function first(state, n) {
 export function Panel({ title, says, found, ask, quiet, children }) {
   const id = useId();
   return html`<section class="panel" aria-labelledby=${id} aria-busy=${Boolean(found?.busy && !quiet)}>
-    <div class="panel-head"><h2 id=${id}>${title}</h2>${ask?.[1] && html`<${Copy} path=${ask[0]} body=${ask[1]} />`}</div>
+    <div class="panel-head"><h2 id=${id}>${title}</h2>${ask?.[1] && html`<${Copy} key=${JSON.stringify(ask)} path=${ask[0]} body=${ask[1]} />`}</div>
     ${says && html`<p class="says">${says}</p>`}
     ${found && !quiet && html`<${Status} found=${found} />`}
     <div class=${found && (found.stale || found.error) ? "stale" : ""}>${children}</div>
@@ -118,15 +121,66 @@ const sentence = (text) => text[0].toUpperCase() + text.slice(1) + (/[.?!]$/.tes
 function Copy({ path, body }) {
   const [shown, setShown] = useState(null);
   const copy = (kind, text) => {
-    setShown({ kind, text });
-    navigator.clipboard?.writeText(text).then(
-      () => announce("Copied."), () => announce("Select the text below and copy it."));
+    const say = (said) => { setShown({ kind, text, said }); announce(said); };
+    say("Select it and copy it.");
+    navigator.clipboard?.writeText(text).then(() => say("Copied."), () => {});
   };
-  useEffect(() => setShown(null), [path, JSON.stringify(body)]);
-  return html`<div class="copy">
-      <button type="button" onClick=${() => copy("Python", python(path, body))}>copy as Python</button>
-      <button type="button" onClick=${() => copy("curl", curl(path, body))}>copy as curl</button></div>
-    ${shown && html`<pre tabindex="0" role="region" aria-label=${`${shown.kind}, as copied`}>${shown.text}</pre>`}`;
+  return html`<details class="copy"><summary>Copy as code</summary>
+    <div class="row">${[["Python", python], ["curl", curl]].map(([kind, write]) => html`<button type="button" key=${kind}
+      aria-pressed=${shown?.kind === kind} onClick=${() => copy(kind, write(path, body))}>${kind}</button>`)}
+      ${shown && html`<span class="says">${shown.said}</span>`}</div>
+    ${shown && html`<pre tabindex="0" role="region" aria-label=${`${shown.kind}, as copied`}>${shown.text}</pre>`}</details>`;
+}
+
+// A ref for a box in a `.more`, which is told at which edges the box hides something.
+export function useMore() {
+  const box = useRef(null);
+  useEffect(() => {
+    const { current: of } = box;
+    const look = () => {
+      const [left, right] = [of.scrollLeft, of.scrollWidth - of.clientWidth - of.scrollLeft];
+      of.parentElement.dataset.more = `${left > 1 ? "left" : ""} ${right > 1 ? "right" : ""}`;
+    };
+    const watcher = new ResizeObserver(look);
+    [of, ...of.children].forEach((one) => watcher.observe(one));
+    of.addEventListener("scroll", look);
+    return () => watcher.disconnect();
+  }, []);
+  return box;
+}
+
+export const Scroll = ({ label, children }) => html`<div class="more"><div class="scroll" tabindex=${label ? 0 : null}
+  role=${label ? "region" : null} aria-label=${label} ref=${useMore()}>${children}</div></div>`;
+
+// ---- words that explain themselves ----
+
+const TERMS = {
+  surprisal: "How unexpected a token was: −log₂ of the probability that the model gave it. 1 bit is a probability of 50 %, 10 bits are 0.1 %.",
+  entropy: "How undecided a prediction is, in bits: the surprisal to be expected if the model is right. 0 is certainty.",
+  rank: "A token's place when all tokens are sorted by probability; 1 is the model's first choice.",
+  KL: "Kullback–Leibler divergence: how many bits a prediction by this state would lose against the model's own. 0: they are equal.",
+  logit: "What a token gets before softmax: the dot product of h with the token's row. 1 more multiplies its odds by 2.7.",
+  prior: "The part of a logit that is the same in every text: the final norm's bias times the row. It mostly tells how frequent the token is.",
+  loss: "The mean surprisal of the true tokens. In nats it uses the natural logarithm: 1 nat is 1.44 bits. Training makes it small.",
+  perplexity: "e to the power of the loss: the model is as undecided as among this many equally likely tokens.",
+  softmax: "Turns logits into probabilities: e to the power of each, over the sum of all.",
+  h: "What the body makes of the text so far: as many numbers as a row of W has.",
+  cosine: "How well two directions agree, whatever the lengths: 1 the same, 0 at right angles, −1 opposite.",
+  attention: "How a token gathers from earlier ones: each head gives them weights, which sum to 1, and adds up their values.",
+  MLP: "Two matrices with a curve between them; it changes each position by itself.",
+};
+
+export function Term({ name, children }) {
+  const id = useId();
+  const place = ({ newState, target: pop }) => {
+    if (newState !== "open") return;
+    const word = pop.previousElementSibling.getBoundingClientRect();
+    const below = word.bottom + 6 + pop.offsetHeight < innerHeight;
+    pop.style.left = `${Math.max(8, Math.min(word.left, innerWidth - pop.offsetWidth - 8))}px`;
+    pop.style.top = `${below ? word.bottom + 6 : word.top - pop.offsetHeight - 6}px`;
+  };
+  return html`<button type="button" class="term" popovertarget=${id}>${children ?? name}</button><span popover id=${id}
+    onToggle=${place}><b>${name}</b>: ${TERMS[name]}</span>`;
 }
 
 let modelName = "MODEL";
@@ -194,12 +248,12 @@ export function announce(text) {
 
 // ---- tokens and tables ----
 
-const SIGNS = { " ": "·", "\n": "↵", "\t": "⇥", "\r": "␍" };
+const SIGNS = { " ": "␣", "\n": "↵", "\t": "⇥", "\r": "␍" };
 const UNSEEN = /([\p{Cc}\p{Cf}\p{Zl}\p{Zp}\p{Zs}])/u;
 
 function spell(piece) {
   if (/^ ?[!-~]+$/.test(piece) && !piece.startsWith("bytes:"))
-    return piece[0] === " " ? [["·", "blank"], [piece.slice(1), ""]] : [[piece, ""]];
+    return piece[0] === " " ? [["␣", "blank"], [piece.slice(1), ""]] : [[piece, ""]];
   const partial = /^bytes:((?:\\x[0-9a-f]{2})+)$/.exec(piece);
   if (partial) return [[partial[1].slice(2).replaceAll("\\x", " "), "raw"]];
   return piece.split(UNSEEN).filter(Boolean).map((part) => {
@@ -219,9 +273,9 @@ const TALL = 46; // pixels of the highest bar
 export function Tokens({ pieces, pin, onPin, label, look = () => ({}), after, small }) {
   const drawn = useRef([]); // what did not change is given again, and Preact skips it
   const tall = small ? TALL / 2 : TALL;
-  const isLong = pieces.length > 256; // then blanks are not faint: a second element takes as long as the first
+  const isLong = pieces.length > 256; // then blanks are no chips: a second element takes as long as the first
+  const at = Math.min(pin ?? 0, pieces.length - 1); // a pin may be older than the tokens
   const keyed = (event) => {
-    const at = Math.min(pin ?? 0, pieces.length - 1);
     const box = event.currentTarget;
     const steps = { ArrowLeft: () => at - 1, ArrowRight: () => at + 1, Home: () => 0, End: () => pieces.length - 1,
       ArrowUp: () => line(box, at, -1), ArrowDown: () => line(box, at, 1) };
@@ -237,7 +291,7 @@ export function Tokens({ pieces, pin, onPin, label, look = () => ({}), after, sm
   };
   const one = (piece, i) => {
     const { fill, bar, grey, mark = "", says } = look(i);
-    const isNext = i === (pin ?? 0);
+    const isNext = i === at;
     const key = [piece, fill?.background, bar, grey, mark, says, isNext, i === pin].join("\n");
     if (drawn.current[i]?.key === key) return drawn.current[i].node;
     const style = bar === undefined ? fill ?? {} : { ...fill, paddingTop: `${bar * tall}px`, marginTop: `${(1 - bar) * tall}px` };
@@ -264,16 +318,16 @@ function line(box, at, step) {
   return at;
 }
 
-export function Odds({ rows, onPick }) {
-  const most = Math.max(...rows.flatMap(({ p, after }) => [p, after ?? 0]));
+export function Odds({ rows, onPick, none = "cut" }) {
+  const most = Math.max(...rows.flatMap(({ p, after }) => [p ?? 0, after ?? 0]));
   const wide = (p) => ({ width: `${(100 * (p ?? 0)) / most}%` });
   const tag = onPick ? "button" : "div";
   return html`<ol class="odds">${rows.map(({ id, piece, place, p, after, mark }, k) => html`<li key=${id}
-      class=${`${k && place > rows[k - 1].place + 1 ? "apart" : ""} ${mark ? "true" : ""} ${after === null ? "cut" : ""}`}>
+      class=${`${k && place > rows[k - 1].place + 1 ? "apart" : ""} ${mark ? "true" : ""} ${after === null && none === "cut" ? "cut" : ""}`}>
     <${tag} class="odd" onClick=${onPick && (() => onPick(id))}><span class="place">${count(place)}</span>
       <span class="what"><${Piece} text=${piece} />${mark && html`<small> ● ${mark}</small>`}</span>
       <span class="line"><span style=${wide(p)}></span>${after !== undefined && html`<span class="after" style=${wide(after)}></span>`}</span>
-      <span class="share"><${Num} x=${p} show=${prob} />${after !== undefined && html` → ${after === null ? "cut"
+      <span class="share"><${Num} x=${p} show=${prob} />${after !== undefined && html` → ${after === null ? none
         : html`<${Num} x=${after} show=${prob} />`}`}</span><//></li>`)}</ol>`;
 }
 
@@ -291,10 +345,10 @@ export function Table({ caption, columns, rows }) {
     if (i === 0) return html`<th scope="row">${shown}</th>`;
     return html`<td class=${column.text ? "" : "number"}>${shown}</td>`;
   };
-  return html`<div class="scroll" tabindex="0" role="region" aria-label=${caption}><table>
+  return html`<${Scroll} label=${caption}><table>
     <caption class="hidden">${caption}</caption>
     <thead><tr>${columns.map(head)}</tr></thead>
-    <tbody>${sorted.map((row) => html`<tr>${columns.map((column, i) => cell(row, column, i))}</tr>`)}</tbody></table></div>`;
+    <tbody>${sorted.map((row) => html`<tr>${columns.map((column, i) => cell(row, column, i))}</tr>`)}</tbody></table><//>`;
 }
 
 function compare(a, b) {
@@ -308,6 +362,7 @@ export const fixed = (x, digits) => (x === null || x === undefined ? "–" : min
 const minus = (text) => text.replace("-", "−");
 const grouped = new Intl.NumberFormat("en"); // toLocaleString makes one at each call
 export const count = (n) => (n === null || n === undefined ? "–" : minus(grouped.format(n)));
+export const many = (n, noun) => `${count(n)} ${noun}${n === 1 ? "" : "s"}`;
 export const bytes = (n) => {
   const power = n < 1000 ? 0 : Math.min(3, Math.floor(Math.log10(n) / 3));
   return `${(n / 1000 ** power).toFixed(power ? 1 : 0)} ${["bytes", "kB", "MB", "GB"][power]}`;
@@ -360,4 +415,10 @@ export function heat(t, dark) {
   const end = cividis(dark ? shade : 1 - shade);
   const rgb = mix(dark ? PAGE.dark : PAGE.light, end, Math.min(1, 0.08 + 1.8 * shade));
   return { background: css(rgb), color: ink(rgb) };
+}
+
+export function diverge(t, dark) {
+  const end = t < 0 ? (dark ? [186, 170, 255] : [84, 39, 143]) : dark ? [247, 190, 60] : [166, 97, 0];
+  const rgb = mix(dark ? PAGE.dark : PAGE.light, end, Math.min(1, Math.abs(t || 0)) ** 0.8);
+  return { background: css(rgb), color: ink(rgb), rgb };
 }

@@ -1,9 +1,9 @@
-// Dot product: one prediction as h · e = |h| |e| cos, for the row e of every token.
+// Dot product: one prediction as h · e, number by number, and as |h| |e| cos for the row e of every token.
 
 import {
-  Choice, count, fixed, html, Num, Panel, Piece, plain, prob, short, Table, useCall, useMemo, useState,
+  Choice, count, diverge, fixed, html, Num, Panel, Piece, plain, prob, round, short, Table, Term, useCall, useMemo, useState,
 } from "../parts.js";
-import { Scatter } from "../chart.js";
+import { apart, fullAt, NamedStrip, Scatter } from "../chart.js";
 
 export default function Dot({ state, update }) {
   const { subject, pin, positions, centred, found: read } = state;
@@ -18,9 +18,14 @@ export default function Dot({ state, update }) {
   const see = (id) => choose({ data, id });
   const named = (id) => pieces?.[id] ?? (data.ids.includes(id) ? data.pieces[data.ids.indexOf(id)] : `id:${id}`);
   return html`
-    <${Panel} title="Which row points along h?" found=${found} ask=${body && ["/inspect/dot", body]}
-      says=${`h is what the body makes of the text up to the pinned token. Every token's logit is the dot product of h with its row e${
-        data ? ` of ${data.matrix}, which ${data.does}` : ""}.`}>
+    <${Panel} title="The numbers of W, at work" found=${found} ask=${body && ["/inspect/dot", body]}
+      says=${html`The row that is read goes into the layers and comes out as <${Term} name="h" />. Number by number, h is
+        multiplied with the row of a candidate; the sum is its <${Term} name="logit" />.`}>
+      ${data && html`<${Numbers} data=${data} seen=${seen} see=${see} read=${positions.ids[data.position]} dark=${state.dark} />`}
+    <//>
+    <${Panel} title="Which row points along h?" quiet found=${found} ask=${body && ["/inspect/dot", body]}
+      says=${`The same logits, as lengths and angles: h · e = |h| |e| cos, for the row e of every token${
+        data ? ` in ${data.matrix}, which ${data.does}` : ""}.`}>
       ${data && html`
         <${Product} data=${data} every=${every} id=${seen} piece=${named(seen)} centred=${centred} />
         <${Choice} label="Rows" value=${centred} onChange=${(value) => update({ centred: value })}
@@ -34,7 +39,7 @@ export default function Dot({ state, update }) {
           label="Tokens, the likeliest first" says=${(id) => spoken(data, every, id, named(id))} />
         <${Winners} data=${data} every=${every} named=${named} />`}
     <//>
-    ${data && html`<${Numbers} data=${data} centred=${centred} found=${found} positions=${positions} ask=${body && ["/inspect/dot", body]} />`}`;
+    ${data && html`<${Likeliest} data=${data} every=${every} centred=${centred} found=${found} positions=${positions} ask=${body && ["/inspect/dot", body]} />`}`;
 }
 
 // Of all V rows: length, cosine, and the ids from the highest logit down.
@@ -45,13 +50,38 @@ function columns(data, centred) {
   return { logits, norm, cos, order, labelled: apart(data.ids, cos, norm), row: centred ? "c" : "e" };
 }
 
-// The ids whose names have room in the plot, the likeliest first.
-function apart(ids, cos, norm) {
-  const size = (values) => values.reduce((a, b) => Math.max(a, b)) - values.reduce((a, b) => Math.min(a, b)) || 1;
-  const [wide, high] = [size(cos) / 8, size(norm) / 16];
-  const isNear = (a) => (b) => Math.abs(cos[a] - cos[b]) < wide && Math.abs(norm[a] - norm[b]) < high;
-  return ids.reduce((found, id) => (found.some(isNear(id)) ? found : [...found, id]), []);
+// ---- number by number ----
+
+function Numbers({ data, seen, see, read, dark }) {
+  const k = Math.max(0, data.ids.indexOf(seen));
+  const [row, products] = useMemo(() => [data.rows[k], data.rows[k].map((x, i) => x * data.h[i])], [data, k]);
+  const [hovered, setAt] = useState(null);
+  const at = hovered !== null && hovered < row.length ? hovered : products.indexOf(Math.max(...products));
+  const [up, down] = [1, -1].map((sign) => products.reduce((sum, x) => sum + Math.max(0, sign * x), 0));
+  const full = useMemo(() => fullAt(data.row_read, row), [data, k]);
+  const strip = (name, values, most) => html`<${NamedStrip} name=${name} values=${values} most=${most}
+    at=${at} onAt=${setAt} dark=${dark} />`;
+  const word = (piece) => html`<b><${Piece} text=${piece} /></b>`;
+  return html`
+    <div class="strips">
+      ${strip(html`reads row ${count(read)} ${word(data.piece)}`, data.row_read, full)}
+      ${strip(html`<i>h</i>, after all layers`, data.h)}
+      ${strip(html`× row ${count(data.ids[k])} ${word(data.pieces[k])}`, row, full)}
+      ${strip("= products", products)}
+      <p class="readout">Number ${at}: h <${Num} x=${data.h[at]} /> × row <${Num} x=${row[at]} /> = <${Num} x=${products[at]} />.
+        ${" "}All ${count(row.length)} products: + <${Num} x=${up} /> − <${Num} x=${down} />${
+          data.head_bias[k] ? html` + bias <${Num} x=${data.head_bias[k]} />` : ""} = logit <b class="predicts"><${Num} x=${data.logit[k]} /></b></p>
+      <p class="legend">${[-1, -0.5, 0, 0.5, 1].map((t) => html`<span class="swatch" key=${t} style=${swatch(t, dark)}>${
+        ["below 0", "", "0", "", "above"][2 * t + 2]}</span>`)}<span>full colour in a row of W: ±${short(full)}</span></p></div>
+    <div class="chips" role="radiogroup" aria-label="The row that h is multiplied with"
+      onKeyDown=${round(data.ids.length, k, (next) => see(data.ids[next]))}>${data.ids.map((id, j) => html`<button type="button" key=${id}
+        role="radio" aria-checked=${j === k} tabindex=${j === k ? 0 : -1} onClick=${() => see(id)}><${Piece} text=${data.pieces[j]} />
+        ${" "}<small><${Num} x=${data.logit[j]} /></small></button>`)}</div>`;
 }
+
+const swatch = (t, dark) => (({ background, color }) => ({ background, color }))(diverge(t, dark));
+
+// ---- lengths and angles ----
 
 // The curves along which |h| |e| cos is what it is for the likeliest, and for the token seen.
 function levels({ h_norm: h, ids }, { norm, cos }, seen) {
@@ -85,15 +115,16 @@ function Winners({ data, every, named }) {
   if (best === first)
     return html`<p class="verdict">${word(first)} has the highest logit and the highest cosine: its direction decides.</p>`;
   return html`<p class="verdict">By the logit ${word(first)} wins. By the cosine alone ${word(best)} would: its row is
-    ${every.norm[best] < every.norm[first] ? "shorter" : "longer"} (<${Num} x=${every.norm[best]} /> against <${Num} x=${every.norm[first]} />).</p>`;
+    ${" "}${every.norm[best] < every.norm[first] ? "shorter" : "longer"} (<${Num} x=${every.norm[best]} /> against <${Num} x=${every.norm[first]} />).</p>`;
 }
 
-function Numbers({ data, centred, found, positions, ask }) {
+function Likeliest({ data, every, centred, found, positions, ask }) {
   const target = positions.target[data.position];
+  const byCos = (id) => every.cos.reduce((n, x) => n + (x > every.cos[id]), 1); // of the rows that are shown
   const rows = data.ids.map((id, k) => ({
     id, piece: data.pieces[k], rank: k + 1, prob: data.prob[k], logit: data.logit[k],
     norm: centred ? data.centred_norm[k] : data.row_norm[k], cos: centred ? data.centred_cos[k] : data.cos[k],
-    rank_cos: data.rank_cos[k], bias: data.bias_part[k] + data.head_bias[k], gain: data.gain_part[k],
+    rank_cos: byCos(id), bias: data.bias_part[k] + data.head_bias[k], gain: data.gain_part[k],
   }));
   const row = centred ? "c" : "e";
   const columns = [
@@ -105,11 +136,12 @@ function Numbers({ data, centred, found, positions, ask }) {
     { key: "norm", label: `|${row}|`, says: "length of the row" },
     { key: "cos", label: "cos", says: `of h and ${row}`, show: (r) => html`<${Num} x=${r.cos} digits=${3} />` },
     { key: "rank", label: "# by logit" },
-    { key: "rank_cos", label: "# by cos", says: "of h and e, among all tokens",
+    { key: "rank_cos", label: "# by cos", says: `of h and ${row}, among all tokens`,
       show: (r) => html`<${Num} x=${r.rank_cos} show=${count} />${r.rank_cos !== r.rank && html` <span aria-label="differs">≠</span>`}` },
   ];
   return html`<${Panel} title="The ten likeliest, in numbers" ask=${ask} found=${found} quiet
-      says="The bias part writes a token's frequency whatever the text; ≠ marks tokens that the cosine alone would rank otherwise.">
+      says=${html`The bias part is the <${Term} name="prior">prior logit</${Term}>: it writes a token's frequency whatever the text.
+        ≠ marks tokens that the <${Term} name="cosine" /> alone would rank otherwise.`}>
     <${Table} caption="The ten likeliest tokens and their dot products" columns=${columns} rows=${rows} />
   <//>`;
 }

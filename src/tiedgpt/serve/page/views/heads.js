@@ -1,18 +1,16 @@
 // Heads: where each head of a layer looks from the pinned token, and what each head is worth.
 
-import { exported } from "../api.js";
 import {
-  count, first, fixed, heat, html, Num, Panel, Piece, prob, round, Slider, Tokens, useCall,
+  Choice, count, first, fixed, heat, html, Num, Panel, Piece, prob, round, Term, Tokens, useCall,
   useEffect, useRef, useState,
 } from "../parts.js";
-import { HeatGrid } from "../chart.js";
+import { HeatGrid, NamedStrip } from "../chart.js";
 
 const MOST_TOKENS = 256;
 
 export default function Heads({ state, update }) {
   const { info, positions, found: read } = state;
-  const nLayers = info.config?.n_layer ?? 1;
-  const layer = Math.min(state.layer, nLayers - 1);
+  const layer = Math.min(state.layer, (info.config?.n_layer ?? 1) - 1);
   const cap = info.most_tokens?.attention ?? MOST_TOKENS;
   const short = positions && !read.stale ? first(state, cap) : null;
   const body = short && { ...short, layer };
@@ -21,15 +19,15 @@ export default function Heads({ state, update }) {
   const pin = data ? Math.min(state.pin, data.ids.length - 1) : 0;
   const head = data ? Math.min(state.head, data.patterns.length - 1) : 0;
   return html`
+    ${data && html`<${All} data=${data} short=${short} at=${[layer, head]} found=${found} state=${state} update=${update} />`}
     <${Panel} title="Where does each head look?" found=${read.error ? read : found} ask=${body && ["/inspect/attention", body]}
-      says="From the pinned token back over the text: the higher and stronger, the more of that token's value the head takes.">
+      says=${html`<${Term} name="attention">Attention</${Term}> from the pinned token back over the text: the higher and stronger,
+        the more of that token's value the head takes.`}>
       ${positions?.ids.length > cap && html`<p class="note">Heads reads at most ${cap} tokens: these are the first of ${count(positions.ids.length)}.</p>`}
-      <div class="row"><${Slider} label="layer" value=${layer} min=${0} max=${nLayers - 1} step=${1}
-        show=${(n) => `${n} (0 to ${nLayers - 1})`} onChange=${(value) => update({ layer: value })} /></div>
       ${data && html`<${Look} data=${data} head=${head} pin=${pin} state=${state} update=${update} />
         <${Maps} data=${data} head=${head} pin=${pin} dark=${state.dark} update=${update} />`}
     <//>
-    <${Worth} short=${short} at=${[layer, head]} state=${state} update=${update} />`;
+    ${data && html`<${Match} key=${`${data.layer} ${head} ${pin}`} data=${data} head=${head} pin=${pin} found=${found} dark=${state.dark} />`}`;
 }
 
 function Look({ data, head, pin, state, update }) {
@@ -55,6 +53,62 @@ function Maps({ data, head, pin, dark, update }) {
     <p class="says">Each square is a head: a row for each token, over the tokens that it may look at. The frame is the pinned token's row.</p>`;
 }
 
+// Query times key, for the pinned token and one that it may look at.
+function Match({ data, head, pin, found, dark }) {
+  const { queries, keys, patterns, pieces } = data;
+  const weights = patterns[head][pin];
+  const [other, choose] = useState(weights.indexOf(Math.max(...weights.slice(0, pin + 1))));
+  const [query, key] = [queries[head][pin], keys[head][other]];
+  const products = query.map((x, i) => x * key[i]);
+  const [hovered, setAt] = useState(null);
+  const at = hovered ?? products.indexOf(Math.max(...products));
+  const sum = products.reduce((a, b) => a + b, 0);
+  const strip = (name, values) => html`<${NamedStrip} name=${name} values=${values} at=${at} onAt=${setAt} dark=${dark} />`;
+  const word = (i) => html`<b><${Piece} text=${pieces[i]} /></b>`;
+  return html`<${Panel} title="Why does it look there?" found=${found} quiet
+      says="A head asks with a query and answers with keys: their product, over all tokens through softmax, is the weight.">
+    <${Tokens} small pieces=${pieces.slice(0, pin + 1)} pin=${other} onPin=${choose} label="The token whose key is shown"
+      look=${(j) => ({ bar: weights[j], fill: heat(Math.sqrt(weights[j]), dark), says: `weight ${prob(weights[j])}` })} />
+    <div class="strips">${strip(html`query of ${word(pin)}`, query)}${strip(html`× key of ${word(other)}`, key)}${strip("= products", products)}
+      <p class="readout">Sum <${Num} x=${sum} /> / √${query.length} = <b><${Num} x=${sum / Math.sqrt(query.length)} /></b>;
+        ${" "}softmax over ${count(pin + 1)} makes it a weight of <b><${Num} x=${weights[other]} show=${prob} /></b>.</p></div>
+  <//>`;
+}
+
+const BY = {
+  previous_share: ["on the previous token", prob],
+  first_share: ["on the first token", prob],
+  entropy: ["entropy, bits", (x) => fixed(x, 1)],
+  worth: ["worth, nats", (x) => `${x < 0 ? "−" : "+"}${fixed(Math.abs(x), 2)}`],
+};
+
+// All heads of all layers: their habits, or what the loss would be without each.
+function All({ data, short, at, found, state, update }) {
+  const [by, setBy] = useState("previous_share");
+  const [chosen, choose] = useState(null); // a column that is no head
+  const isWorth = by === "worth";
+  const worth = useCall("/inspect/ablate", isWorth ? short : null);
+  const heads = data.patterns.length;
+  const table = !isWorth ? data[by] : worth.data?.heads.map((values, l) => [...values, worth.data.attention[l], worth.data.mlp[l]]);
+  const columns = [...data.patterns.map((_, h) => `head ${h}`), "attention", "MLP"];
+  const here = [at[0], isWorth ? chosen ?? at[1] : at[1]];
+  const most = /share/.test(by) ? 1 : table && Math.max(1e-9, ...table.flat().map(Math.abs));
+  return html`<${Panel} title="All layers and heads" found=${isWorth ? worth : found} quiet=${!isWorth}
+      ask=${isWorth && short && ["/inspect/ablate", short]} says=${isWorth
+        ? html`The <${Term} name="loss" /> of this text without a part, less the loss with it: + means that the part helps.`
+        : html`Means over this text: how much of its weight a head gives to one token, or the <${Term} name="entropy" /> of its weights.`}>
+    <${Choice} label="Measure" value=${by} onChange=${setBy} options=${Object.entries(BY).map(([key, [name]]) => [key, name])} />
+    ${isWorth && table && html`<p class="verdict">With all parts the loss is <b><${Num} x=${worth.data.loss} digits=${3} /></b>. Without
+      ${" "}${columns[here[1]]} of layer ${here[0]} it changes by <b><${Num} x=${table[here[0]][here[1]]} show=${BY.worth[1]} /></b>.</p>`}
+    ${table && html`<${HeatGrid} label="All heads" corner="layer" rows=${table.map((_, l) => String(l))} dark=${state.dark} at=${here}
+      columns=${columns.slice(0, table[0].length)} cell=${(l, c) => ({ t: Math.abs(table[l][c]) / most, text: BY[by][1](table[l][c]) })}
+      onMove=${(layer, c) => {
+        choose(c < heads ? null : c);
+        update(c < heads ? { layer, head: c } : { layer });
+      }} />`}
+  <//>`;
+}
+
 function habit({ layer, first_share: firsts, previous_share: previous, entropy }, h) {
   const [a, b] = [firsts[layer][h], previous[layer][h]];
   if (a === null) return "";
@@ -77,32 +131,4 @@ function Triangle({ pattern, row, dark }) {
   }, [pattern, dark]);
   return html`<span class="map"><canvas ref=${canvas} aria-hidden="true"></canvas>
     <span style=${{ top: `${(100 * row) / n}%`, height: `${100 / n}%`, width: `${(100 * (row + 1)) / n}%` }}></span></span>`;
-}
-
-const signed = (x) => `${x < 0 ? "−" : "+"}${fixed(Math.abs(x), 2)}`;
-
-function Worth({ short, at, state, update }) {
-  const [asked, ask] = useState(null);
-  const body = exported || asked === JSON.stringify(short) ? short : null;
-  const found = useCall("/inspect/ablate", body);
-  const data = found.data;
-  const [column, setColumn] = useState(null);
-  const heads = data ? data.heads[0].length : 0;
-  const parts = data && [...data.heads[0].map((_, h) => `head ${h}`), "attention", "MLP"];
-  const losses = data && data.heads.map((values, l) => [...values, data.attention[l], data.mlp[l]]);
-  const most = data && Math.max(1e-12, ...losses.flat().map(Math.abs));
-  const here = [at[0], column ?? at[1]];
-  return html`<${Panel} title="What is each head worth?" found=${found} ask=${short && ["/inspect/ablate", short]}
-      says="The loss of this text without a part, less the loss with it, in nats: + means that the part helps.">
-    ${!body && html`<button type="button" onClick=${() => ask(JSON.stringify(short))} disabled=${!short}>
-      Measure: leave out one part at a time</button>`}
-    ${data && html`<p class="verdict">With all parts the loss is <b><${Num} x=${data.loss} digits=${3} /></b>. Without
-      ${" "}${parts[here[1]]} of layer ${here[0]} it changes by <b><${Num} x=${losses[here[0]][here[1]]} show=${signed} /></b>.</p>
-      <${HeatGrid} label="Change of the loss without each part" corner="layer" rows=${losses.map((_, l) => String(l))} columns=${parts}
-        cell=${(l, c) => ({ t: Math.abs(losses[l][c]) / most, text: signed(losses[l][c]) })} dark=${state.dark} at=${here}
-        onMove=${(layer, c) => {
-          setColumn(c);
-          update(c < heads ? { layer, head: c } : { layer });
-        }} />`}
-  <//>`;
 }

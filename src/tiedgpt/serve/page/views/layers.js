@@ -1,13 +1,13 @@
 // Layers: what the state after each layer would predict, read by the final norm and the head.
 
-import { Choice, count, fixed, first, html, Num, Panel, Piece, plain, prob, useCall, useState } from "../parts.js";
+import { Choice, count, fixed, first, html, Num, Panel, Piece, plain, prob, Term, useCall, useState } from "../parts.js";
 import { HeatGrid, Lines, MOST_LINES } from "../chart.js";
 
 const CAUTION = "Early layers were not trained to be read this way: a strange word there may say more of the lens than of the layer.";
 const BY = {
   prob: ["probability", "of the word in the cell"],
-  rank: ["rank", "of the true next token; 1 is dark"],
-  kl: ["KL", "bits from the model's own prediction; 0 is dark"],
+  rank: ["rank", html`<${Term} name="rank" /> of the true next token; 1 is strongest`],
+  kl: ["KL", html`<${Term} name="KL" />: bits from the model's own prediction; 0 is strongest`],
 };
 
 export default function Layers({ state, update }) {
@@ -61,7 +61,7 @@ function Grid({ data, state, pin, update }) {
       <span class="says">${BY[by][1]}</span></div>
     <div class="lens"><${HeatGrid} label="Likeliest word by layer and token" rows=${[...data.layers].reverse()}
       columns=${data.pieces.map((piece) => html`<${Piece} text=${piece} />`)} cell=${cell} dark=${state.dark}
-      at=${[top - s, t]} mark=${pin} onMove=${(row, at) => see([top - row, at])} onPick=${(_, at) => update({ pin: at })}
+      at=${[top - s, t]} mark=${Math.min(pin, n - 1)} onMove=${(row, at) => see([top - row, at])} onPick=${(_, at) => update({ pin: at })}
       corner=${html`<span class="hidden">state after</span>`} /></div>
     <${Readout} data=${data} s=${s} t=${t} />`;
 }

@@ -4,21 +4,18 @@ import { bytes, Choice, count, html, Num, Panel, Piece, prob, short, Table, useC
 import { Bar } from "../chart.js";
 
 export default function Matrix({ state }) {
-  return html`<${Jobs} state=${state} /><${RandomHead} state=${state} /><${Gradients} state=${state} />`;
+  return html`<${Whole} state=${state} /><${RandomHead} state=${state} /><${Gradients} state=${state} />`;
 }
 
 // ---- one matrix, two jobs ----
 
-function Jobs({ state }) {
+// `children` stand below what is predicted, in place of a sentence.
+export function Jobs({ state, children }) {
   const { info, positions, pin } = state;
   if (!info.matrices) return null;
   const reads = positions?.ids[pin];
   const predicts = positions?.top_ids[pin][0];
-  const says = info.tied
-    ? "The matrix W is here once. Reading takes a row out of it; predicting compares with every row of it."
-    : "This model is untied: one matrix reads, and a second one of the same shape predicts.";
-  return html`<${Panel} title=${info.tied ? "One matrix, two jobs" : "Two matrices, a job each"} says=${says}>
-    <div class=${`jobs ${info.tied ? "" : "untied"}`}>
+  return html`<div class=${`jobs ${info.tied ? "" : "untied"}`}>
       <div class="job reads"><h3>reads</h3>
         ${positions && html`<p class="big"><${Piece} text=${positions.words[reads]} /></p>
           <p>is token ${count(reads)}: row ${count(reads)} goes into the layers.</p>`}
@@ -26,11 +23,19 @@ function Jobs({ state }) {
       <${Drawing} info=${info} reads=${reads} predicts=${predicts} />
       <div class="job predicts"><h3>predicts</h3>
         ${positions && html`<p class="big"><${Piece} text=${positions.words[predicts]} /></p>
-          <p>is expected next, at ${prob(Math.exp(positions.top_logprob[pin][0]))}: row ${count(predicts)} fits h best.</p>`}
+          ${children ?? html`<p>is expected next, at ${prob(Math.exp(positions.top_logprob[pin][0]))}: row ${count(predicts)} fits h best.</p>`}`}
         <p class="formula">logits = h ${info.tied ? "W" : "head"}ᵀ</p></div>
-    </div>
-    <div class="columns">${info.matrices.map((matrix) => html`<${Facts} key=${matrix.name} info=${info} matrix=${matrix} />`)}</div>
-  <//>`;
+    </div>`;
+}
+
+function Whole({ state }) {
+  const { info } = state;
+  const says = info.tied
+    ? "The matrix W is here once. Reading takes a row out of it; predicting compares with every row of it."
+    : "This model is untied: one matrix reads, and a second one of the same shape predicts.";
+  return info.matrices && html`<${Panel} title=${info.tied ? "One matrix, two jobs" : "Two matrices, a job each"} says=${says}>
+    <${Jobs} state=${state} />
+    ${info.matrices.map((matrix) => html`<${Facts} key=${matrix.name} info=${info} matrix=${matrix} />`)}<//>`;
 }
 
 const TOP = 30; // of the drawn matrix, which is 200 high
@@ -78,7 +83,7 @@ function Facts({ info, matrix }) {
     stored && ["key in the file", stored.names.join(", ")],
   ].filter(Boolean);
   return html`<div><h3>${matrix.name} <span class="does">${matrix.does}</span></h3>
-    <dl class="list">${lines.slice(1).map(([name, text]) => html`<div key=${name}><dt>${name}</dt><dd>${text}</dd></div>`)}</dl></div>`;
+    <dl class="list wide">${lines.slice(1).map(([name, text]) => html`<div key=${name}><dt>${name}</dt><dd>${text}</dd></div>`)}</dl></div>`;
 }
 
 // ---- a random head ----

@@ -9,8 +9,7 @@ export default function Model({ state }) {
   return html`
     <${Panel} title=${info?.parameters ? `${count(info.parameters)} parameters` : "The model"} found=${asked}
       says="Each storage is counted once, whatever names share it.">
-      ${info && html`<${Ledger} info=${info} />`}<//>
-    ${info && html`<${Shape} info=${info} />`}
+      ${info && html`<${Shape} info=${info} /><${Ledger} info=${info} />`}<//>
     ${info?.run && html`<${Run} run=${info.run} />`}`;
 }
 
@@ -71,10 +70,9 @@ const SHAPE = [
 
 function Shape({ info }) {
   const { stored } = info;
-  return html`<${Panel} title="Its shape">
-    <dl class="facts">${SHAPE.map(([key, name]) => html`<div key=${key}><dt>${name}</dt><dd>${count(info.config[key])}</dd></div>`)}</dl>
-    ${stored && html`<p>The file is ${stored.format}; <code>tiedgpt tie audit</code> calls it <b>${stored.verdict}</b>.</p>`}
-    <p class="says">tiedgpt ${info.version}</p><//>`;
+  return html`<dl class="facts">${SHAPE.map(([key, name]) => html`<div key=${key}><dt>${name}</dt><dd>${count(info.config[key])}</dd></div>`)}</dl>
+    <p class="says">tiedgpt ${info.version}.${stored && html` The file is ${stored.format}; <code>tiedgpt tie audit</code> calls it
+      ${" "}<b>${stored.verdict}</b>.`}</p>`;
 }
 
 // ---- the run ----
@@ -98,8 +96,10 @@ function Run({ run }) {
       <${Lines} label=${label(title, lines)} lines=${lines} xLabel=${unit} yLabel=${yLabel} high=${usual(lines)} /></div>`)}</div><//>`;
 }
 
-// What most points stay below: the first steps' losses would press the rest flat.
+// What most points stay below, where the first steps' values would press the rest flat.
 function usual(lines) {
-  const tops = lines.map(({ ys }) => [...ys].sort((a, b) => a - b)[Math.floor(0.97 * (ys.length - 1))]);
-  return Math.max(...tops) * 1.02;
+  const sorted = lines.map(({ ys }) => [...ys].sort((a, b) => a - b));
+  const [low, top, most] = [0, 0.97, 1].map((share) => sorted.map((ys) => ys[Math.floor(share * (ys.length - 1))]));
+  const [least, high] = [Math.min(...low), 1.02 * Math.max(...top)];
+  return Math.max(...most) - least > 2 * (high - least) ? high : undefined;
 }

@@ -3,9 +3,9 @@
 // Position i predicts token i + 1. So token i is coloured by the surprisal at position i - 1, and
 // pinning token i shows the prediction that is made after it.
 
-import { call, exported, textOf } from "../api.js";
+import { call, textOf } from "../api.js";
 import {
-  announce, Choice, count, fixed, heat, html, Num, Odds, Panel, Piece, plain, prob, Tokens, useCall, useState,
+  announce, Choice, count, fixed, heat, html, many, Num, Odds, Panel, Piece, plain, prob, Term, Tokens, useCall, useState,
 } from "../parts.js";
 
 const RANKS = [[1, "1"], [10, "2–10"], [100, "11–100"], [1000, "101–1,000"], [Infinity, "above 1,000"]];
@@ -16,7 +16,7 @@ export default function Text({ state, update }) {
   const isTraining = state.mode === "training";
   return html`
     <${Panel} found=${found} ask=${ask} title=${isTraining ? "What did each token cost?" : "Which prediction is used?"}
-      says=${isTraining ? "Each token is coloured by its surprisal, −log₂ of the probability that the model gave it."
+      says=${isTraining ? html`Each token is coloured by its <${Term} name="surprisal" />, −log₂ of the probability that the model gave it.`
         : "Every column predicts. Generation uses the last one alone: it chooses the token that follows."}>
       ${positions && html`<${Columns} state=${state} update=${update} />`}
     <//>
@@ -25,21 +25,23 @@ export default function Text({ state, update }) {
       <div><${Totals} state=${state} ask=${ask} /><${Poke} state=${state} /></div></div>`}`;
 }
 
-const scaleOf = ({ info, positions }) =>
-  info.vocab_size ? Math.log2(info.vocab_size) : Math.max(8, ...positions.surprisal_bits);
+export const scaleOf = ({ vocab_size: size }) => (size ? Math.log2(size) : 16);
+
+// How a token looks that cost the model so many bits; `scale` is a guess's.
+export function costLook({ surprisal_bits: bits, rank }, scale, dark, mark = () => "") {
+  return (i) => {
+    if (i === 0) return { bar: 0, mark: mark(i), says: "nothing predicts the first token" };
+    const t = Math.min(1, bits[i - 1] / scale);
+    return { bar: t, fill: heat(t, dark), mark: mark(i), says: `${fixed(bits[i - 1], 1)} bits, rank ${count(rank[i - 1])}` };
+  };
+}
 
 function Columns({ state, update }) {
-  const { positions, pin, mode, dark } = state;
-  const { pieces, surprisal_bits: bits, rank, next, top_ids, top_logprob, words } = positions;
+  const { positions, pin, mode, dark, info } = state;
+  const { pieces, next, top_ids, top_logprob, words } = positions;
   const isTraining = mode === "training";
-  const scale = scaleOf(state);
-  const look = (i) => {
-    const mark = isTraining && i === pin + 1 ? "next" : "";
-    if (!isTraining) return { grey: i < next };
-    if (i === 0) return { bar: 0, mark, says: "nothing predicts the first token" };
-    const t = Math.min(1, bits[i - 1] / scale);
-    return { bar: t, fill: heat(t, dark), mark, says: `${fixed(bits[i - 1], 1)} bits, rank ${count(rank[i - 1])}` };
-  };
+  const scale = scaleOf(info);
+  const look = isTraining ? costLook(positions, scale, dark, (i) => (i === pin + 1 ? "next" : "")) : (i) => ({ grey: i < next });
   const likeliest = Math.exp(top_logprob[next][0]);
   const after = !isTraining && html`<span class="ghost">→ <${Piece} text=${words[top_ids[next][0]]} /> ${prob(likeliest)}</span>`;
   const choose = (chosen) => update(chosen === "training" ? { mode: chosen } : { mode: chosen, pin: -1 });
@@ -47,16 +49,16 @@ function Columns({ state, update }) {
     <div class="row">
       <${Choice} label="What the predictions are for" value=${mode} onChange=${choose}
         options=${[["training", "Training"], ["generation", "Generation"]]} />
-      <p class="says">${count(next + 1)} tokens are read at once. ${isTraining
-        ? `${count(next)} predictions have a known answer: training learns from all of them.`
-        : `${count(next)} predictions are left unused.`}</p>
+      <p class="says">${next ? `${count(next + 1)} tokens are read at once.` : "1 token is read."} ${isTraining
+        ? `${many(next, "prediction")} ${next === 1 ? "has" : "have"} a known answer: training learns from ${next === 1 ? "it" : "all of them"}.`
+        : `${many(next, "prediction")} ${next === 1 ? "is" : "are"} left unused.`}</p>
     </div>
     <div class="hero"><${Tokens} pieces=${pieces} pin=${pin} onPin=${(at) => update({ pin: at })} look=${look}
       label="Tokens: pin one to see what the model expected after it" after=${after} /></div>
     ${isTraining && html`<${Legend} scale=${scale} dark=${dark} />`}`;
 }
 
-function Legend({ scale, dark }) {
+export function Legend({ scale, dark }) {
   const steps = [0, 0.125, 0.25, 0.5, 0.75, 1];
   return html`<p class="legend" aria-hidden="true"><span>expected</span>
     ${steps.map((t) => html`<span class="swatch" style=${heat(t, dark)}>${fixed(t * scale, 0)}</span>`)}
@@ -67,6 +69,7 @@ function Pinned({ state, update, ask }) {
   const { positions, pin, found, info } = state;
   const { ids, pieces, words, target, logprob, rank, surprisal_bits: bits, entropy_bits: entropy } = positions;
   const hasNext = target[pin] >= 0;
+  const undecided = [html`<${Term} name="entropy" />, bits`, entropy[pin], two];
   const row = (id, lp, place) => ({ id, place, piece: words[id], p: Math.exp(lp), mark: id === target[pin] && "true next" });
   const rows = positions.top_ids[pin].map((id, k) => row(id, positions.top_logprob[pin][k], k + 1));
   if (hasNext && !rows.some(({ mark }) => mark)) rows.push(row(target[pin], logprob[pin], rank[pin]));
@@ -76,13 +79,13 @@ function Pinned({ state, update, ask }) {
     announce(`Continued with ${plain(words[id])}.`);
   };
   return html`<${Panel} title=${html`After <q><${Piece} text=${pieces[pin]} /></q>`} found=${found} quiet ask=${ask}
-    says=${`The ten likeliest tokens here.${exported ? "" : " Click one to continue with it."}`}>
+    says="The ten likeliest tokens here. Press one to continue with it.">
     ${hasNext
       ? html`<p>The text goes on with <b class="truth"><${Piece} text=${words[target[pin]]} /></b>.</p>
-        <${Facts} of=${[["probability", Math.exp(logprob[pin]), prob], [`rank of ${count(info.vocab_size)}`, rank[pin]],
-          ["bits", bits[pin], two], ["entropy, bits", entropy[pin], two]]} />`
-      : html`<p>The text ends here: no answer is known.</p><${Facts} of=${[["entropy, bits", entropy[pin], two]]} />`}
-    <${Odds} rows=${rows} onPick=${exported ? null : go} />
+        <${Facts} of=${[["probability", Math.exp(logprob[pin]), prob], [html`<${Term} name="rank" /> of ${count(info.vocab_size)}`, rank[pin]],
+          [html`<${Term} name="surprisal" />, bits`, bits[pin], two], undecided]} />`
+      : html`<p>The text ends here: no answer is known.</p><${Facts} of=${[undecided]} />`}
+    <${Odds} rows=${rows} onPick=${go} />
   <//>`;
 }
 
@@ -90,7 +93,7 @@ const two = (x) => fixed(x, 2);
 const three = (x) => fixed(x, 3);
 
 // Numbers with their names: [name, number, how it is shown].
-const Facts = ({ of }) => html`<dl class="facts">${of.map(([name, x, show]) => html`<div key=${name}>
+export const Facts = ({ of }) => html`<dl class="facts">${of.map(([name, x, show], k) => html`<div key=${k}>
   <dt>${name}</dt><dd><${Num} x=${x} show=${show} /></dd></div>`)}</dl>`;
 
 function Totals({ state, ask }) {
@@ -100,8 +103,8 @@ function Totals({ state, ask }) {
     .filter((r) => r <= most && r > (k ? RANKS[k - 1][0] : 0)).length);
   return html`<${Panel} title="The whole text" found=${found} quiet ask=${ask}
     says="The loss is the mean surprisal; below is how often the true token had which rank.">
-    <${Facts} of=${[["mean loss, nats", loss, three], ["bits per byte", perByte, three],
-      ["perplexity", loss === null ? null : Math.exp(loss)], ["predictions", next]]} />
+    <${Facts} of=${[[html`mean <${Term} name="loss" />, nats`, loss, three], ["bits per byte", perByte, three],
+      [html`<${Term} name="perplexity" />`, loss === null ? null : Math.exp(loss)], ["predictions", next]]} />
     <table class="ranks"><caption class="hidden">How often the true token had which rank</caption>
       <tbody>${RANKS.map(([, name], k) => html`<tr><th scope="row">rank ${name}</th>
         <td class="line"><span style=${{ width: `${(100 * counts[k]) / Math.max(1, ...counts)}%` }}></span></td>
@@ -153,7 +156,8 @@ async function idOf(word, info) {
 
 function Moved({ found, dark }) {
   const [at] = found.poked;
-  const [seen, setSeen] = useState(at);
+  const [chosen, setSeen] = useState(at);
+  const seen = Math.min(chosen, found.pieces.length - 1); // chosen in a text that may have been longer
   const changes = found.max_abs_change;
   const most = Math.max(...changes);
   const before = Math.max(0, ...changes.slice(0, at));

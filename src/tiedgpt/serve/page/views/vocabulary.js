@@ -1,9 +1,9 @@
 // Vocabulary: every row of W as a point; one of them named, with its neighbours.
 
 import {
-  announce, Choice, count, fixed, html, Num, Panel, Piece, plain, short, useCall, useMemo, useState,
+  announce, Choice, count, fixed, html, Num, Panel, Piece, plain, short, Term, useCall, useMemo, useState,
 } from "../parts.js";
-import { Scatter } from "../chart.js";
+import { apart, Scatter } from "../chart.js";
 
 const UP = {
   norm: ["length", "length of the row, |e|"],
@@ -45,40 +45,76 @@ export default function Vocabulary({ state }) {
 
 const NONE = [];
 
+// What the height says of frequency, in a sentence; below it the number that it rests on.
 function Trend({ matrix, kind, data }) {
   if (!data.count) return null;
-  const rho = matrix.spearman[kind];
+  const { spearman, interval, r2_heldout: explained } = matrix;
+  const rho = spearman[kind];
+  if (rho === undefined && kind !== "ln_count") return html`<p class="says">Too few tokens occur to tell a trend.</p>`;
   if (rho === undefined)
-    return html`<p class="verdict">One direction explains <b>${fixed(100 * matrix.r2_heldout, 0)} %</b> of ln count,
-      on tokens that were held out.</p>`;
-  const [low, high] = matrix.interval[kind];
-  return html`<p class="verdict">Rank correlation with the count: <b>ρ = <${Num} x=${rho} digits=${2} /></b>,
-    from <${Num} x=${low} digits=${2} /> to <${Num} x=${high} digits=${2} /> (95 %).</p>`;
+    return html`<p class="verdict">W knows how frequent a token is: one direction tells <b>${fixed(100 * explained, 0)} %</b> of
+      ${" "}ln count, on tokens that were held out.</p>`;
+  const number = (of) => html`ρ = <${Num} x=${spearman[of]} digits=${2} />`;
+  const [low, high] = interval[kind];
+  const isClear = low * high > 0 && Math.abs(rho) > 0.1;
+  const longer = rho < 0 ? "Rare" : "Frequent";
+  const common = Math.sign(rho) * spearman.centred_norm < 0.5 * Math.abs(rho);
+  const found = {
+    norm: () => html`${longer} rows are longer here${common ? html`, by a direction that all rows share: when the mean row is taken away,
+        ${" "}they are ${Math.sign(rho) * spearman.centred_norm < -0.1 ? "shorter" : "no longer"} (${number("centred_norm")}).`
+      : html`, also when the mean row is taken away (${number("centred_norm")}).`}
+      ${" "}${rho < 0 ? "A rare token is seldom the answer, and nearly every step pushes its row a little away as a wrong one."
+        : "Each occurrence moves a row; a rare one stays near where it began."}`,
+    centred_norm: () => html`Less the mean row, ${longer.toLowerCase()} rows are longer here: this length changes probabilities, and
+      the raw one need not.`,
+    prior_logit: () => html`${longer} tokens begin ahead in every text: the final norm's bias adds a <${Term} name="prior" /> to each logit.`,
+  }[kind];
+  return html`<p class="verdict">${isClear ? found() : "Here the height tells next to nothing of how frequent a token is."}</p>
+    <p class="says">Rank correlation with the count: <b>${number(kind)}</b>, from <${Num} x=${low} digits=${2} /> to
+      ${" "}<${Num} x=${high} digits=${2} /> (95 %), over the tokens that occur.</p>`;
 }
+
+const LANE = -0.7; // log10 of the count at which the tokens that were never seen stand
 
 function Cloud({ data, heights, label, pieces, id, text, choose, dark }) {
   const [over, setOver] = useState(null);
   const { count: counts, reachable } = data;
-  const x = useMemo(() => heights.map((_, one) => (counts ? (counts[one] ? Math.log10(counts[one]) : NaN) : one)), [data]);
-  const order = useMemo(() => x.map((_, one) => one).filter((one) => x[one] === x[one]).sort((a, b) => x[a] - x[b]), [x]);
+  const x = useMemo(() => heights.map((_, one) => (!counts ? one : counts[one] ? Math.log10(counts[one])
+    : LANE + 0.05 * ((one % 7) - 3))), [data]);
+  const order = useMemo(() => x.map((_, one) => one).sort((a, b) => x[a] - x[b]), [x]);
+  const far = useMemo(() => extremes(x, heights, order), [x, heights]);
   const odd = useMemo(() => unreached(data), [data]);
   const named = (one) => {
     const often = counts ? `, ${count(counts[one])} times` : "";
     return `${plain(pieces?.[one] ?? `id:${one}`)}, id ${count(one)}${often}, ${short(heights[one])}`;
   };
   const seen = over ?? id;
-  const marks = [...new Set(text)].map((one) => [one, one === id ? plain(pieces?.[one] ?? "") : ""]);
-  if (!text.includes(id)) marks.push([id, plain(pieces?.[id] ?? "")]);
+  const labelled = apart([id, ...far], x, heights);
+  const marks = [...new Set([id, ...text, ...labelled])].map((one) => [one, labelled.includes(one) ? plain(pieces?.[one] ?? "") : ""]);
+  const most = order.length && x[order[order.length - 1]];
+  const xTicks = counts && [...(counts.includes(0) ? [[LANE, "never"]] : []),
+    ...Array.from({ length: Math.max(1, Math.floor(most) + 1) }, (_, k) => [k, count(10 ** k)])];
   return html`<div class="cloud" onPointerLeave=${() => setOver(null)}>
     <${Scatter} x=${x} y=${heights} order=${order} seen=${seen} onSee=${setOver} odd=${odd} marks=${marks} dark=${dark}
       onPick=${(one) => { setOver(null); choose(one); }} says=${named} label=${`Tokens, from rare to frequent: ${label}`}
-      names=${[counts ? "count in the training text" : "token id", label]}
-      xShow=${(t) => (counts ? (Number.isInteger(t) ? count(10 ** t) : "") : count(t))} />
+      names=${[counts ? "count in the training text" : "token id", label]} xTicks=${xTicks || undefined} />
     <p class="readout"><b><${Piece} text=${pieces?.[seen] ?? `id:${seen}`} /></b> id ${count(seen)}${counts && html`,
       ${" "}<${Num} x=${counts[seen]} /> times`}, <${Num} x=${heights[seen]} /></p>
-    <p class="key-of"><span class="ours">● in the text, or chosen</span>
-      ${reachable && html`<span class="odd">+ no text is encoded so</span>`}</p>
+    <p class="key-of"><span class="ours">● in the text, chosen, or extreme</span>
+      ${reachable && html`<span class="unreached">+ no text is encoded so</span>`}</p>
   </div>`;
+}
+
+// The highest, the lowest and the most frequent tokens, and those farthest from others of their frequency.
+function extremes(x, heights, order) {
+  const up = [...order].sort((a, b) => heights[b] - heights[a]);
+  const sums = [0];
+  for (const id of order) sums.push(sums[sums.length - 1] + heights[id]);
+  const off = order.map((id, k) => {
+    const [from, to] = [Math.max(0, k - 20), Math.min(order.length, k + 21)];
+    return [Math.abs(heights[id] - (sums[to] - sums[from]) / (to - from)), id];
+  }).sort((a, b) => b[0] - a[0]).slice(0, 6).map(([, id]) => id);
+  return [...new Set([up[0], up[up.length - 1], order[order.length - 1], ...off, up[1], up[up.length - 2]])].filter((id) => id !== undefined);
 }
 
 // Tokens whose text is encoded as other tokens; parts of characters are not counted.

@@ -3,9 +3,10 @@
 // All logits of a position come from /inspect/dot, as |h| |e| cos of every row. So the sliders need
 // no server, and the kept mass is exact. The filters are those of tiedgpt.infer.filters, in order.
 
-import { exported, stream, textOf } from "../api.js";
+import { stream, textOf } from "../api.js";
+import Chat from "./chat.js";
 import {
-  announce, count, fixed, heat, html, Num, Odds, Panel, Piece, prob, Slider, Tokens, useCall, useEffect,
+  announce, Choice, count, fixed, heat, html, Num, Odds, Panel, Piece, prob, Slider, Tokens, useCall, useEffect,
   useMemo, useRef, useState,
 } from "../parts.js";
 
@@ -20,6 +21,7 @@ export default function Write({ state, update }) {
   const [options, setOptions] = useState(kept.options);
   const [text, setText] = useState(kept.text);
   const [at, setAt] = useState(null); // number of a written token, or null: the next one
+  const [kind, setKind] = useState("text");
   const of = JSON.stringify(subject);
   const mine = text?.of === of ? text : null;
   const set = (patch) => setOptions((kept.options = { ...options, ...patch }));
@@ -29,17 +31,23 @@ export default function Write({ state, update }) {
   const body = ready && (begun.length
     ? { ids: [...ready.ids, ...begun.map(({ id }) => id)], position: ready.next + begun.length, top: 10 }
     : { ...subject, position: ready.next, top: 10 });
-  return html`
-    <${Running} state=${state} update=${update} options=${options} text=${mine} put=${put} at=${at} setAt=${setAt} of=${of} />
-    <${Distribution} state=${state} body=${body} options=${options} set=${set} drawn=${mine?.tokens[at]} />`;
+  const writer = useWriter(state, options, put, setAt, of);
+  const kinds = state.info.chat && html`<div class="row"><${Choice} label="What is written" value=${kind} onChange=${setKind}
+    options=${[["text", "the text goes on"], ["chat", "a conversation"]]} /></div>`;
+  if (kind === "chat") return html`${kinds}<${Chat} options=${asked(options)} />`;
+  const pick = (token) => writer.write([...begun, token]);
+  return html`${kinds}
+    <${Running} state=${state} update=${update} writer=${writer} text=${mine} at=${at} setAt=${setAt} />
+    <${Distribution} state=${state} body=${body} options=${options} set=${set} drawn=${mine?.tokens[at]}
+      pick=${writer.room > begun.length ? pick : null} />`;
 }
 
 const asked = ({ temperature, top_k, top_p, min_p, max_tokens }) => ({
   max_tokens, temperature, ...(top_k ? { top_k } : {}), ...(top_p < 1 ? { top_p } : {}), ...(min_p ? { min_p } : {}),
 });
 
-function Running({ state, update, options, text, put, at, setAt, of }) {
-  const { subject, positions, info, dark } = state;
+// {write(first), stop, running, error, room, body}: `first` are tokens that the writing begins with.
+function useWriter({ subject, positions, info }, options, put, setAt, of) {
   const controller = useRef(null);
   const [running, setRunning] = useState(false);
   const [error, setError] = useState(null);
@@ -47,16 +55,18 @@ function Running({ state, update, options, text, put, at, setAt, of }) {
   const room = Math.max(0, (info.n_positions ?? Infinity) - (positions?.ids.length ?? 0));
   const prompt = subject && (subject.ids ?? subject.text);
   const body = subject && { prompt, ...asked(options), max_tokens: Math.min(options.max_tokens, room) };
-  const write = async () => {
+  const write = async (first = []) => {
     controller.current?.abort();
     const { signal } = (controller.current = new AbortController());
-    const made = { of, tokens: [], end: null, seed: Math.floor(Math.random() * 2 ** 31) };
+    const made = { of, tokens: [...first], end: null, seed: Math.floor(Math.random() * 2 ** 31), isWhole: !first.length };
+    const begun = { ...body, max_tokens: Math.min(options.max_tokens, room - first.length) };
+    if (first.length) begun.prompt = [...positions.ids, ...first.map(({ id }) => id)];
     setRunning(true);
     setError(null);
     setAt(null);
     put({ ...made });
     try {
-      for await (const event of stream("/v1/completions", { ...body, seed: made.seed, logprobs: 1 }, signal)) {
+      for await (const event of stream("/v1/completions", { ...begun, seed: made.seed, logprobs: 1 }, signal)) {
         const [{ logprobs, finish_reason: end }] = event.choices;
         logprobs?.tokens.forEach((piece, i) => made.tokens.push({
           piece: info.tokenizer === false ? `id:${logprobs.token_ids[i]}` : piece, id: logprobs.token_ids[i], logprob: logprobs.token_logprobs[i] }));
@@ -70,6 +80,12 @@ function Running({ state, update, options, text, put, at, setAt, of }) {
     }
     if (controller.current.signal === signal) setRunning(false);
   };
+  return { write, stop: () => controller.current.abort(), running, error, room, body };
+}
+
+function Running({ state, update, writer, text, at, setAt }) {
+  const { subject, positions, info, dark } = state;
+  const { write, stop, running, error, room, body } = writer;
   const take = async () => {
     const ids = [...positions.ids, ...text.tokens.map(({ id }) => id)];
     update({ ids, text: await textOf(ids, info), view: "text", pin: positions.next });
@@ -80,14 +96,13 @@ function Running({ state, update, options, text, put, at, setAt, of }) {
     const t = Math.min(1, bits / scale);
     return { bar: t, fill: heat(t, dark), says: `${fixed(bits, 1)} bits` };
   };
-  const says = "Each new token is drawn from the last position's distribution, then read like any other token.";
-  const ask = text && !running ? { ...body, seed: text.seed } : body;
-  return html`<${Panel} title="Let it write on" says=${says} ask=${exported ? null : ["/v1/completions", ask]}>
-    ${exported ? html`<p>A file cannot write: open the page of <code>tiedgpt serve</code>.</p>` : html`
+  const says = "Each new token is drawn from the last position's distribution, then read like any other token. Press one to see what else it could have been.";
+  const ask = text?.isWhole && !running ? { ...body, seed: text.seed } : body;
+  return html`<${Panel} title="Let it write on" says=${says} ask=${["/v1/completions", ask]}>
     <div class="row">
       ${running
-        ? html`<button type="button" class="main" onClick=${() => controller.current.abort()}>Stop</button>`
-        : html`<button type="button" class="main" disabled=${!room || !subject} onClick=${write}>${text ? "Write again" : "Write"}</button>`}
+        ? html`<button type="button" class="main" onClick=${stop}>Stop</button>`
+        : html`<button type="button" class="main" disabled=${!room || !subject} onClick=${() => write()}>${text ? "Write again" : "Write"}</button>`}
       ${text?.tokens.length > 0 && !running && html`<button type="button" onClick=${take}>Take it as the text</button>`}
       ${!room && html`<span>The text fills the context of ${count(info.n_positions)} tokens: shorten it.</span>`}
       ${text?.end && html`<span class="says">${ENDS[text.end] ?? text.end}; seed ${text.seed}</span>`}</div>
@@ -95,13 +110,13 @@ function Running({ state, update, options, text, put, at, setAt, of }) {
     <p class="written">${subject?.text ?? state.text}</p>
     ${text && html`<${Tokens} pieces=${text.tokens.map(({ piece }) => piece)} pin=${at} onPin=${setAt} look=${look}
       label="Written tokens: choose one to see what it was drawn from"
-      after=${running && html`<span class="caret" aria-hidden="true"></span>`} />`}`}
+      after=${running && html`<span class="caret" aria-hidden="true"></span>`} />`}
   <//>`;
 }
 
 const ENDS = { stop: "It ended the text itself", length: "The length is reached", stopped: "Stopped" };
 
-function Distribution({ state, body, options, set, drawn }) {
+function Distribution({ state, body, options, set, drawn, pick }) {
   const found = useCall("/inspect/dot", body);
   const pieces = useCall("/inspect/pieces", undefined).data?.pieces;
   const logits = useMemo(() => found.data && sorted(found.data), [found.data]);
@@ -114,19 +129,22 @@ function Distribution({ state, body, options, set, drawn }) {
     const piece = pieces?.[id] ?? found.data.pieces[found.data.ids.indexOf(id)] ?? `id:${id}`;
     return { id, piece, place: k + 1, p: result.before[k], after: k < result.n ? result.after[k] : null, mark: k === place && "drawn" };
   };
+  const rows = result ? shown.map(row) : [];
+  const tokenOf = ({ id, piece, p }) => ({ id, piece, logprob: Math.log(p) });
   const slider = (name, label, min, max, step, show) => html`<${Slider} label=${label} value=${options[name]}
     min=${min} max=${max} step=${step} show=${show} onChange=${(value) => set({ [name]: value })} />`;
   const off = (none) => (value) => (value === none ? "off" : String(value));
   const where = drawn ? html`Before <q><${Piece} text=${drawn.piece} /></q>` : "The next token";
   return html`<${Panel} title=${where} found=${found} ask=${body && ["/inspect/dot", body]}
-      says="Grey: the model's own distribution. In colour: what is drawn from, after temperature, top-k, top-p and min-p, in this order.">
+      says="Grey: the model's own distribution. In colour: what is drawn from, after temperature, top-k, top-p and min-p, in this order.
+        Press a token to write on with it.">
     <div class="row sliders">
       ${slider("temperature", "temperature", 0, 2, 0.05, (t) => (t === 0 ? "0: the likeliest" : fixed(t, 2)))}
       ${slider("top_k", "top-k", 0, 100, 1, off(0))}${slider("top_p", "top-p", 0.05, 1, 0.05, off(1))}
       ${slider("min_p", "min-p", 0, 0.5, 0.01, off(0))}${slider("max_tokens", "tokens to write", 1, 200, 1)}</div>
     ${result && html`<p class="verdict">Drawn among <b><${Num} x=${result.n} show=${count} /></b> of ${count(logits.ids.length)} tokens, which
       keep <b><${Num} x=${result.mass} show=${prob} /></b> of the probability${options.temperature !== 1 && options.temperature > 0 && " at this temperature"}.</p>
-      <${Odds} rows=${shown.map(row)} />`}
+      <${Odds} rows=${rows} onPick=${pick && ((id) => pick(tokenOf(rows.find((one) => one.id === id))))} />`}
   <//>`;
 }
 

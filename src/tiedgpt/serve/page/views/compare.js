@@ -1,0 +1,98 @@
+// Side by side: a second text, or a second model, and what each token costs in either.
+
+import {
+  Choice, count, diverge, fixed, html, many, Num, Odds, Panel, Piece, Term, Tokens, useCall, useState,
+} from "../parts.js";
+import { costLook, Facts, scaleOf } from "./text.js";
+
+const TOP = 40; // likeliest tokens that are asked for, so that most words of one are among those of the other
+
+export default function Compare({ state, update }) {
+  const { info, subject, positions, found, other } = state;
+  const [kind, setKind] = useState("text");
+  const isModel = kind === "model";
+  const half = positions?.ids.slice(positions.ids.length >> 1);
+  const second = other ? (info.tokenizer === false ? { ids: other.split(/[\s,]+/).filter(Boolean).map(Number) } : { text: other }) : half && { ids: half };
+  const ready = subject && positions && !found.stale && !found.error;
+  const a = useCall("/inspect/positions", ready ? { ...subject, top: TOP } : null);
+  const b = useCall(isModel ? "/beside/inspect/positions" : "/inspect/positions", ready ? { ...(isModel ? subject : second), top: TOP } : null);
+  const model = useCall("/beside/inspect/model", isModel ? undefined : null).data;
+  const isThere = a.data && b.data && !a.error && !b.error;
+  const names = isModel ? [info.name, info.beside] : ["The text", "The second text"];
+  return html`
+    <${Panel} title=${isModel ? "The same text, read by two models" : "The same words, after another beginning"}
+      found=${found.error ? found : a.error ? a : b}
+      says=${isModel ? "Which tokens does one model expect better than the other?" : "A model has nothing but the text before a token: change it, and see what that costs."}>
+      <div class="row">${info.beside && html`<${Choice} label="Beside it" value=${kind} onChange=${setKind}
+        options=${[["text", "another text"], ["model", `another model: ${info.beside}`]]} />`}</div>
+      ${!isModel && html`<${Second} value=${other} hint=${positions?.pieces.slice(positions.ids.length >> 1).join("")} update=${update} />`}
+      ${!info.beside && html`<p class="note">To compare two models, such as tied and untied or before and after tuning:
+        ${" "}<code>tiedgpt serve MODEL --beside OTHER</code></p>`}
+      ${isThere && html`<div class="columns">${[[a.data, info], [b.data, isModel ? model ?? info : info]].map(([data, of], k) => html`<${Side}
+        key=${k} name=${names[k]} data=${data} info=${of} dark=${state.dark} isModel=${isModel} />`)}</div>`}
+    <//>
+    ${isThere && html`<${Difference} key=${kind} a=${a.data} b=${b.data} names=${names} dark=${state.dark} />`}`;
+}
+
+function Second({ value, hint, update }) {
+  const [draft, setDraft] = useState(null);
+  const take = () => draft !== null && update({ other: draft });
+  return html`<form onSubmit=${(event) => { event.preventDefault(); take(); }}><label class="box"><span>Second text; when it is empty, the second half of the first</span>
+    <textarea rows="2" spellcheck=${false} value=${draft ?? value} placeholder=${hint} onInput=${(event) => setDraft(event.target.value)}
+      onChange=${take}></textarea></label></form>`;
+}
+
+function Side({ name, data, info, dark, isModel }) {
+  const [pin, setPin] = useState(null);
+  const { loss, bits_per_byte: perByte, next } = data;
+  return html`<div><h3>${name}</h3>
+    ${isModel && info.parameters && html`<p class="says">${count(info.parameters)} parameters, ${info.tied ? "tied" : "untied"}.</p>`}
+    <${Facts} of=${[[html`mean <${Term} name="loss" />, nats`, loss, (x) => fixed(x, 3)], ["bits per byte", perByte, (x) => fixed(x, 3)], ["predictions", next]]} />
+    <${Tokens} small pieces=${data.pieces} pin=${pin} onPin=${setPin} look=${costLook(data, scaleOf(info), dark)} label=${`${name}: what each token cost`} />
+    ${pin > 0 && html`<p class="says"><${Piece} text=${data.pieces[pin]} />: <${Num} x=${data.surprisal_bits[pin - 1]} digits=${2} /> bits,
+      ${" "}rank <${Num} x=${data.rank[pin - 1]} /></p>`}</div>`;
+}
+
+// Pairs [token of a, token of b] that are the same from the end on, or else from the beginning.
+function common(a, b) {
+  const [n, m] = [a.length, b.length];
+  let [end, begin] = [0, 0];
+  while (end < Math.min(n, m) && a[n - 1 - end] === b[m - 1 - end]) end += 1;
+  while (begin < Math.min(n, m) && a[begin] === b[begin]) begin += 1;
+  return Array.from({ length: Math.max(end, begin) }, (_, k) => (end >= begin ? [n - end + k, m - end + k] : [k, k]));
+}
+
+function Difference({ a, b, names, dark }) {
+  const pairs = common(a.ids, b.ids);
+  const [chosen, choose] = useState(null);
+  const at = Math.min(chosen ?? Infinity, pairs.length - 1);
+  const scored = pairs.map(([i, j]) => (i && j ? b.surprisal_bits[j - 1] - a.surprisal_bits[i - 1] : null));
+  const known = scored.filter((x) => x !== null);
+  const most = Math.max(1e-9, ...known.map(Math.abs));
+  const mean = known.reduce((x, y) => x + y, 0) / (known.length || 1);
+  const look = (k) => {
+    if (scored[k] === null) return { bar: 0, says: "nothing predicts the first token" };
+    const { background, color } = diverge(scored[k] / most, dark);
+    return { bar: Math.abs(scored[k]) / most, fill: { background, color }, says: `${signed(scored[k])} bits` };
+  };
+  if (!pairs.length) return html`<${Panel} title="Token by token"><p>They share no token at the beginning or at the end: nothing is compared.</p><//>`;
+  const [i, j] = pairs[at];
+  return html`<${Panel} title="Token by token" says=${html`The difference in <${Term} name="surprisal" />: gold costs more in the second, purple less.`}>
+    <p class="verdict">${known.length ? html`Over ${many(known.length, "token")} that both predict, the second needs
+      ${" "}<b><${Num} x=${mean} show=${(x) => fixed(Math.abs(x), 2)} /></b> bits ${mean < 0 ? "less" : "more"} for each.` : "There is no token that both predict."}</p>
+    <${Tokens} pieces=${pairs.map(([one]) => a.pieces[one])} pin=${at} onPin=${choose} look=${look} label="Tokens that both have" />
+    <h3>After <q><${Piece} text=${a.pieces[i]} /></q></h3>
+    <p class="says">Grey: ${names[0]}. In colour: ${names[1]}. –: not among the ${TOP} likeliest.</p>
+    <${Odds} rows=${both(a, i, b, j)} none="–" /><//>`;
+}
+
+const signed = (x) => `${x < 0 ? "−" : "+"}${fixed(Math.abs(x), 2)}`;
+
+// The ten likeliest of either; a probability is unknown where the token is not among the first TOP.
+function both(a, i, b, j) {
+  const odds = (of, at) => new Map(of.top_ids[at].map((id, k) => [id, Math.exp(of.top_logprob[at][k])]));
+  const [p, after] = [odds(a, i), odds(b, j)];
+  const either = (id) => Math.max(p.get(id) ?? 0, after.get(id) ?? 0);
+  const ids = [...new Set([...p.keys(), ...after.keys()])].sort((x, y) => either(y) - either(x)).slice(0, 10);
+  return ids.map((id, k) => ({ id, place: k + 1, piece: a.words[id] ?? b.words[id], p: p.get(id) ?? null, after: after.get(id) ?? null }));
+}

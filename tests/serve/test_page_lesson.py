@@ -1,0 +1,429 @@
+"""What the page teaches, and what readers met with: texts that grow, keys, charts, chats."""
+
+import numpy as np
+import pytest
+
+from tests.inspect.conftest import random_model
+from tests.serve.browsing import TEXT, fragment, go, numbers, opened, serving, settled
+from tests.serve.conftest import Running
+from tests.serve.page_run import make_run
+from tiedgpt import GPT, Tokenizer, inspect
+from tiedgpt.cli.main import main
+from tiedgpt.data import TEMPLATES, ShardWriter
+from tiedgpt.infer import Engine
+from tiedgpt.serve.app import create_app
+from tiedgpt.serve.guards import Limits
+from tiedgpt.tie import untie
+
+pytestmark = [pytest.mark.page, pytest.mark.timeout(600)]
+
+HELD_OUT = "dog. the cat sat on the mat and the dog ate the hat that the cat saw on the mat"
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory):
+    """A run with held-out text, and tokens that training never saw."""
+    path = make_run(tmp_path_factory.mktemp("runs") / "cats", n_positions=256)
+    tokenizer = Tokenizer.from_pretrained(path)
+    for shard in (path / "data").glob("train_*.bin"):
+        shard.unlink()
+    with ShardWriter(path / "data", "train", vocab_size=len(tokenizer)) as writer:
+        writer.write(np.repeat(np.arange(100), 300 // np.arange(1, 101)))  # as Zipf's law
+    with ShardWriter(path / "data", "val", vocab_size=len(tokenizer)) as writer:
+        writer.write(tokenizer.encode_array(HELD_OUT))
+    return path
+
+
+@pytest.fixture(scope="module")
+def url(run, tmp_path_factory):
+    other = tmp_path_factory.mktemp("untied")
+    model = GPT.from_pretrained(run)
+    untie(model)
+    model.head.weight.data.mul_(0.5)
+    model.save_pretrained(other)
+    Tokenizer.from_pretrained(run).save_pretrained(other)
+    with serving(run, template=TEMPLATES["plain"], beside=other) as url:
+        yield url
+
+
+def words(page, where="main"):
+    return " ".join(page.locator(where).inner_text().split())
+
+
+# ---- texts that grow and shrink ----
+
+
+@pytest.mark.parametrize("view", ["start", "text", "dot", "matrix", "layers", "heads", "compare"])
+def test_a_pin_may_be_of_a_longer_or_a_shorter_text(browser, url, view):
+    with opened(browser, url) as page:
+        go(page, url, view)
+        for text in (f"{TEXT} and then some more of it", "the cat", TEXT):
+            page.locator("header textarea").fill(text)
+            page.wait_for_timeout(500)
+            settled(page)
+            assert not page.locator("main .stale").count(), (view, text)
+            assert not page.locator("main .status.error").count(), (view, text)
+
+
+def test_a_token_of_a_longer_text_that_was_changed_is_forgotten(browser, url):
+    with opened(browser, url) as page:
+        go(page, url, "text")
+        for text in (TEXT, "the cat"):
+            page.locator("header textarea").fill(text)
+            page.wait_for_timeout(500)
+            settled(page)
+            page.get_by_role("button", name="Change token").click()
+            moved = page.get_by_label("How far the logits of each column moved")
+            moved.wait_for()
+            settled(page)
+            moved.locator(".token").last.click()
+            assert moved.locator("[tabindex='0']").count() == 1
+
+
+# ---- charts and tables ----
+
+
+def test_the_legend_of_the_vocabulary_is_one_line(browser, url):
+    with opened(browser, url) as page:
+        go(page, url, "vocabulary")
+        box = page.locator(".key-of .unreached").bounding_box()
+        assert box["width"] > 3 * box["height"]
+
+
+def test_tokens_that_were_never_seen_have_a_lane(browser, url, run):
+    never = int(np.flatnonzero(inspect.vocabulary(run).count == 0)[0])
+    with opened(browser, url) as page:
+        go(page, url, "vocabulary")
+        lane = page.locator(".cloud svg text", has_text="never")
+        once = page.locator(".cloud svg text").get_by_text("1", exact=True).first
+        assert lane.bounding_box()["x"] < once.bounding_box()["x"]
+        cloud = page.locator(".cloud [role=slider]")
+        cloud.focus()
+        page.keyboard.press("Home")
+        settled(page)
+        assert ", 0 times" in cloud.get_attribute("aria-valuetext")
+        assert cloud.get_attribute("aria-valuemax") == str(len(Tokenizer.from_pretrained(run)))
+        page.get_by_label("Find a token").fill(str(never))
+        assert page.locator(".search .chips button").count()
+
+
+def test_ranks_by_cosine_follow_the_rows_that_are_shown(browser, url, run):
+    found = inspect.dot(run, None, TEXT)
+    with opened(browser, url) as page:
+        for centred, cos in ((False, found.all_cos), (True, found.all_centred_cos)):
+            go(page, url, "dot", centred=str(centred).lower())
+            ranks = [1 + int((cos > cos[id]).sum()) for id in found.ids]
+            cells = page.locator("tbody tr td:last-child data").all_text_contents()
+            assert cells == [f"{rank:,}" for rank in ranks]
+            wins = cos.argmax() == found.ids[0]
+            assert ("its direction decides" in words(page)) == wins
+
+
+def test_values_above_a_chart_are_told(browser, run, tmp_path):
+    path = make_run(tmp_path / "steep")
+    lines = (path / "metrics.jsonl").read_text()
+    (path / "metrics.jsonl").write_text(lines.replace('"loss": 5.9', '"loss": 90', 1))
+    with serving(path) as url, opened(browser, url) as page:
+        go(page, url, "model")
+        assert "Above the chart: values up to 9" in words(page)
+        chart = page.locator(".chart").first
+        assert ",-" not in "".join(
+            one.get_attribute("d") for one in chart.locator(".stroke").all()[:1]
+        )
+
+
+def test_the_frame_of_the_last_token_is_whole(browser, url):
+    with opened(browser, url) as page:
+        go(page, url, "heads")
+        hidden = page.locator(".map").first.evaluate("map => getComputedStyle(map).overflow")
+        map, frame = (page.locator(s).first.bounding_box() for s in (".map", ".map span"))
+        assert hidden == "visible"
+        assert frame["y"] + frame["height"] == pytest.approx(map["y"] + map["height"], abs=2)
+
+
+@pytest.mark.parametrize("width", [375, 768])
+def test_layers_open_with_whole_cells_and_a_sign_of_more(browser, url, width):
+    viewport = {"width": width, "height": 800}
+    with opened(browser, url, viewport=viewport) as page:
+        go(page, url, "layers")
+        assert "left" in page.locator(".lens .more").get_attribute("data-more")
+        edges = page.locator(".lens thead th").evaluate_all(
+            "all => all.map(one => one.getBoundingClientRect()).map(box => [box.left, box.right])"
+        )
+        kept, cells = edges[0][1], edges[1:]
+        assert not [left for left, right in cells if left < kept - 1 < right - 4]
+        assert cells[-1][1] <= width
+
+
+# ---- keys, files, tokenizers ----
+
+
+def test_a_key_opens_all_views_and_is_kept_for_the_tab(browser, run):
+    with serving(run, key="a-key") as url, opened(browser, url, quiet=False) as page:
+        page.goto(f"{url}/{fragment('vocabulary')}")
+        page.get_by_label("API key").fill("a-key")
+        page.keyboard.press("Enter")
+        page.wait_for_selector(".cloud")
+        settled(page)
+        assert not page.locator(".error").count()
+        page.reload()
+        page.wait_for_selector(".cloud")
+        settled(page)
+        assert not page.locator(".error").count() and not page.locator(".key").count()
+
+
+def test_without_a_tokenizer_the_page_opens_with_ids(browser):
+    with (
+        Engine(random_model(), queue_size=8) as engine,
+        Running(create_app(engine), engine, Limits(queue=8)) as running,
+        opened(browser, running.url) as page,
+    ):
+        page.goto(running.url)
+        settled(page)
+        assert not page.locator(".error").count()
+        assert page.locator("header textarea").input_value().replace(" ", "").isdigit()
+        assert page.locator("main .token").count() > 1
+
+
+def test_a_file_computes_the_neighbours_of_any_token(browser, run, tmp_path):
+    path = tmp_path / "page.html"
+    assert main(["export", str(run), str(path), "--text", TEXT]) == 0
+    ids = Tokenizer.from_pretrained(run).encode(TEXT)
+    other = next(id for id in range(300) if id not in ids)
+    with opened(browser, offline=True) as page:
+        page.goto(f"file://{path}#view=vocabulary")
+        settled(page)
+        page.get_by_label("Find a token").fill(str(other))
+        page.locator(".search .chips button").first.click()
+        settled(page)
+        assert not page.locator(".error").count()
+
+
+# ---- the lesson ----
+
+
+def test_the_page_opens_with_the_matrix_on_a_held_out_text_and_what_comes_next(browser, url, run):
+    with opened(browser, url) as page:
+        page.goto(url)
+        settled(page)
+        text = page.locator("header textarea").input_value()
+        assert text in HELD_OUT and not text.endswith(".") and text != HELD_OUT
+        found = inspect.positions(run, None, text)
+        assert "the same W predicts" in page.locator("main h2").first.inner_text()
+        assert page.locator(".drawing .arrow").count() == 2
+        shown = numbers(page, ".job .odds")
+        np.testing.assert_allclose(shown, np.exp(found.top_logprob[-1, :5]), rtol=1e-5)
+        order = page.locator("main h2").all_inner_texts()
+        assert "cost" in order[1] and "way from" in order[2]
+
+
+def test_each_stage_of_the_way_opens_its_view(browser, url):
+    with opened(browser, url) as page:
+        go(page, url, "start")
+        stages = page.locator(".path button:not(.term)").all_inner_texts()
+        assert len(stages) == 8
+        for k, view in enumerate(
+            ["text", "matrix", "model", "heads", "layers", "dot", "dot", "write"]
+        ):
+            go(page, url, "start")
+            page.locator(".path li").nth(k).locator("> button").click()
+            settled(page)
+            assert page.locator(f"#tab-{view}").get_attribute("aria-selected") == "true"
+
+
+def test_the_numbers_of_w_are_seen_by_pointer_key_and_tap(browser, url, run):
+    found = inspect.dot(run, None, TEXT)
+    with opened(browser, url, has_touch=True) as page:
+        go(page, url, "dot")
+        strips = page.locator(".strips [role=slider]")
+        assert strips.count() == 4
+        n = len(found.h)
+        for move in ("key", "hover", "tap"):
+            if move == "key":
+                strips.nth(1).focus()
+                page.keyboard.press("Home")
+                page.keyboard.press("ArrowRight")
+                at = 1
+            else:
+                box = strips.nth(1).bounding_box()
+                at = 5 if move == "hover" else 3
+                spot = box["x"] + box["width"] * (at + 0.5) / n, box["y"] + box["height"] / 2
+                (page.mouse.move if move == "hover" else page.touchscreen.tap)(*spot)
+            page.wait_for_timeout(100)
+            shown = numbers(page, ".strip-row")
+            product = float(found.h[at] * found.rows[0, at])
+            expected = [found.row_read[at], found.h[at], found.rows[0, at], product]
+            np.testing.assert_allclose(shown, expected, rtol=1e-5)
+        page.locator(".chips [role=radio]").nth(1).click()
+        assert np.isclose(numbers(page, ".strips .readout")[-1], found.logit[1], rtol=1e-5)
+
+
+@pytest.mark.parametrize("scheme", ["light", "dark"])
+def test_blanks_are_legible(browser, url, scheme):
+    contrast = """blank => {
+      const light = color => { const [r, g, b] = color.match(/[\\d.]+/g).map(Number)
+        .map(x => x / 255).map(x => x <= 0.03928 ? x / 12.92 : ((x + 0.055) / 1.055) ** 2.4);
+        return 0.2126 * r + 0.7152 * g + 0.0722 * b; };
+      const token = blank.closest('.token'), style = getComputedStyle(token);
+      const [a, b] = [light(style.color), light(style.backgroundColor)].sort((x, y) => y - x);
+      return [(a + 0.05) / (b + 0.05), getComputedStyle(blank).opacity]; }"""
+    with opened(browser, url, color_scheme=scheme) as page:
+        go(page, url, "text", pin=0)
+        blanks = page.locator(".hero .token[style*='background'] .blank")
+        assert blanks.count() and blanks.first.inner_text() == "␣"
+        for blank in blanks.all():
+            ratio, opacity = blank.evaluate(contrast)
+            assert ratio >= 4.5 and float(opacity) == 1
+
+
+def test_terms_explain_themselves_to_taps_and_keys(browser, url):
+    with opened(browser, url, has_touch=True, viewport={"width": 375, "height": 800}) as page:
+        for view, term in (
+            ("text", "surprisal"),
+            ("text", "entropy"),
+            ("text", "rank"),
+            ("dot", "logit"),
+            ("dot", "prior logit"),
+            ("layers", "KL"),
+        ):
+            go(page, url, view, pin=2)
+            if term == "KL":
+                page.get_by_role("radio", name="KL").click()
+            word = page.get_by_role("button", name=term, exact=True).first
+            word.tap()
+            said = page.locator("[popover]:popover-open")
+            assert len(said.inner_text()) > 40
+            box = said.bounding_box()
+            assert box["x"] >= 0 and box["x"] + box["width"] <= 375
+            page.keyboard.press("Escape")
+            assert not said.count()
+            word.focus()
+            page.keyboard.press("Enter")
+            assert said.count() == 1
+
+
+def test_the_vocabulary_says_its_finding_in_a_sentence(browser, url):
+    with opened(browser, url) as page:
+        go(page, url, "vocabulary")
+        said = page.locator("main .verdict").first.inner_text()
+        assert said.endswith(".") and ("rows are longer here" in said or "next to nothing" in said)
+        assert "ρ" in words(page)
+        assert page.locator(".cloud svg .word").count() > 2
+
+
+def test_all_heads_stand_in_a_grid_that_chooses_one(browser, url, run):
+    config = GPT.from_pretrained(run).config
+    with opened(browser, url) as page:
+        go(page, url, "heads")
+        grid = page.get_by_role("grid", name="All heads")
+        assert grid.locator("tbody tr").count() == config.n_layer
+        assert grid.locator("tbody td").count() == config.n_layer * config.n_head
+        grid.locator("tbody tr").last.locator("td button").last.click()
+        settled(page)
+        here = f"ead {config.n_head - 1} of layer {config.n_layer - 1}"
+        assert f"H{here}" in words(page)
+        page.get_by_role("radio", name="worth").click()
+        settled(page)
+        lost = inspect.ablate(run, None, TEXT)
+        assert f"h{here} it changes" in words(page)
+        shown = numbers(page, "main .panel:first-child .verdict")
+        np.testing.assert_allclose(shown, [lost.loss, lost.heads[-1, -1]], rtol=1e-5, atol=1e-7)
+
+
+def test_query_times_key_is_the_weight(browser, url, run):
+    found = inspect.attention(run, None, TEXT, layer=0)
+    with opened(browser, url) as page:
+        go(page, url, "heads")
+        page.get_by_label("The token whose key is shown").locator(".token").nth(2).click()
+        score = found.queries[0, -1] @ found.keys[0, 2]
+        shown = numbers(page, ".strips .readout")
+        root = np.sqrt(found.queries.shape[-1])
+        np.testing.assert_allclose(
+            shown, [score, score / root, found.patterns[0, -1, 2]], rtol=1e-4
+        )
+
+
+def test_two_texts_are_compared_where_they_agree(browser, url, run):
+    other = "the dog sat on the mat"
+    with opened(browser, url) as page:
+        go(page, url, "compare", text="the cat sat on the mat", other=other)
+        a, b = (inspect.positions(run, None, text) for text in ("the cat sat on the mat", other))
+        assert {a.loss, b.loss} <= set(numbers(page))
+        same = sum(x == y for x, y in zip(a.ids[::-1], b.ids[::-1], strict=False))
+        assert page.get_by_label("Tokens that both have").locator(".token").count() <= same
+
+
+def test_two_models_are_compared_token_by_token(browser, url, run):
+    with opened(browser, url) as page:
+        go(page, url, "compare")
+        page.get_by_role("radio", name="another model").click()
+        settled(page)
+        assert page.get_by_label("Tokens that both have").locator(".token").count() == len(
+            inspect.positions(run, None, TEXT).ids
+        )
+        assert "untied" in words(page) and "tied" in words(page)
+        losses = {number for number in numbers(page, ".facts")}
+        assert inspect.positions(run, None, TEXT).loss in losses and len(losses) > 3
+
+
+def test_another_token_is_chosen_and_written_on_from(browser, url):
+    with opened(browser, url) as page:
+        go(page, url, "write")
+        page.get_by_role("button", name="Write", exact=True).click()
+        page.get_by_text("; seed").wait_for()
+        written = page.get_by_role("toolbar").locator(".token")
+        begin = written.first.inner_text()
+        written.nth(1).click()
+        settled(page)
+        pick = page.locator("button.odd").nth(4)
+        word = pick.locator("bdi").inner_text()
+        pick.click()
+        page.get_by_text("; seed").wait_for()
+        settled(page)
+        assert [written.nth(k).inner_text() for k in (0, 1)] == [begin, word]
+
+
+def test_a_chat_shows_the_alternatives_of_each_token(browser, url):
+    with opened(browser, url) as page:
+        go(page, url, "write")
+        page.get_by_role("radio", name="a conversation").click()
+        page.get_by_label("Your words").fill("the dog")
+        page.keyboard.press("Enter")
+        page.get_by_role("button", name="Begin anew").wait_for()
+        assert page.locator(".turns .user").inner_text() == "the dog"
+        reply = page.locator(".turns .assistant .token")
+        reply.first.click()
+        assert page.locator(".alternatives .odds li").count() == 5
+
+
+def test_there_is_no_chat_without_a_template(browser, run):
+    with serving(run) as url, opened(browser, url) as page:
+        go(page, url, "write")
+        assert not page.get_by_role("radio", name="a conversation").count()
+
+
+def test_the_first_visit_invites_to_a_tour_that_stands_beside_the_view(browser, url):
+    with opened(browser, url) as page:
+        page.goto(url)
+        page.get_by_role("button", name="Begin").click()
+        settled(page)
+        tour, main_ = (page.locator(s).bounding_box() for s in (".tour", "main"))
+        assert tour["x"] >= main_["x"] + main_["width"]
+        page.set_viewport_size({"width": 375, "height": 800})
+        assert page.locator(".tour").bounding_box()["y"] < page.locator("main").bounding_box()["y"]
+        page.get_by_role("button", name="Close").click()
+        page.reload()
+        settled(page)
+        assert not page.locator(".invitation").count()
+
+
+def test_one_menu_copies_as_python_or_curl(browser, url):
+    with opened(browser, url) as page:
+        go(page, url, "dot")
+        menu = page.locator(".copy").first
+        assert not menu.get_by_role("button", name="curl").is_visible()
+        menu.locator("summary").click()
+        menu.get_by_role("button", name="Python").click()
+        assert "from tiedgpt.inspect import dot" in menu.locator("pre").inner_text()
+        menu.get_by_role("button", name="curl").click()
+        assert "/inspect/dot" in menu.locator("pre").inner_text()
