@@ -5,14 +5,16 @@
 The text is .jsonl, made of shuffled sentences of Python's documentation. Both sides encode it with
 the same tokenizer, from the command to the last byte on the disk: ours in token shards, theirs in
 an Arrow file of its cache, with as many processes, and with one process and the threads of
-`tokenizers`. Memory is that of the largest process (ru_maxrss); seconds of the processors are of
-all processes together, and are worth more than wall time where the machine is not quiet.
+`tokenizers`. Memory is that of the largest process (ru_maxrss), so this script imports nothing
+large; seconds of the processors are of all processes together, and are worth more than wall time
+where the machine is not quiet.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import multiprocessing
 import os
 import random
 import re
@@ -25,8 +27,6 @@ import time
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-from tiedgpt import Tokenizer
-from tiedgpt.data import python_documentation
 from turns import keep, processor, show, version
 
 DATASETS = """
@@ -74,17 +74,22 @@ def run(command: list[str], **environment: str) -> Run:
     return Run(wall, usage.ru_utime + usage.ru_stime, usage.ru_maxrss / 1024)
 
 
-def write_text(path: Path, megabytes: float, letters: int) -> None:
-    """Write documents of about so many letters."""
+def make(place: Path, megabytes: float, letters: int, tokenizer: str | None) -> None:
+    """Write documents of about so many letters, and a tokenizer."""
+    from tiedgpt import Tokenizer
+    from tiedgpt.data import python_documentation
+
     text = "\n".join(document.text for document in python_documentation())
     sentences = [part for part in re.split(r"(?<=[.:])\s+", text) if 20 < len(part) < 400]
     chance, size = random.Random(0), 0
-    with path.open("w") as file:
+    with (place / "text.jsonl").open("w") as file:
         while size < megabytes * 1e6:
             parts: list[str] = []
             while sum(map(len, parts)) < letters:
                 parts.append(chance.choice(sentences))
             size += file.write(json.dumps({"text": " ".join(parts)}) + "\n")
+    made = Tokenizer.from_pretrained(tokenizer) if tokenizer else Tokenizer.train([text], 8192)
+    made.save_pretrained(place / "tokenizer")
 
 
 def main() -> None:
@@ -101,13 +106,11 @@ def main() -> None:
     found: dict[str, list[Run]] = {}
     with tempfile.TemporaryDirectory() as directory:
         place = Path(directory)
-        write_text(text := place / "text.jsonl", given.megabytes, given.letters)
-        documents = (document.text for document in python_documentation())
-        source = given.tokenizer
-        tokenizer = (
-            Tokenizer.from_pretrained(source) if source else Tokenizer.train(documents, 8192)
-        )
-        tokenizer.save_pretrained(place / "tokenizer")
+        what = (place, given.megabytes, given.letters, given.tokenizer)
+        maker = multiprocessing.get_context("spawn").Process(target=make, args=what)
+        maker.start()
+        maker.join()
+        text = place / "text.jsonl"
         for _ in range(rounds):
             for n in given.workers:
                 ours = [sys.executable, "-m", "tiedgpt", "data", "prepare", str(text)]
@@ -135,7 +138,7 @@ def main() -> None:
         "versions": {name: version(name) for name in ("datasets", "tokenizers", "tiktoken")},
         "megabytes of text": given.megabytes,
         "letters of a document": given.letters,
-        "vocabulary": len(tokenizer),
+        "tokenizer": given.tokenizer or "8,192 of the text",
         "rounds": rounds,
         "seconds and peak MB of a process": medians,
     }
