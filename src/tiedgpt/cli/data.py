@@ -162,16 +162,18 @@ def prepare(arguments: list[str]) -> None:
     """Encode texts into a directory."""
     args = parse(PrepareArguments, "data prepare", arguments, ABOUT_PREPARE)
     from tiedgpt.data import Preparation, count_cores, in_processes, on_ray, prepare_data
-    from tiedgpt.data.prepare import read_notes
+    from tiedgpt.data.prepare import VOCABULARY, read_notes
+    from tiedgpt.text import Tokenizer
 
     encode = in_processes(args.workers or count_cores()) if args.ray is None else on_ray(args.ray)
     preparation = Preparation(args.data, val=args.val, **args.reading)
+    made = args.tokenizer in ("bpe", "char")
     with _rate("encoding") as progress:
         encoded = prepare_data(
             preparation,
             args.out,
-            args.tokenizer,
-            vocab_size=args.vocab_size,
+            args.tokenizer if made else Tokenizer.from_pretrained(args.tokenizer),
+            vocab_size=args.vocab_size or VOCABULARY,
             encode=encode,
             part=args.parts,
             progress=progress,

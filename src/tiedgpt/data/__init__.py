@@ -6,7 +6,7 @@ from tiedgpt.data.examples import EncodedExamples, Example, ExampleReader
 from tiedgpt.data.executors import count_cores, in_processes, on_ray
 from tiedgpt.data.order import IGNORED, Batches, in_order, permutation
 from tiedgpt.data.packing import PackedBatches
-from tiedgpt.data.prepare import Preparation, open_plan, prepare_data, verify_data
+from tiedgpt.data.prepare import Preparation, prepare_data, verify_data
 from tiedgpt.data.python_docs import python_documentation
 from tiedgpt.data.readers import has_records
 from tiedgpt.data.shards import Shards, ShardWriter
@@ -39,7 +39,6 @@ __all__ = [
     "in_processes",
     "on_ray",
     "open_encoded",
-    "open_plan",
     "permutation",
     "plan_split",
     "prepare_data",

@@ -19,12 +19,12 @@ import functools
 import hashlib
 import json
 import os
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager, suppress
-from dataclasses import asdict, dataclass, field, fields, replace
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass, replace
 from itertools import pairwise
 from pathlib import Path, PurePath
-from typing import IO, TYPE_CHECKING, Any
+from typing import IO, TYPE_CHECKING, Any, NamedTuple
 
 from tiedgpt.data.corpus import PEEK, Corpus, FileCorpus, documents
 from tiedgpt.data.encode import (
@@ -51,6 +51,7 @@ from tiedgpt.files import (
     PREPARE,
     lock_file,
     read_json,
+    reading,
     remove,
     remove_leftovers,
     replacing,
@@ -62,8 +63,6 @@ if TYPE_CHECKING:
     from tiedgpt.text import Tokenizer
 
 TOKENIZER, UNIT, LOCK = "tokenizer", "unit.json", ".lock"
-MADE = ("bpe", "char")
-"""Tokenizers that are made of the text."""
 TOKENIZER_CHARACTERS = 200_000_000
 """A vocabulary is learned from this much text; more changes it little and takes long."""
 VOCABULARY = 8192
@@ -81,38 +80,21 @@ Encode = Callable[[Path, Sequence[int]], Iterator[int]]
 """Encodes units of a directory by number, and yields the number of each as it is done."""
 
 
-@dataclass(frozen=True)
-class Source:
-    """A file that is read."""
+class Source(NamedTuple):
+    """A file that is read; it is known by its first four fields."""
 
     name: str
     """As it was typed or found; of the hub `hf:OWNER/NAME@REVISION/FILE`."""
-    path: str = field(compare=False)
-    """From the root; it may be another on another machine."""
     size: int
     changed: int
-    """When it was changed, in nanoseconds; 0 of the hub's, which do not."""
+    """When, in nanoseconds; 0 of the hub's, which do not."""
     side: Side
     is_named: bool
-
-    def describe(self) -> list[str | int]:
-        """Return what it is known by."""
-        return [self.name, self.size, self.changed, self.side]
-
-    def require_unchanged(self) -> None:
-        """Raise `CorruptInputError` if the file is not the one that was divided into units."""
-        with suppress(OSError):
-            status = os.stat(self.path)
-            if status.st_size == self.size and self.changed in (0, status.st_mtime_ns):
-                return
-        raise CorruptInputError(
-            f"{self.name} changed while it was read",
-            hint="leave it alone, and prepare it again in a new directory",
-        )
+    path: str
+    """From the root; it may be another on another machine."""
 
 
-@dataclass(frozen=True)
-class Unit:
+class Unit(NamedTuple):
     """Consecutive sources of one side, or a section of one."""
 
     first: int
@@ -142,65 +124,74 @@ class Preparation:
             "encoding": encoding,
             "keep_end_of_text": keep_end_of_text,
         }
-        self.corpus = documents(data, **self.reading)
-        self.validation = None if val is None else documents([val], **self.reading)
-        self._data, self._val = [*data], val
-        self.sources = _list_sources(self.corpus, "train")
-        if self.validation is not None:
-            self.sources += _list_sources(self.validation, "val")
-        self.n_bytes = estimate_bytes(self.corpus)
+        self.names: dict[Side, Sequence[str]] = {"train": data}
+        if val is not None:
+            self.names["val"] = [val]
+        self.corpora = {side: documents(n, **self.reading) for side, n in self.names.items()}
+        self.sources = [s for side, corpus in self.corpora.items() for s in _list(corpus, side)]
+        self.n_bytes = estimate_bytes(self.corpora["train"])
         self.is_large = self.n_bytes >= LARGE
-        corpora = [self.corpus] if self.validation is None else [self.corpus, self.validation]
-        for corpus in corpora:
+        for corpus in self.corpora.values():
             corpus.in_parts = self.is_large
-        self.remarks = [corpus.remarks() for corpus in corpora]
+        self.remarks = [corpus.remarks() for corpus in self.corpora.values()]
         """On the names of the files; those on their contents are the units'."""
 
     def digest(self) -> str:
         """Return a sha256 of the names, sizes and dates of the sources, and how they are read."""
-        facts = [self.reading, *(source.describe() for source in self.sources)]
+        facts = [self.reading, *(source[:4] for source in self.sources)]
         return hashlib.sha256(json.dumps(facts).encode()).hexdigest()
 
-    def require_same(self, plan: Plan, place: Path) -> None:
-        """Raise `UserError` unless a directory was begun with this."""
-        for name, value in self.reading.items():
-            _require_option(place, name, plan.reading.get(name), value)
-        _require_equal(plan.sources, self.sources, f"since {place} was begun")
-
     def require_unchanged(self) -> None:
-        """Raise `CorruptInputError` if files came or went since this was made."""
-        pins = dict([*self.corpus.pins, *(self.validation.pins if self.validation else ())])
-        data = [pins.get(source, source) for source in self._data]
-        val = None if self._val is None else pins.get(self._val, self._val)
-        again = Preparation(data, val=val, **self.reading)
-        try:
-            _require_equal(self.sources, again.sources, "while it was read")
-        except UserError as error:
-            raise CorruptInputError(error.message, hint=error.hint) from None
+        """Raise `CorruptInputError` if files changed, came or went since this was made."""
+        pins = dict(pin for corpus in self.corpora.values() for pin in corpus.pins)
+        now = []
+        for side, names in self.names.items():
+            now += _list(documents([pins.get(n, n) for n in names], **self.reading), side)
+        if problem := _find_change(self.sources, now):
+            raise CorruptInputError(
+                f"{problem} while it was read", hint="prepare the data in a new directory"
+            )
 
     @functools.cached_property
     def plan(self) -> Plan:
         """How it is divided in units and split. Texts of less than `LARGE` are read for that."""
-        share: float | None = None
-        if self.is_large and self.validation is None:
-            share = min(TARGET, HELD_OUT / self.n_bytes)
-            held_out: Iterable[bytes] = ()
-        elif self.is_large:
-            held_out = {digest(document.text) for document in self.validation or ()}
-        split = None if self.is_large else plan_split(self.corpus, self.validation)
-        if split is not None:
+        corpus, validation, share = self.corpora["train"], self.corpora.get("val"), None
+        is_cut, held_out = False, frozenset[bytes]()
+        if not self.is_large:
+            split = plan_split(corpus, validation)
             assert isinstance(split.held_out, frozenset)
-            held_out = split.held_out
+            is_cut, held_out = split.is_cut, split.held_out
+        elif validation is not None:
+            held_out = frozenset(digest(document.text) for document in validation)
+        else:
+            share = min(TARGET, HELD_OUT / self.n_bytes)
         return Plan(
             reading=self.reading,
             in_parts=self.is_large,
-            is_cut=split is not None and split.is_cut,
-            has_validation=self.validation is not None,
+            is_cut=is_cut,
+            has_validation=validation is not None,
             share=share,
             held_out=sorted(each.hex() for each in held_out),
             sources=self.sources,
-            units=[*_divide(self.sources, self.corpus, self.is_large)],
+            units=[*_divide(self.sources, corpus, self.is_large)],
         )
+
+    def open_plan(self, directory: Path, tokenizer: str) -> Plan:
+        """Return the plan of a directory; `UserError` where it was begun with something else."""
+        plan = Plan.read(directory)
+        then = {**plan.reading, "tokenizer": plan.tokenizer}
+        for name, now in {**self.reading, "tokenizer": tokenizer}.items():
+            if then.get(name) != now:
+                raise UserError(
+                    f"is {now}, and {directory} was begun with {then.get(name)}",
+                    hint="give another --out",
+                    option=name,
+                )
+        if problem := _find_change(plan.sources, self.sources):
+            raise UserError(
+                f"{problem} since {directory} was begun", hint="prepare the data in a new directory"
+            )
+        return plan
 
     def sample(self, characters: int) -> Iterator[str]:
         """Yield texts that are trained on, from all units, of so many characters at most."""
@@ -234,33 +225,17 @@ class Plan:
     """Or these are, in hexadecimal."""
     sources: list[Source]
     units: list[Unit]
-    tokenizer: dict[str, Any] = field(default_factory=dict)
+    tokenizer: str = ""
     """What was asked for."""
 
     @classmethod
     def read(cls, directory: Path) -> Plan:
         """Return the plan of a directory; `CorruptInputError` where it is damaged."""
-        path = directory / PREPARE
-        values = read_json(path)
-        try:
+        values = read_json(directory / PREPARE)
+        with reading(directory / PREPARE, "plan of prepared data"):
             values["sources"] = [Source(*each) for each in values["sources"]]
-            values["units"] = [
-                Unit(first, stop, section and (section[0], section[1]), n_bytes)
-                for first, stop, section, n_bytes in values["units"]
-            ]
+            values["units"] = [Unit(*each) for each in values["units"]]
             return cls(**values)
-        except (KeyError, TypeError, ValueError, IndexError) as error:
-            raise CorruptInputError(
-                f"{path} is damaged: {error}", hint="prepare the data in a new directory"
-            ) from None
-
-    def write(self, directory: Path) -> None:
-        """Write prepare.json."""
-        values = {field.name: getattr(self, field.name) for field in fields(self)}
-        for name in ("sources", "units"):
-            values[name] = [list(asdict(each).values()) for each in values[name]]
-        with replacing(directory / PREPARE) as temporary:
-            temporary.write_text(json.dumps(values) + "\n", encoding="utf-8")
 
     def corpus(self, unit: Unit) -> FileCorpus:
         """Return the documents of a unit."""
@@ -274,24 +249,17 @@ class Plan:
             may_be_blank=True,
         )
 
-    def require_unchanged(self, unit: Unit) -> None:
-        """Raise `CorruptInputError` if a file of a unit is not the one that was divided."""
-        for source in self.sources[unit.first : unit.stop]:
-            source.require_unchanged()
-
-    def split(self, unit: Unit, corpus: FileCorpus) -> Split:
+    def split(self, unit: Unit, corpus: Corpus) -> Split:
         """Return the documents of a unit with their sides."""
-        held_out: frozenset[bytes] | Threshold = self._digests
-        if self.share is not None:
-            held_out = Threshold(self.share)
-        train: Corpus = corpus
-        val: Corpus | None = () if self.has_validation else None
+        validation: Corpus | None = () if self.has_validation else None
         if self.sources[unit.first].side == "val":
-            train, val = (), corpus
-        return Split(train, val, held_out, is_cut=self.is_cut, characters=0)
+            corpus, validation = (), corpus
+        return Split(corpus, validation, self._held_out, is_cut=self.is_cut, characters=0)
 
     @functools.cached_property
-    def _digests(self) -> frozenset[bytes]:
+    def _held_out(self) -> frozenset[bytes] | Threshold:
+        if self.share is not None:
+            return Threshold(self.share)
         return frozenset(map(bytes.fromhex, self.held_out))
 
 
@@ -308,16 +276,7 @@ def _is_compressed(path: str) -> bool:
     return PurePath(path).suffix.lower() in (*DECOMPRESSORS, PARQUET)
 
 
-def _require_option(directory: Path, name: str, then: object, now: object) -> None:
-    if then != now:
-        raise UserError(
-            f"is {now}, and {directory} was begun with {then}",
-            hint="give another --out",
-            option=name,
-        )
-
-
-def _list_sources(corpus: FileCorpus, side: Side) -> list[Source]:
+def _list(corpus: FileCorpus, side: Side) -> list[Source]:
     """Return the files of a corpus; `UserError` for what is no file, or no text by its name."""
     sources = []
     for path, is_named in corpus.paths.items():
@@ -325,22 +284,21 @@ def _list_sources(corpus: FileCorpus, side: Side) -> list[Source]:
         if not os.path.isfile(path):
             raise UserError(f"{name} is no file", hint="write what is to be prepared to one")
         if has_records(path) or corpus.is_text(path, name):
-            status, is_pinned = os.stat(path), path in corpus.names
-            changed = 0 if is_pinned else status.st_mtime_ns
+            status = os.stat(path)
+            changed = 0 if path in corpus.names else status.st_mtime_ns
             place = os.path.abspath(path)
-            sources.append(Source(name, place, status.st_size, changed, side, is_named))
+            sources.append(Source(name, status.st_size, changed, side, is_named, place))
     return sources
 
 
-def _require_equal(then: Sequence[Source], now: Sequence[Source], when: str) -> None:
-    """Raise `UserError` with the name of the first file that differs."""
-    before, after = ({(s.name, s.side): s for s in each} for each in (then, now))
-    problems = [f"{key[0]} is gone" for key in before if key not in after]
-    problems += [f"{key[0]} is new" for key in after if key not in before]
-    problems += [f"{key[0]} changed" for key in before if before[key] != after.get(key)]
-    if problems or [*before] != [*after]:
-        problem = problems[0] if problems else "the order of the files changed"
-        raise UserError(f"{problem} {when}", hint="prepare the data in a new directory")
+def _find_change(then: Sequence[Source], now: Sequence[Source]) -> str:
+    """Return in words what differs between two lists of sources; "" for nothing."""
+    before, after = ({(s.name, s.side): s[:4] for s in each} for each in (then, now))
+    for key in [*before, *after]:
+        if before.get(key) != after.get(key):
+            how = "is new" if key not in before else "changed" if key in after else "is gone"
+            return f"{key[0]} {how}"
+    return "" if [*before] == [*after] else "the order of the files changed"
 
 
 def _divide(sources: Sequence[Source], corpus: FileCorpus, is_large: bool) -> Iterator[Unit]:
@@ -385,15 +343,15 @@ def prepare_data(
     directory: str | Path,
     tokenizer: Tokenizer | str = "bpe",
     *,
-    vocab_size: int | None = None,
+    vocab_size: int = VOCABULARY,
     encode: Encode | None = None,
     part: tuple[int, int] = (1, 1),
     progress: Callable[[int, int], None] | None = None,
 ) -> EncodedCorpus | None:
     """Encode files into a directory, or go on there; return what it holds once it is complete.
 
-    The tokenizer is "bpe" or "char", made of the text, or a source of one. `encode` is how units
-    are encoded: `in_processes(4)`, `on_ray("auto")`; else here, one by one. With `part` (i, n) it
+    The tokenizer is one, or "bpe" or "char" to make it of the text. `encode` is how units are
+    encoded: `in_processes(4)`, `on_ray("auto")`; else here, one by one. With `part` (i, n) it
     is every n-th unit only, from the i-th: other processes encode the others, and the last to end
     completes the directory. `progress` is called with the bytes of files done, and in all.
 
@@ -405,8 +363,10 @@ def prepare_data(
     """
     directory, (index, n_parts) = Path(directory), part
     with _locked(directory, wait=n_parts > 1) as lock:
-        begin = open_plan if (directory / PREPARE).exists() else _begin
-        plan = begin(preparation, directory, tokenizer, vocab_size)
+        if (directory / PREPARE).exists():
+            plan = preparation.open_plan(directory, describe_tokenizer(tokenizer, vocab_size))
+        else:
+            plan = _begin(preparation, directory, tokenizer, vocab_size)
         if n_parts > 1:  # the units are independent; only beginning is not
             lock.close()
         own = range(index - 1, len(plan.units), n_parts)
@@ -440,59 +400,30 @@ def _locked(directory: Path, *, wait: bool) -> Iterator[IO[str]]:
         yield lock
 
 
-def open_plan(
-    preparation: Preparation,
-    directory: Path,
-    tokenizer: Tokenizer | str,
-    vocab_size: int | None = None,
-) -> Plan:
-    """Return the plan of a directory; `UserError` where it was begun with something else."""
-    plan = Plan.read(directory)
-    preparation.require_same(plan, directory)
-    for name, value in _describe_request(tokenizer, vocab_size).items():
-        _require_option(directory, name, plan.tokenizer.get(name), value)
-    if tokenizer not in MADE:
-        ours, theirs = _load_tokenizer(tokenizer), _load_tokenizer(directory / TOKENIZER)
-        if ours.to_json() != theirs.to_json():
-            raise UserError(
-                f"the tokenizer is another one than when {directory} was begun",
-                hint="give another --out",
-            )
-    return plan
-
-
 def _begin(
-    preparation: Preparation, directory: Path, tokenizer: Tokenizer | str, vocab_size: int | None
+    preparation: Preparation, directory: Path, tokenizer: Tokenizer | str, vocab_size: int
 ) -> Plan:
     """Write the tokenizer and the plan of a directory, and return the plan."""
     from tiedgpt.text import Tokenizer
 
-    if tokenizer == "char":
+    made = tokenizer
+    if made == "char":
         made = Tokenizer.characters(preparation.texts())
-    elif tokenizer == "bpe":
-        texts = preparation.sample(TOKENIZER_CHARACTERS)
-        made = Tokenizer.train(texts, vocab_size or VOCABULARY)
-    else:
-        made = _load_tokenizer(tokenizer)
+    elif isinstance(made, str):
+        made = Tokenizer.train(preparation.sample(TOKENIZER_CHARACTERS), vocab_size)
     require_vocabulary(len(made))
     remove(directory / TOKENIZER)  # what a kill left of it
     made.save_pretrained(directory / TOKENIZER)
-    plan = replace(preparation.plan, tokenizer=_describe_request(tokenizer, vocab_size))
-    plan.write(directory)
+    plan = replace(preparation.plan, tokenizer=describe_tokenizer(tokenizer, vocab_size))
+    write_json(directory / PREPARE, asdict(plan))
     return plan
 
 
-def _describe_request(tokenizer: Tokenizer | str, vocab_size: int | None) -> dict[str, Any]:
-    name = tokenizer if isinstance(tokenizer, str) else None
-    return {"tokenizer": name, "vocab_size": vocab_size}
-
-
-def _load_tokenizer(tokenizer: Tokenizer | str | Path) -> Tokenizer:
-    from tiedgpt.text import Tokenizer
-
-    if isinstance(tokenizer, Tokenizer):
-        return tokenizer
-    return Tokenizer.from_pretrained(tokenizer)
+def describe_tokenizer(tokenizer: Tokenizer | str, vocab_size: int = VOCABULARY) -> str:
+    """Return what tells a tokenizer, or one that is to be made, from others."""
+    if isinstance(tokenizer, str):
+        return f"bpe of {vocab_size:,}" if tokenizer == "bpe" else tokenizer
+    return f"that with the sha256 {hashlib.sha256(tokenizer.to_json().encode()).hexdigest()[:16]}"
 
 
 def encode_here(directory: Path, numbers: Sequence[int]) -> Iterator[int]:
@@ -517,9 +448,7 @@ def encode_unit(directory: str | Path, number: int) -> None:
     corpus = plan.corpus(unit)
     with replacing(place) as temporary:
         temporary.mkdir()
-        plan.require_unchanged(unit)
         counts = write_shards(plan.split(unit, corpus), tokenizer, temporary)
-        plan.require_unchanged(unit)
         record: dict[str, Any] = {side: asdict(counts[side]) for side in SIDES}
         record["files"] = {path.name: _identify(path) for path in sorted(temporary.iterdir())}
         record["remarks"] = corpus.remarks()
@@ -529,7 +458,9 @@ def encode_unit(directory: str | Path, number: int) -> None:
 @functools.lru_cache(1)
 def _open(directory: str | Path, changed: int) -> tuple[Plan, Tokenizer]:
     """Return what a worker needs, which is read once."""
-    return Plan.read(Path(directory)), _load_tokenizer(Path(directory) / TOKENIZER)
+    from tiedgpt.text import Tokenizer
+
+    return Plan.read(Path(directory)), Tokenizer.from_pretrained(Path(directory) / TOKENIZER)
 
 
 def _unit_path(directory: Path, number: int) -> Path:
@@ -568,8 +499,8 @@ def _finish(directory: Path, plan: Plan, preparation: Preparation) -> EncodedCor
         remarks.add_remarks(record["remarks"])
     require_both_sides(counts)
     manifest: dict[str, Any] = {side: asdict(counts[side]) for side in SIDES}
-    manifest |= {"reading": plan.reading, **plan.tokenizer}
-    manifest["sources"] = [source.describe() for source in plan.sources]
+    manifest |= {"reading": plan.reading, "tokenizer": plan.tokenizer}
+    manifest["sources"] = [source[:4] for source in plan.sources]
     write_json(directory / MANIFEST, manifest | {"files": files, "notes": remarks.notes()})
     remove_leftovers(directory)
     return open_encoded(directory)

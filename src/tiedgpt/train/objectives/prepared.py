@@ -12,7 +12,6 @@ from tiedgpt.data import (
     Preparation,
     count_cores,
     in_processes,
-    open_plan,
     prepare_data,
 )
 from tiedgpt.data.encode import MANIFEST
@@ -20,6 +19,7 @@ from tiedgpt.data.prepare import (
     LARGE,
     TOKENIZER,
     TOKENIZER_CHARACTERS,
+    describe_tokenizer,
     estimate_bytes,
     read_notes,
 )
@@ -81,7 +81,7 @@ class LargeSources(TextSources):
 
     def _has_begun(self, run: RunDirectory, tokenizer: Tokenizer) -> bool:
         try:
-            open_plan(self.preparation, run.data, tokenizer)
+            self.preparation.open_plan(run.data, describe_tokenizer(tokenizer))
         except TiedGPTError:
             return False
         return True
