@@ -25,7 +25,7 @@ from tests.tie.checkpoints import (
 )
 from tests.weights.llmc_files import write_checkpoint
 from tiedgpt import GPT
-from tiedgpt.errors import CheckFailedError, NoRoomError, UserError
+from tiedgpt.errors import CheckFailedError, CorruptInputError, NoRoomError, UserError
 from tiedgpt.tie import audit, fix, fixes
 
 
@@ -83,6 +83,17 @@ def test_a_choice_is_asked_for_with_how_far_apart_they_are(tmp_path):
     assert not (tmp_path / "new").exists()
     _, state = mended(source, tmp_path / "both", "untied as claimed", keep="both")
     assert set(state) == set(load_file(source / "model.safetensors"))
+
+
+def test_numbers_that_are_not_finite_are_counted_not_measured(tmp_path):
+    def spoil(w):
+        w = w.clone()
+        w[3, 0] = torch.nan
+        return w
+
+    source = with_head(tmp_path, spoil)
+    with pytest.raises(CorruptInputError, match=r"1 of 97 rows \(not finite in 1\)"):
+        GPT.from_pretrained(source)
 
 
 def test_the_padding_of_a_transposed_head_is_cut(tmp_path):

@@ -52,6 +52,7 @@ def test_shares_of_the_steps_become_steps_in_the_plan(options, trial):
     plan = trial().make_plan(options, steps=200, schedule="wsd", untie_at=0.7)
     assert (plan.schedule, plan.warmup, plan.cooldown) == ("wsd", 10, 80)
     assert plan.untie_at == 140
+    assert trial("short").make_plan(options, steps=2, untie_at=0.1).untie_at == 1
     assert plan.rate(119) == plan.rate(120) == plan.lr > plan.rate(121)
     with pytest.raises(CorruptInputError, match="no training goes by"):
         dataclasses.replace(plan, schedule="steps")

@@ -264,7 +264,7 @@ def set_steps(draft: Plan, options: AnyOptions, steps: int, minutes: float | Non
         steps=steps,
         warmup=warmup,
         cooldown=min(cooldown, steps - warmup),
-        untie_at=None if untie_at is None else min(round(untie_at * steps), steps - 1),
+        untie_at=None if untie_at is None else min(max(1, round(untie_at * steps)), steps - 1),
         eval_batches=max(4, math.ceil(rows / draft.micro_batch)),
         **pauses,
     )

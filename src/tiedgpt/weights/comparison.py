@@ -36,7 +36,8 @@ class Comparison:
     first_rows: tuple[int, ...]
     """The first rows that differ: token ids."""
     largest: float | None
-    """The largest difference of two elements; None where only bytes could be compared."""
+    """The largest finite difference of two elements, 0 where none is finite; None where only bytes
+    could be compared."""
     cosine: float | None
     """Of the two matrices as vectors; None where one of them is zero or not finite."""
     not_finite_rows: int
@@ -53,9 +54,10 @@ class Comparison:
         """Say how far apart they are: `differ in 3 of 97 rows (largest difference 1, ...)`."""
         if self.equal:
             return f"are equal in all {self.rows_compared:,} rows"
-        largest = "" if self.largest is None else f"largest difference {self.largest:.3g}"
+        largest = f"largest difference {self.largest:.3g}" if self.largest else ""
         cosine = "" if self.cosine is None else f"cosine {self.cosine:.4f}"
-        numbers = ", ".join(filter(None, (largest, cosine)))
+        not_finite = f"not finite in {self.not_finite_rows:,}" if self.not_finite_rows else ""
+        numbers = ", ".join(filter(None, (largest, cosine, not_finite)))
         text = f"differ in {self.differing_rows:,} of {self.rows_compared:,} rows"
         return f"{text} ({numbers})" if numbers else text
 
