@@ -376,7 +376,7 @@ def test_llama_cpp_predicts_20000_tokens_as_the_dequantized_weights_do(
         logprobs = torch.from_numpy(logits(theirs, row.tolist())).log_softmax(-1)
         loss -= float(logprobs[:-1].gather(1, row[1:, None]).sum()) / (80 * 255)
     with torch.no_grad():
-        ours = float(GPT.from_pretrained(path).loss(ids[:, :-1], ids[:, 1:]))
+        ours = float(load(path).model.loss(ids[:, :-1], ids[:, 1:]))
     assert np.exp(loss - ours) == pytest.approx(1, abs=0.005)
 
 
