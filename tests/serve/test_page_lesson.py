@@ -46,6 +46,10 @@ def url(run, tmp_path_factory):
         yield url
 
 
+def rank_by(cos, ids):
+    return [1 + int((cos > cos[id]).sum()) for id in ids]
+
+
 def words(page, where="main"):
     return " ".join(page.locator(where).inner_text().split())
 
@@ -108,13 +112,18 @@ def test_tokens_that_were_never_seen_have_a_lane(browser, url, run):
 
 
 def test_ranks_by_cosine_follow_the_rows_that_are_shown(browser, url, run):
-    found = inspect.dot(run, None, TEXT)
+    n = len(Tokenizer.from_pretrained(run).encode(TEXT))
+    every = (inspect.dot(run, None, TEXT, position=at) for at in range(n))
+    found = next(
+        one
+        for one in every
+        if rank_by(one.all_cos, one.ids) != rank_by(one.all_centred_cos, one.ids)
+    )
     with opened(browser, url) as page:
         for centred, cos in ((False, found.all_cos), (True, found.all_centred_cos)):
-            go(page, url, "dot", centred=str(centred).lower())
-            ranks = [1 + int((cos > cos[id]).sum()) for id in found.ids]
+            go(page, url, "dot", centred=str(centred).lower(), pin=found.position)
             cells = page.locator("tbody tr td:last-child data").all_text_contents()
-            assert cells == [f"{rank:,}" for rank in ranks]
+            assert cells == [f"{rank:,}" for rank in rank_by(cos, found.ids)]
             wins = cos.argmax() == found.ids[0]
             assert ("its direction decides" in words(page)) == wins
 

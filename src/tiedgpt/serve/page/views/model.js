@@ -101,5 +101,5 @@ function usual(lines) {
   const sorted = lines.map(({ ys }) => [...ys].sort((a, b) => a - b));
   const [low, top, most] = [0, 0.97, 1].map((share) => sorted.map((ys) => ys[Math.floor(share * (ys.length - 1))]));
   const [least, high] = [Math.min(...low), 1.02 * Math.max(...top)];
-  return Math.max(...most) - least > 2 * (high - least) ? high : undefined;
+  return lines[0].ys.length > 20 && Math.max(...most) - least > 2 * (high - least) ? high : undefined;
 }

@@ -38,8 +38,8 @@ function Path({ state, update }) {
   const dot = useCall("/inspect/dot", isReady ? { ...subject, position: pin, top: 10 } : null);
   const lens = useCall("/inspect/lens", isReady && pin < most("lens") ? { ...first(state, most("lens")), top: 5, position: pin } : null);
   const heads = useCall("/inspect/attention", isReady && pin < most("attention") ? { ...first(state, most("attention")), layer } : null);
-  const stages = [["the token", "text", html`<${Piece} text=${positions.pieces[pin]} /> is token ${pin} of the text, and ${
-    count(positions.ids[pin])} of the vocabulary.`]];
+  const stages = [["the token", "text", html`<${Piece} text=${positions.pieces[pin]} /> is number ${pin} in the text and ${
+    count(positions.ids[pin])} in the vocabulary.`]];
   if (dot.data) stages.push(...numbers(dot.data, info, state.dark, looks(heads.data, pin), words(lens.data, pin)));
   return html`<${Panel} title=${html`The way from <q><${Piece} text=${positions.pieces[pin]} /></q> to the next token`} found=${dot}
       says="From top to bottom, with this model's numbers. Each stage opens the view that shows more of it.">
