@@ -24,6 +24,8 @@ except ImportError:  # not on Windows
 
 PREPARE = "prepare.json"
 """The file by which a directory of prepared data is known, also before it is complete."""
+JSON_LINES = (".jsonl", ".ndjson")
+"""Endings of files with a JSON object in each line."""
 
 
 @contextlib.contextmanager

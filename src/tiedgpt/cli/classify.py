@@ -12,7 +12,7 @@ from tiedgpt.cli.console import show_text
 from tiedgpt.cli.options import UsageError, parse
 from tiedgpt.cli.source import read_text
 from tiedgpt.errors import UserError
-from tiedgpt.files import read_json_lines, reading
+from tiedgpt.files import JSON_LINES, read_json_lines, reading
 from tiedgpt.options import argument, option
 
 ABOUT = """Label texts with a model of `train --task`: labels, tags, choices or answers, with
@@ -65,16 +65,16 @@ def run(arguments: list[str]) -> None:
 def _records(args: Arguments, fields: str) -> Iterator[dict[str, Any]]:
     """Yield the records of the input."""
     path = Path(args.input)
-    given: dict[str, Any] = {}
+    shared: dict[str, Any] = {}
     if args.choices:
-        given["choices"] = list(args.choices)
+        shared["choices"] = list(args.choices)
     if args.question is not None:
-        given["question"] = args.question
+        shared["question"] = args.question
     is_file = args.input != "-" and len(args.input) < 256 and path.is_file()
-    if is_file and path.suffix.lower() in (".jsonl", ".ndjson"):
+    if is_file and path.suffix.lower() in JSON_LINES:
         with reading(path, "file of examples"), path.open("rb") as file:
             for _, record in read_json_lines(file, str(path), fields):
-                yield given | record
+                yield shared | record
         return
     if "choices" in fields and not args.choices:
         raise UsageError("this model chooses", "give --choices, or .jsonl with them")
@@ -83,7 +83,7 @@ def _records(args: Arguments, fields: str) -> Iterator[dict[str, Any]]:
     is_text = not is_file and args.input != "-"
     whole = args.input if is_text else read_text(args.input, "INPUT")
     name = "context" if "question" in fields else "text"
-    yield from (given | {name: line} for line in whole.splitlines() if line.strip())
+    yield from (shared | {name: line} for line in whole.splitlines() if line.strip())
 
 
 def _in_words(answer: dict[str, Any], record: dict[str, Any]) -> str:

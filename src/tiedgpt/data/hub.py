@@ -15,13 +15,13 @@ from fnmatch import fnmatch
 from pathlib import Path
 from typing import Any
 
-from tiedgpt.data.readers import ending
+from tiedgpt.data.readers import DELIMITERS, PARQUET, ending
 from tiedgpt.errors import TiedGPTError, UserError
-from tiedgpt.files import writing
+from tiedgpt.files import JSON_LINES, writing
 
 HUB = "hf:"
 SOURCE = re.compile(r"hf:([\w.-]+/[\w.-]+)((?:/[\w.-]+)*)(?:@([\w./-]+))?(?::([\w.-]+))?", re.ASCII)
-KINDS = (".parquet", ".jsonl", ".ndjson", ".csv", ".tsv", ".txt")
+KINDS = (PARQUET, *JSON_LINES, *DELIMITERS, ".txt")
 """Endings of files with texts; the first that a data set has is read."""
 SPLITS = {
     "train": ("train", "training"),

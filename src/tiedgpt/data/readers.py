@@ -29,10 +29,8 @@ from pathlib import PurePath
 from typing import IO, Any, AnyStr, BinaryIO, cast
 
 from tiedgpt.errors import CorruptInputError, TiedGPTError, UserError
-from tiedgpt.files import read_json_lines
+from tiedgpt.files import JSON_LINES, read_json_lines
 
-JSON_LINES = (".jsonl", ".ndjson")
-"""Endings of files with a JSON object in each line."""
 DELIMITERS = {".csv": ",", ".tsv": "\t"}
 """Endings of tables in text, whose first line names the columns."""
 PARQUET = ".parquet"

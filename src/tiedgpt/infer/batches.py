@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from tiedgpt.errors import CorruptInputError, UserError
-from tiedgpt.files import read_json_lines, reading
+from tiedgpt.files import JSON_LINES, read_json_lines, reading
 from tiedgpt.infer.engine import Engine
 from tiedgpt.infer.options import GenerationConfig, Prompt, with_options
 from tiedgpt.infer.worker import QUEUE_SIZE, Generation
@@ -56,7 +56,7 @@ def read_prompts(path: Path, config: GenerationConfig, field: str = "prompt") ->
     """
     lines = list[PromptLine]()
     with reading(path, "file of prompts"), path.open("rb") as file:
-        if path.suffix.lower() in (".jsonl", ".ndjson"):
+        if path.suffix.lower() in JSON_LINES:
             for place, record in read_json_lines(file, str(path), EXPECTED):
                 try:
                     prompt, own = _read_record(record, field, config)
