@@ -28,6 +28,8 @@ from tiedgpt.data.readers import (
     read_records,
 )
 from tiedgpt.errors import CorruptInputError, UserError
+from tiedgpt.files import PREPARE
+from tiedgpt.text.codec import END_OF_TEXT
 
 STDIN = "-"
 CACHES = ("__pycache__", "node_modules", "venv", "site-packages")
@@ -37,14 +39,12 @@ MARKS = {
     b"\xfe\xff": "utf-16",
 }  # fmt: skip
 """Byte order marks; UTF-32's first, which begins as UTF-16's does."""
-MADE = ("run.toml", "prepare.json", "CACHEDIR.TAG")
+MARKERS = ("run.toml", PREPARE, "CACHEDIR.TAG")
 """Files that tell a training run, prepared data and a cache, which are not searched."""
 NOT_TEXT = (
     ".json", ".arrow", ".xlsx", ".npy", ".npz", ".pdf", ".docx", ".zip", ".tar", ".tgz", ".7z",
 )  # fmt: skip
 """Endings of files with other things than text, which are not trained on as if they were."""
-END_OF_TEXT = "<|endoftext|>"
-"""What separates documents in a text file, as GPT-2's data and the tools around it have it."""
 SURROGATE = re.compile(rb"\xed[\xa0-\xbf][\x80-\xbf]")
 """Half of a character, encoded as if it were one: UTF-8 forbids it."""
 ENCODINGS = (
@@ -245,14 +245,14 @@ class FileCorpus:
 
     def notes(self) -> list[str]:
         """Return what is worth telling of the files read: how, and what was left out."""
-        found = [
+        notes = [
             f"{n} is read as {how}; --encoding names another" for n, how in self.guessed.items()
         ]
-        found += [f"{source} is {name}, which names this revision" for source, name in self.pins]
+        notes += [f"{source} is {name}, which names this revision" for source, name in self.pins]
         where = {f"{name} has": count for name, count in self.separated.items()}
         if len(where) > 3:
             where = {f"{len(where):,} files have": sum(where.values())}
-        found += [
+        notes += [
             f"{n} {count:,} document{'s' * (count != 1)}, separated by {END_OF_TEXT}; "
             "--keep-end-of-text takes it for text"
             for n, count in where.items()
@@ -264,8 +264,8 @@ class FileCorpus:
         for why, paths in reasons.items():
             names = ", ".join(sorted(paths)[:3]) + ", ..." * (len(paths) > 3)
             files = f"{len(paths):,} file{'s' * (len(paths) > 1)}"
-            found += [f"left out {files}, {why}: {names}"] if paths else []
-        return found
+            notes += [f"left out {files}, {why}: {names}"] if paths else []
+        return notes
 
     def is_text(self, path: str, name: str) -> bool:
         """Return whether a file's name is that of text; of a named one, raise `UserError`."""
@@ -374,7 +374,7 @@ def _search(source: str) -> list[str]:
     paths = [path for path in matches if not os.path.isdir(path)]
     for folder in filter(os.path.isdir, matches):
         for directory, folders, files in os.walk(folder, onerror=_fail):
-            if not {*MADE}.isdisjoint(files):
+            if not {*MARKERS}.isdisjoint(files):
                 folders.clear()
                 continue
             shown = (name for name in folders if not name.startswith(".") and name not in CACHES)
