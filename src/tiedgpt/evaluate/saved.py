@@ -16,12 +16,26 @@ from tiedgpt.files import read_json_lines, reading, writing
 S = TypeVar("S")
 
 
-def read_saved(path: Path, facts: dict[str, Any], kind: type[S]) -> list[S]:
-    """Return the scores that a file of `keep` holds; none where there is no file.
+def resume(
+    path: Path | None, facts: dict[str, Any], kind: type[S], later: Callable[[int], Iterator[S]]
+) -> tuple[list[S], Iterator[S]]:
+    """Return the scores that a file holds, and an iterator of those after them.
+
+    `later(n)` yields the scores but for the first n; they are kept in the file as they come.
+    Without a path there is nothing to resume. Raises `UserError` for a file with other facts,
+    `CorruptInputError` for one that holds no such results.
+    """
+    if path is None:
+        return [], later(0)
+    saved = _read_saved(path, facts, kind)
+    return saved, _keep(path, facts, later(len(saved)))
+
+
+def _read_saved(path: Path, facts: dict[str, Any], kind: type[S]) -> list[S]:
+    """Return the scores that a file of `resume` holds; none where there is no file.
 
     A last line that was cut off is dropped, in the file as well; it may be the first one, with the
-    facts. Raises `UserError` for a file with other facts, `CorruptInputError` for one that is no
-    such file.
+    facts.
     """
     with reading(path, "file of results"):
         text = path.read_bytes() if path.exists() else b""
@@ -50,21 +64,7 @@ def read_saved(path: Path, facts: dict[str, Any], kind: type[S]) -> list[S]:
     return scores
 
 
-def resume(
-    path: Path | None, facts: dict[str, Any], kind: type[S], later: Callable[[int], Iterator[S]]
-) -> tuple[list[S], Iterator[S]]:
-    """Return the scores that a file holds, and an iterator of those after them.
-
-    `later(n)` yields the scores but for the first n; they are kept in the file as they come.
-    Without a path there is nothing to resume. Raises as `read_saved`.
-    """
-    if path is None:
-        return [], later(0)
-    saved = read_saved(path, facts, kind)
-    return saved, keep(path, facts, later(len(saved)))
-
-
-def keep(path: Path, facts: dict[str, Any], scores: Iterable[S]) -> Iterator[S]:
+def _keep(path: Path, facts: dict[str, Any], scores: Iterable[S]) -> Iterator[S]:
     """Append each score to a file and pass it on; a new file begins with the facts."""
     with writing(path):
         path.parent.mkdir(parents=True, exist_ok=True)
