@@ -25,9 +25,9 @@ def choice_texts(text: str, choices: Sequence[str]) -> tuple[str, ...]:
     return tuple(text + ("" if spaced or c[0].isspace() else " ") + c for c in choices)
 
 
-def question_text(question: str, context: str) -> str:
-    """Return a question and the text to find its answer in, which is read after it."""
-    return f"{question}\n{context}"
+def question_text(question: str, context: str) -> tuple[str, int]:
+    """Return a question and the text to find its answer in, and where that begins in it."""
+    return f"{question}\n{context}", len(question) + 1
 
 
 def find_token_spans(

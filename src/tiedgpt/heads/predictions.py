@@ -201,9 +201,9 @@ def _choose(head: MultipleChoice, inputs: list[Input]) -> list[Answer]:
 
 def _read_question(record: Record, tokenizer: Tokenizer, context: int) -> Input:
     question, about = _field(record, "question"), _field(record, "context")
-    text = question_text(question, about)
+    text, offset = question_text(question, about)
     ids = tokenizer.encode(text)
-    starts, offset = token_starts(ids, tokenizer, text), len(question) + 1
+    starts = token_starts(ids, tokenizer, text)
     each = Input((ids[:context],), text, (), starts, offset, is_cut=len(ids) > context)
     if _question_tokens(each) >= context:
         raise UserError(f"the question leaves no room for a text in {context} tokens")

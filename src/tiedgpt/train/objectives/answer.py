@@ -49,8 +49,8 @@ class Answer(Labelled):
             )
         if answer is not None and context[start:end] != answer:
             raise UserError(f"from {start} to {end} the context says {context[start:end][:40]!r}")
-        offset = len(question) + 1
-        return Example((question_text(question, context),), (offset + start, offset + end))
+        text, offset = question_text(question, context)
+        return Example((text,), (offset + start, offset + end))
 
     def encode(self, example: Example, context: int) -> Row | None:
         """Return ids, and the answer's first and last token, (2,); None if it is cut off."""
