@@ -86,8 +86,6 @@ def test_a_path_below_the_home_is_replaced_by_its_last_part(text, clean, tmp_pat
     home = tmp_path / "home" / "me"
     monkeypatch.setattr(Path, "home", lambda: home)
     spelled = {"home": home, "home_name": home.name}
-    if "a b" in text:  # a blank ends a path that is not quoted as a whole
-        clean = '{{"name": "a b"}}'
     assert without_paths(text.format(**spelled), home, []) == clean.format(**spelled)
 
 
@@ -130,7 +128,7 @@ def test_a_model_in_memory_goes_up_with_its_tokenizer(run, hub, tokenizer):  # n
 @pytest.mark.parametrize("repo", ["gpt", "a/b/c", "../x", "a b/c"])
 def test_what_is_no_repository_is_refused(run, repo, capsys):
     assert main(["push", str(run), repo, "--dry-run"]) == 1
-    assert "OWNER/NAME".lower() in capsys.readouterr().err.lower()
+    assert "owner/name" in capsys.readouterr().err
 
 
 def test_a_file_of_another_format_is_to_be_converted_first(run, tmp_path, capsys):

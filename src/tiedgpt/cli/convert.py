@@ -36,7 +36,7 @@ def list_precisions() -> tuple[str, ...]:
 
 
 def list_gguf_precisions() -> tuple[str, ...]:
-    """Return the choices of --w-precision."""
+    """Return the precisions of GGUF files."""
     return writer_named("gguf").precisions
 
 

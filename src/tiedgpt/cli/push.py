@@ -13,6 +13,7 @@ from tiedgpt.cli.convert import list_gguf_precisions, ollama_options
 from tiedgpt.cli.options import parse
 from tiedgpt.files import format_bytes
 from tiedgpt.options import argument, option
+from tiedgpt.weights.hub import MESSAGE
 
 ABOUT = """Send a model to a repository of the Hugging Face hub: its weights, tokenizer and card.
 
@@ -32,7 +33,7 @@ class Arguments:
         "Also send a file for llama.cpp in this precision, and a Modelfile for Ollama.",
         choices=list_gguf_precisions,
     )
-    message: str = option("Upload a model by tiedgpt", "The message of the commit.")
+    message: str = option(MESSAGE, "The message of the commit.")
     dry_run: bool = option(False, "Show what would be sent, and send nothing.")
     format: Literal["human", "json"] = option("human", "json: one object.", short="f")
 

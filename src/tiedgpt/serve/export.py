@@ -72,10 +72,7 @@ def export(
         info={key: info[key] for key in SENT}, counts=_counts(rounded, tokenizer, source),
     )  # fmt: skip
     subject = {"text": text} if isinstance(text, str) else {"ids": text}
-    answers = {
-        "state": json.dumps(subject),
-        "/inspect/model null": json.dumps(info),
-    }
+    answers = {"state": json.dumps(subject), "/inspect/model null": json.dumps(info)}
     if n_tokens > 1:
         answer = inspect_model(
             INSPECTIONS["gradient_split"], rounded, tokenizer, None, {"text": text}
@@ -87,19 +84,14 @@ def export(
 
 def _counts(model: GPT, tokenizer: Tokenizer | None, source: Source | None) -> dict[str, Any]:
     """Return what `vocabulary` tells of a run's counts, which the page has no text to count in."""
-    columns = ("spearman", "interval", "slope", "ln_count", "r2_heldout")
+    nothing: dict[str, Any] = {"spearman": {}, "interval": {}, "slope": {}}
+    nothing |= {"ln_count": None, "r2_heldout": None}
     if source is None or not shards_in(source):
-        of_none: dict[str, Any] = {"spearman": {}, "interval": {}, "slope": {}}
-        matrix = {name: of_none.get(name) for name in columns}
-        return {"count": None, "counted_in": None, "matrices": [matrix, matrix]}
+        return {"count": None, "counted_in": None, "matrices": [nothing, nothing]}
     rows = vocabulary(model, tokenizer, counts=source, own_rank_rows=0)
     found = json.loads(rows.to_json())
-    matrices = [{name: matrix[name] for name in columns} for matrix in found["matrices"]]
+    matrices = [{name: matrix[name] for name in nothing} for matrix in found["matrices"]]
     for matrix in matrices:
         if matrix["ln_count"] is not None:
             matrix["ln_count"] = [round(value, 4) for value in matrix["ln_count"]]
-    return {
-        "count": found["count"],
-        "counted_in": directory_name(source),
-        "matrices": matrices,
-    }
+    return {"count": found["count"], "counted_in": directory_name(source), "matrices": matrices}
