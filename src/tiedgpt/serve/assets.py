@@ -36,8 +36,8 @@ SCRIPT = re.compile(r'<script type="module" src="([^"]+)"></script>')
 WORKER = "/page/model/worker.js"
 LITERAL = " !\"$&'()*+,-./:;<=>?@[\\]^_`{|}~"
 """Characters that stand for themselves in a data: URL within a script of HTML."""
-PART = 3 << 20
-"""Bytes of weights in one element: so many are handed to the worker at a time."""
+PART = 3 << 18
+"""Bytes of weights in one element: handing them to the worker takes the page a few milliseconds."""
 
 
 @cache
@@ -80,7 +80,9 @@ def in_one_file(answers: Mapping[str, str], weights: bytes) -> str:
     worker = worker_script()
     ours = {path: text for path, text in page.items() if path.endswith(".js")}
     imports = {
-        path[1:]: _data_url(_bare(text, path)) for path, text in ours.items() if path not in worker
+        path[1:]: _data_url(f"{_bare(text, path)}//# sourceURL={path[1:]}\n")
+        for path, text in ours.items()
+        if path not in worker
     }
     page_map = json.dumps({"imports": imports})
     html = page["/"]
