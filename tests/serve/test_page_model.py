@@ -63,12 +63,10 @@ class InNode:
         return json.loads(done.stdout)
 
     def logits(self, texts):
-        """The logits (V,) after each text of ids, from all rows of a dot product in order."""
-        size = self.model.config.vocab_size
-        for answer in self.ask(*(("/inspect/dot", {"ids": ids, "top": size}) for ids in texts)):
-            logits = np.empty(size)
-            logits[answer["data"]["ids"]] = answer["data"]["logit"]
-            yield logits
+        """The logits (V,) after each text of ids: |h| |e| cos of every row."""
+        for answer in self.ask(*(("/inspect/dot", {"ids": ids, "top": 1}) for ids in texts)):
+            found = answer["data"]
+            yield found["h_norm"] * np.multiply(found["all_norm"], found["all_cos"])
 
 
 def small(tokenizer=None, **options):
@@ -291,12 +289,17 @@ def test_a_conversation_has_the_templates_ids(tmp_path, tokenizer, name):
 
 @needs_node
 @pytest.mark.skipif("TIEDGPT_GPT2_BPE" not in os.environ, reason="TIEDGPT_GPT2_BPE is not set")
-def test_ids_are_those_of_gpt2s_own_vocabulary(tmp_path):
+def test_gpt2s_own_vocabulary(tmp_path):
     tokenizer = Tokenizer.from_pretrained(os.environ["TIEDGPT_GPT2_BPE"])
-    model = small(tokenizer, n_embd=4, n_layer=1, n_head=1)
-    page, texts = InNode(tmp_path, model, tokenizer), strings()
-    found = page.ask(*(("/tokenize", {"prompt": text}) for text in texts))
+    page, texts = InNode(tmp_path, small(tokenizer, n_positions=64), tokenizer), strings()
+    body = {"prompt": "The cat", "max_tokens": 50, "temperature": 0, "logprobs": 1}
+    tokens = (("/tokenize", {"prompt": text}) for text in texts)
+    written, *found = page.ask(("/v1/completions", body), *tokens)
     assert [answer["data"]["tokens"] for answer in found] == tokenizer.encode_batch(texts)
+    choices = [event["choices"][0]["logprobs"] for event in written["events"]]
+    ids = [choice["token_ids"][0] for choice in choices if choice]
+    with tiedgpt.infer.Engine(page.model, tokenizer=tokenizer) as engine:
+        assert ids == engine.generate("The cat", max_new_tokens=50, temperature=0).ids
 
 
 @needs_node

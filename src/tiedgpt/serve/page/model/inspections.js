@@ -231,11 +231,8 @@ async function neighbours(model, { token, top = 10 }) {
   const ids = typeof token === "string" ? tokenizer.encode(token) : [token];
   if (ids.length !== 1) throw new Error(`token must be one token, got ${ids.length}`);
   const id = index(ids[0], gpt.config.vocab_size, "token");
-  const matrices = faces.map(({ name, does, matrix, mean: middle, norm, centred_norm }) => {
-    const own = matrix.row(id);
-    const dots = matrix.times(own, 1);
-    const along = matrix.times(middle, 1); // of every row with the mean row
-    const [square, across] = [sum(middle.map((x) => x * x)), sum(own.map((x, k) => x * middle[k]))];
+  const matrices = faces.map(({ name, does, matrix, along, square, norm, centred_norm }) => {
+    const dots = matrix.times(matrix.row(id), 1);
     const found = { name, does };
     const add = (key, values) => {
       values[id] = -Infinity;
@@ -243,7 +240,7 @@ async function neighbours(model, { token, top = 10 }) {
       Object.assign(found, { [key]: best.map((one) => values[one]), [`${key}_ids`]: best });
     };
     add("cos", dots.map((x, one) => x / (norm[one] * norm[id] + 1e-30)));
-    add("centred_cos", dots.map((x, one) => (x - along[one] - across + square) / (centred_norm[one] * centred_norm[id] + 1e-30)));
+    add("centred_cos", dots.map((x, one) => (x - along[one] - along[id] + square) / (centred_norm[one] * centred_norm[id] + 1e-30)));
     add("dot", dots);
     return found;
   });

@@ -27,18 +27,25 @@ export class Model {
     return this.pieces[id];
   }
 
-  // The matrix that reads and predicts, or both: with their names, and each row's length.
+  // The matrix that reads and predicts, or both: with their names, the mean row, its dot product with
+  // each row, and each row's length, also less the mean row.
   get faces() {
     this.measured ??= [this.gpt.wte, this.gpt.head].filter(Boolean).map((matrix, at) => {
-      const { rows, columns } = matrix;
-      const [mean, norm, centred_norm] = [new Float64Array(columns), [], []];
-      for (let id = 0; id < rows; id += 1) matrix.row(id).forEach((x, k) => { mean[k] += x / rows; });
+      const { rows, columns, data, scales } = matrix;
+      const [mean, norm] = [new Float64Array(columns), []];
       for (let id = 0; id < rows; id += 1) {
-        const row = matrix.row(id);
-        norm.push(length(row));
-        centred_norm.push(length(row.map((x, k) => x - mean[k])));
+        let square = 0;
+        for (let k = 0; k < columns; k += 1) {
+          const x = data[id * columns + k] * scales[id];
+          mean[k] += x / rows;
+          square += x * x;
+        }
+        norm.push(Math.sqrt(square));
       }
-      return { ...this.info.matrices[at], matrix, mean, norm, centred_norm };
+      const along = matrix.times(mean, 1);
+      const square = length(mean) ** 2;
+      const centred_norm = norm.map((x, id) => Math.sqrt(Math.max(0, x * x - 2 * along[id] + square)));
+      return { ...this.info.matrices[at], matrix, mean, along, square, norm, centred_norm };
     });
     return this.measured;
   }
