@@ -34,7 +34,9 @@ SETTLED = """async () => {
     const isBusy = () => !find("main .panel") || find(".spinner, [aria-busy=true]");
     const wait = (ms) => new Promise((go) => setTimeout(go, ms));
     await wait(300);
+    const until = performance.now() + 30000;
     for (let quiet = 0; quiet < 3; quiet += 1) {
+        if (performance.now() > until) throw new Error("the page does not settle");
         if (isBusy()) quiet = -1;
         await wait(60);
     }

@@ -77,16 +77,10 @@ def in_one_file(answers: Mapping[str, str], weights: bytes) -> str:
     by their hashes, and allows no request to anywhere.
     """
     page = {path: _shorten(data.decode(), path) for path, data in page_files().items()}
-    worker = worker_script()
-    ours = {path: text for path, text in page.items() if path.endswith(".js")}
-    imports = {
-        path[1:]: _data_url(f"{_bare(text, path)}//# sourceURL={path[1:]}\n")
-        for path, text in ours.items()
-        if path not in worker
-    }
-    page_map = json.dumps({"imports": imports})
     html = page["/"]
     (start,) = SCRIPT.findall(html)
+    imports = {path[1:]: _data_url(_bare(page[path], path)) for path in _needed(f"/{start}")}
+    page_map = json.dumps({"imports": imports})
     begin = f'import "{start}";'
     styles = [page[f"/{name}"] for name in STYLE.findall(html)]
     policy = (
@@ -98,7 +92,7 @@ def in_one_file(answers: Mapping[str, str], weights: bytes) -> str:
     data = ("{" + held + "}").replace("<", "\\u003c")  # no "</script>" ends it
     head = f'<meta http-equiv="content-security-policy" content="{policy}">'
     scripts = [f'<script type="application/json" id="data">{data}</script>']
-    scripts += [f'<script type="text/plain" id="worker">{"".join(worker.values())}</script>']
+    scripts += [f'<script type="text/plain" id="worker">{worker_script()}</script>']
     for part in (weights[at : at + PART] for at in range(0, len(weights), PART)):
         text = base64.b64encode(part).decode()
         scripts.append(f'<script type="text/plain" class="weights">{text}</script>')
@@ -110,23 +104,30 @@ def in_one_file(answers: Mapping[str, str], weights: bytes) -> str:
     return re.sub(r'(<meta charset="[^"]+" ?/?>)', lambda found: found[0] + head, html, count=1)
 
 
-def worker_script() -> dict[str, str]:
-    """Return the modules that page/model/worker.js needs, each after those that it imports.
+def worker_script() -> str:
+    """Return the modules that page/model/worker.js needs as one script.
 
-    Without their imports and the word `export` they are one script, as no two of them give a name
-    to different things: Firefox and Chromium start a worker from a file on disk by one script.
+    Without their imports and the word `export` they are one, as no two of them give a name to
+    different things: Firefox and Chromium start a worker from a file on disk by one script.
     """
-    files, script = page_files(), dict[str, str]()
+    texts = (page_files()[path].decode() for path in _needed(WORKER))
+    bare = (re.sub(r"^(import .*\n|export )", "", text, flags=re.MULTILINE) for text in texts)
+    script = "".join(_shorten(text, WORKER) for text in bare)
+    return script.replace("</script", "<\\/script")
+
+
+def _needed(start: str) -> list[str]:
+    """Return the paths of a module and of all that it imports, each after its own imports."""
+    order: list[str] = []
 
     def add(path: str) -> None:
-        text = files[path].decode()
-        for name in re.findall(r'^import .* from "\./([^"]+)";$', text, re.MULTILINE):
-            add(f"{posixpath.dirname(path)}/{name}")
-        text = re.sub(r"^(import .*\n|export )", "", text, flags=re.MULTILINE)
-        script.setdefault(path, _shorten(text, path))
+        if path not in order:
+            for found in IMPORT.finditer(page_files()[path].decode()):
+                add(posixpath.normpath(f"{posixpath.dirname(path)}/{found[3]}"))
+            order.append(path)
 
-    add(WORKER)
-    return {path: text.replace("</script", "<\\/script") for path, text in script.items()}
+    add(start)
+    return order
 
 
 def _shorten(text: str, path: str) -> str:

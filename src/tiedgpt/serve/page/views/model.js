@@ -72,7 +72,7 @@ function Shape({ info }) {
   const { stored } = info;
   return html`<dl class="facts">${SHAPE.map(([key, name]) => html`<div key=${key}><dt>${name}</dt><dd>${count(info.config[key])}</dd></div>`)}</dl>
     <p class="says">tiedgpt ${info.version}.${stored && html` The file is ${stored.format}; <code>tiedgpt tie audit</code> calls it
-      ${" "}<b>${stored.verdict}</b>.`}</p>`;
+      ${" "}<b>${stored.verdict}</b>.`}${info.precision && ` This page computes with its weights in ${info.precision}.`}</p>`;
 }
 
 // ---- the run ----

@@ -1,9 +1,10 @@
 // Write: the model continues the text, and each token's distribution before and after the options.
 //
 // All logits of a position come from /inspect/dot, as |h| |e| cos of every row. So the sliders need
-// no server, and the kept mass is exact. The filters are those of tiedgpt.infer.filters, in order.
+// no server, and the kept mass is exact.
 
 import { stream, textOf } from "../api.js";
+import { filtered } from "../model/filters.js";
 import Chat from "./chat.js";
 import {
   announce, Choice, count, fixed, heat, html, Num, Odds, Panel, Piece, prob, Slider, Tokens, useCall, useEffect,
@@ -153,32 +154,4 @@ export function sorted({ h_norm: h, all_norm: norm, all_cos: cos }) {
   const logits = norm.map((length, id) => h * length * cos[id]);
   const ids = logits.map((_, id) => id).sort((a, b) => logits[b] - logits[a] || a - b);
   return { ids, values: ids.map((id) => logits[id]) };
-}
-
-// {n: tokens that are left, mass: their probability at this temperature, before, after: (V,)}.
-export function filtered({ values }, { temperature, top_k, top_p, min_p }) {
-  const before = softmax(values, 1, values.length);
-  if (temperature === 0) return { n: 1, mass: before[0], before, after: before.map((_, k) => (k ? 0 : 1)) };
-  const warm = softmax(values, temperature, values.length);
-  let n = top_k ? Math.min(top_k, values.length) : values.length;
-  while (n < values.length && values[n] === values[n - 1]) n += 1; // equal to the last one kept
-  if (top_p < 1) {
-    const p = softmax(values, temperature, n);
-    let [reached, k] = [0, 0];
-    while (k < n && reached < top_p) reached += p[k++];
-    n = k;
-  }
-  if (min_p) {
-    const least = min_p * warm[0];
-    while (n > 1 && warm[n - 1] < least) n -= 1;
-  }
-  const after = softmax(values, temperature, n);
-  return { n, mass: warm.slice(0, n).reduce((sum, p) => sum + p, 0), before, after };
-}
-
-// Of the first n logits over the temperature; 0 for the others.
-function softmax(values, temperature, n) {
-  const p = values.map((value, k) => (k < n ? Math.exp((value - values[0]) / temperature) : 0));
-  const sum = p.reduce((a, b) => a + b, 0);
-  return p.map((x) => x / sum);
 }
