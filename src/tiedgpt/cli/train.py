@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, Literal
 from tiedgpt.cli.console import bar
 from tiedgpt.cli.options import parse
 from tiedgpt.cli.source import program
-from tiedgpt.errors import EXIT_INTERRUPTED, EXIT_OK, TiedGPTError
+from tiedgpt.errors import EXIT_INTERRUPTED, EXIT_OK, TiedGPTError, UserError
 from tiedgpt.options import option
 from tiedgpt.train.options import TrackerName, TrainOptions
 
@@ -59,8 +59,23 @@ class RunArguments:
         "memory and speed",
     )
 
+    dry_run: bool = option(
+        False, "Only show the plan: memory by part, tokens, epochs, time; nothing is trained."
+    )
+    devices: str | None = option(
+        None,
+        "With --dry-run: plan for these GPUs, as 8xH100-80GB; default: this machine.",
+        metavar="GPUS",
+    )
+
     def __post_init__(self) -> None:
-        if PROCESSES in os.environ or self.parallel is not None:
+        if self.devices is not None and not self.dry_run:
+            raise UserError("--devices is for --dry-run: torchrun starts a process for each GPU")
+        if self.dry_run and PROCESSES in os.environ:
+            raise UserError(
+                "--dry-run is for one process", hint="describe the others: --devices 8xH100-80GB"
+            )
+        if not self.dry_run and (PROCESSES in os.environ or self.parallel is not None):
             from tiedgpt.train.parallel import require_launch
 
             require_launch(self.parallel)
@@ -83,6 +98,11 @@ def run(arguments: list[str]) -> int:
 
 def show_run(options: AnyOptions, args: RunArguments, verb: str, arguments: list[str]) -> int:
     """Train, and show it; return the exit code. The verb's `arguments` resume the run."""
+    if args.dry_run:
+        from tiedgpt.cli.show_forecast import show_forecast
+
+        show_forecast(options, args)
+        return EXIT_OK
     began = time.perf_counter()  # importing torch is part of --minutes
     from tiedgpt.cli.show_training import Display, Show
     from tiedgpt.train.events import AlreadyFinished, Ended, Planned

@@ -18,7 +18,7 @@ import timeit
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -30,12 +30,26 @@ from tiedgpt.train.parallel import World
 from tiedgpt.train.plan import Plan
 from tiedgpt.weights.parameters import head_matrix
 
-PEAKS = {
-    "B200": 2250e12, "H200": 989e12, "H100 PCIe": 756e12, "H100": 989e12, "A100": 312e12,
-    "A10G": 70e12, "A10": 125e12, "L40S": 362e12, "L4": 121e12, "RTX 4090": 165e12,
-    "RTX 3090": 71e12,
+
+class GPU(NamedTuple):
+    """What data sheets say of a GPU."""
+
+    flops: float
+    """Dense bf16 operations a second."""
+    memory: float
+    """Bytes."""
+    link: float
+    """Bytes a second to others of the same machine, each way: by NVLink, or else by PCIe."""
+
+
+GPUS = {
+    "B200": GPU(2250e12, 180e9, 900e9), "H200": GPU(989e12, 141e9, 450e9),
+    "H100 PCIe": GPU(756e12, 80e9, 64e9), "H100": GPU(989e12, 80e9, 450e9),
+    "A100": GPU(312e12, 80e9, 300e9), "A10G": GPU(70e12, 24e9, 32e9),
+    "A10": GPU(125e12, 24e9, 32e9), "L40S": GPU(362e12, 48e9, 32e9), "L4": GPU(121e12, 24e9, 32e9),
+    "RTX 4090": GPU(165e12, 24e9, 32e9), "RTX 3090": GPU(71e12, 24e9, 32e9),
 }  # fmt: skip
-"""Dense bf16 products a second, by NVIDIA's data sheets; the first name that fits is taken."""
+"""By NVIDIA's names; of a longer name the first that fits is taken."""
 EVERY = 10
 """Steps between measurements; the first step is measured, too."""
 
@@ -162,7 +176,7 @@ def peak_flops(device: torch.device, dtype: str) -> float | None:
     """
     if device.type == "cuda":
         name = torch.cuda.get_device_name(device)
-        known = [peak for part, peak in PEAKS.items() if part in name]
+        known = [gpu.flops for part, gpu in GPUS.items() if part in name]
         return known[0] if known and dtype == "bf16" else None
     n = 1024
     x = torch.ones(n, n, dtype=torch.bfloat16 if dtype == "bf16" else torch.float32, device=device)

@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import gc
 import math
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -78,12 +79,16 @@ def training_device(name: str = "auto") -> torch.device:
 
 
 def choose_size(
-    options: AnyOptions, objective: Objective, data: Data, world: World
+    options: AnyOptions,
+    objective: Objective,
+    data: Data,
+    world: World,
+    speed_of: Callable[[TrainOptions], float] | None = None,
 ) -> tuple[AnyOptions, Objective, Data, str, float | None]:
     """Return all three for the size that suits the text, where none is given, and why.
 
-    The last value is the measured speed of that size, in tokens a second. All processes of a
-    `world` must call this, and get the same.
+    The last value is the speed of that size, in tokens a second: measured, unless `speed_of` tells
+    it. All processes of a `world` must call this, and get the same.
     """
     if isinstance(options, TuneOptions) or not options.chooses or data.text_tokens is None:
         return options, objective, data, "", None
@@ -97,7 +102,7 @@ def choose_size(
     chosen, reason, warning, speed = choose(
         options,
         data.text_tokens,
-        lambda sized: measure_speed(sized, objective, data, world, seconds=seconds),
+        speed_of or (lambda sized: measure_speed(sized, objective, data, world, seconds=seconds)),
     )
     reason = f"{reason}; {warning}" if warning else reason
     return chosen, *resize(objective, data, chosen), reason, speed
@@ -124,6 +129,32 @@ def make_plan(
     world = world or World(device)
     draft = world.on_main(lambda: draft_plan(options, objective, data, world))
     world.on_main(lambda: world.require_work(draft))
+    a_step = left = 0.0
+    if options.duration.unit == "minutes":
+        seconds = 60 * options.duration.amount
+        if speed is None:
+            at_most = min(4.0, 2 * MEASURED * seconds)
+            a_step = step_seconds(objective, data, draft, world, seconds=at_most)
+        else:
+            a_step = draft.batch_size * data.row_units / speed
+        left = world.on_main(lambda: max(seconds - spent, LEAST_TIME * seconds))
+    return finish_plan(draft, options, data, world.size, reason=reason, a_step=a_step, left=left)
+
+
+def finish_plan(
+    draft: Plan,
+    options: AnyOptions,
+    data: Data,
+    n_processes: int,
+    *,
+    reason: str = "",
+    a_step: float = 0.0,
+    left: float = 0.0,
+) -> Plan:
+    """Return a draft as a plan: with its steps, and what depends on them.
+
+    Where minutes decide, a step takes `a_step` seconds and `left` seconds of them are left.
+    """
     unit, amount, least = options.duration
     minutes, steps = None, int(amount)
     if unit == "epochs":
@@ -138,14 +169,8 @@ def make_plan(
             )
     elif unit == "minutes":
         minutes = amount
-        if speed is None:
-            seconds = min(4.0, 2 * MEASURED * 60 * minutes)
-            a_step = step_seconds(objective, data, draft, world, seconds=seconds)
-        else:
-            a_step = draft.batch_size * data.row_units / speed
-        left = world.on_main(lambda: max(60 * minutes - spent, LEAST_TIME * 60 * minutes))
-        steps = count_steps(left, a_step, data, draft, world.size)
-        final_rows = count_final_rows(60 * minutes, a_step * world.size, data, draft)
+        steps = count_steps(left, a_step, data, draft, n_processes)
+        final_rows = count_final_rows(60 * minutes, a_step * n_processes, data, draft)
         if final_rows < data.held_out_rows:
             draft = replace(draft, final_batches=math.ceil(final_rows / draft.micro_batch))
     plan = set_steps(draft, options, steps, minutes)
@@ -154,16 +179,32 @@ def make_plan(
 
 def draft_plan(options: AnyOptions, objective: Objective, data: Data, world: World) -> Plan:
     """Return a plan of which all is decided but the number of steps, and what depends on it."""
-    config, device = objective.config, world.device
-    if options.untie_at is not None and not config.tie_word_embeddings:
+    draft = draft_numbers(options, objective, data, world.device)
+    require_lasting(objective, data, draft, world)
+    return fit_micro_batch(draft, options, objective, data, world)
+
+
+def draft_numbers(
+    options: AnyOptions,
+    objective: Objective,
+    data: Data,
+    device: torch.device,
+    dtype: Dtype | None = None,
+) -> Plan:
+    """Return the numbers that options decide, without any that memory or time decide.
+
+    `dtype` is that of a device which is not here.
+    """
+    if options.untie_at is not None and not objective.config.tie_word_embeddings:
         raise UserError("--untie-at: the model to start from is untied already")
     compiles, _ = decide_compile(options.compile, device, one_shape=data.unit == "tokens")
-    draft = Plan(
+    chosen = dtype or choose_dtype(device)
+    return Plan(
         steps=1,
         micro_batch=1,
         warmup=0,
         grad_clip=options.grad_clip,
-        dtype=choose_dtype(device) if options.dtype == "auto" else options.dtype,
+        dtype=chosen if options.dtype == "auto" else options.dtype,
         seed=options.seed,
         eval_every=1,
         eval_batches=1,
@@ -174,10 +215,8 @@ def draft_plan(options: AnyOptions, objective: Objective, data: Data, world: Wor
         untie_at=None if options.untie_at is None else 0,
         memory=None if options.memory is None else parse_bytes(options.memory),
         compile="on" if compiles else "off",
-        **options.plan_fields(config, data.row_tokens, data.epoch_rows),
+        **options.plan_fields(objective.config, data.row_tokens, data.epoch_rows),
     )
-    require_lasting(objective, data, draft, world)
-    return fit_micro_batch(draft, options, objective, data, world)
 
 
 def choose_dtype(device: torch.device) -> Dtype:
@@ -211,9 +250,8 @@ def fit_micro_batch(
 
     Fewer at a time come first, which costs little; then recomputing, about a third of a step.
     """
-    at_most = options.micro_batch or max(1, MICRO_BATCH_TOKENS // data.row_tokens)
-    micro = min(world.share(draft.batch_size), at_most)
-    sizes = [micro >> n for n in range(1 if options.micro_batch else micro.bit_length())]
+    sizes = list_micro_batches(options, world.share(draft.batch_size), data)
+    micro = sizes[0]
     ways: list[Recompute] = ["off", "blocks"] if options.memory is not None else ["off"]
     if options.recompute != "auto":
         ways = [options.recompute]
@@ -233,6 +271,13 @@ def fit_micro_batch(
             except NoRoomError as error:
                 refused = error
     raise refused
+
+
+def list_micro_batches(options: AnyOptions, n_rows: int, data: Data) -> list[int]:
+    """Return how many of a process's rows may go at a time, the largest number first."""
+    at_most = options.micro_batch or max(1, MICRO_BATCH_TOKENS // data.row_tokens)
+    micro = min(n_rows, at_most)
+    return [micro >> n for n in range(1 if options.micro_batch else micro.bit_length())]
 
 
 def _has_abundant_room(config: GPTConfig, n_tokens: int, world: World) -> bool:
@@ -398,21 +443,23 @@ def measure_peak(
     return Peak(before, before + int(peak - most * a_row), scale * a_row)
 
 
-def count_lasting(objective: Objective, plan: Plan) -> int:
+def count_lasting(objective: Objective, plan: Plan) -> dict[str, int]:
     """Return the bytes of weights, and of gradients and moments of those that are trained."""
     config, n_trained = objective.config, objective.n_trained
     if plan.untie_at is not None:
         config = replace(config, tie_word_embeddings=False)  # as it will be
     count = config.parameter_count()
-    in_matrices = 12 * config.n_layer * config.n_embd * config.n_embd
-    moments = 8 * count - (4 * in_matrices if plan.optimizer == "muon" else 0)
-    return 8 * count + moments if n_trained is None else 4 * count + 12 * n_trained
+    trained = count if n_trained is None else n_trained
+    by_momentum = plan.optimizer == "muon" and n_trained is None
+    in_matrices = 12 * config.n_layer * config.n_embd * config.n_embd if by_momentum else 0
+    moments = 8 * trained - 4 * in_matrices
+    return {"weights": 4 * count, "gradients": 4 * trained, "optimizer state": moments}
 
 
 def require_lasting(objective: Objective, data: Data, plan: Plan, world: World) -> None:
     """Raise `NoRoomError` where weights and a batch cannot fit, before anything is built."""
     room, has = _measure_room(plan, world, held_memory(world.device))
-    lasting = count_lasting(objective, plan) // world.n_shards
+    lasting = sum(count_lasting(objective, plan).values()) // world.n_shards
     if lasting > room:
         raise NoRoomError(
             f"{objective.config.parameter_count():,} parameters need {format_bytes(lasting)} to "
@@ -437,7 +484,7 @@ def require_memory(objective: Objective, data: Data, plan: Plan, world: World, p
     or, as DDP, all of it and the gradients twice.
     """
     room, has = _measure_room(plan, world, peak.before)
-    config, lasting = objective.config, count_lasting(objective, plan)
+    config, lasting = objective.config, sum(count_lasting(objective, plan).values())
     need = peak.at(plan.micro_batch) - peak.before - (lasting - lasting // world.n_shards)
     if world.size > world.n_shards:
         trained = objective.n_trained
