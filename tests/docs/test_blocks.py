@@ -1,26 +1,30 @@
 """The blocks of README and docs run: Python in turn, and `$ tiedgpt` lines in the same directory.
 
 What would take minutes is made tiny first: `train` and `tune` do a few steps of the smallest size
-(`shortened`). `serve` is only parsed; `sh` and `text` blocks are not run.
+(`shortened`). `serve`, `sh` and `yaml` blocks are only parsed; `text` is not looked at.
 """
 
 import io
 import re
 import shlex
 import shutil
+import subprocess
 import sys
 from importlib import import_module
 from pathlib import Path
 
 import pytest
+import yaml
 
 from tests.docs.conftest import MADE, PAGES, ROOT
 from tiedgpt.cli.main import main
 from tiedgpt.cli.options import parse
 
 BLOCK = re.compile(r"^```(python|console)\n(.*?)^```", re.DOTALL | re.MULTILINE)
+SCRIPT = re.compile(r"^```(sh|yaml)\n(.*?)^```", re.DOTALL | re.MULTILINE)
 QUICK = {
-    f"docs/guides/{name}.md" for name in ("convert", "export", "inspect", "scale", "serve", "tie")
+    f"docs/guides/{name}.md"
+    for name in "convert export inspect memory prepare-data scale serve tie".split()
 }
 """Pages whose blocks take less than five seconds; the others are slow tests."""
 PARSED = ("serve",)
@@ -67,6 +71,17 @@ def run_shell(block: str, at: str) -> None:
             parse(import_module(f"tiedgpt.cli.{verb}").Arguments, verb, command[1:], "")
         else:
             assert main(shortened(command)) == 0, f"{at}: {line}"
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.relative_to(ROOT).as_posix())
+def test_scripts_and_yaml_are_parsed_by_their_tools(page):
+    for language, block in SCRIPT.findall(page.read_text()):
+        if language == "sh":
+            script = block
+        else:
+            job = yaml.safe_load(block)
+            script = f"{job.get('setup', '')}\n{job.get('run', '')}"
+        subprocess.run(["bash", "-n"], input=script, text=True, check=True)
 
 
 def test_commands_are_shortened():

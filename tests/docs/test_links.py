@@ -90,12 +90,19 @@ def found(name: str) -> bool:
     return False
 
 
+TORCHRUN = (
+    *("--nproc-per-node", "--nnodes", "--node-rank", "--master-addr", "--master-port"),
+    *("--max-restarts", "--rdzv-id", "--rdzv-backend", "--rdzv-endpoint"),
+)
+SLURM = "--job-name", "--nodes", "--ntasks-per-node", "--gpus-per-node", "--requeue", "--signal"
+
+
 def test_names_and_options_in_the_text_exist():
     verbs = [import_module(f"tiedgpt.cli.{verb}").Arguments for verb in VERBS]
     verbs += [arguments_of(inspection) for inspection in INSPECTIONS.values()]
     verbs += data.PARTS.values()
     options = {flag(field) for verb in verbs for field in option_fields(verb)}
-    options |= {"--help", "--nproc-per-node", "--grep", "--wrap"}
+    options |= {"--help", "--grep", "--wrap", *TORCHRUN, *SLURM}
     for page in ALL:
         text = page.read_text()
         names = set(re.findall(r"(?<![/\w.-])tiedgpt(?:\.[A-Za-z_]\w*)+", text))

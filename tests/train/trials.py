@@ -184,7 +184,17 @@ def left(run: Path) -> dict[str, str]:
     files += [run / "checkpoints" / "latest", *(run / "tokenizer").iterdir()]
     sums = {str(file.relative_to(run)): file.read_bytes() for file in sorted(files)}
     sums["metrics.jsonl"] = json.dumps(metrics(run)).encode()
-    manifest = verify(list_checkpoints(run / "checkpoints")[-1])
-    return {name: known["sha256"] for name, known in manifest.items()} | {
-        name: hashlib.sha256(data).hexdigest() for name, data in sums.items()
-    }
+    newest = list_checkpoints(run / "checkpoints")[-1]
+    manifest = verify(newest)
+    known = {name: identity["sha256"] for name, identity in manifest.items()}
+    for shard in (newest / name for name in manifest if name.startswith("shard-")):
+        known[shard.name] = without_order(shard)
+    return known | {name: hashlib.sha256(data).hexdigest() for name, data in sums.items()}
+
+
+def without_order(file: Path) -> str:
+    """Return a sum of a safetensors file that does not depend on the order of its metadata."""
+    data = file.read_bytes()
+    start = 8 + int.from_bytes(data[:8], "little")
+    header = json.dumps(json.loads(data[8:start]), sort_keys=True)
+    return hashlib.sha256(header.encode() + data[start:]).hexdigest()

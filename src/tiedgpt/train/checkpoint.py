@@ -1,18 +1,24 @@
 """A run's state on disk: a directory that appears whole, with a sum for each of its files.
 
 checkpoints/step-000400/ holds model.safetensors, optimizer.safetensors, state.json and
-manifest.json (size and sha256 of the others). It is written under a temporary name, synced,
-renamed; then `latest` is replaced; then older ones are deleted. A damaged one is set aside under
-another name and never deleted.
+manifest.json (size and sha256 of the others). Of a model that is sharded, each process writes its
+own parts of both, as `torch.distributed.checkpoint` lays them out in safetensors. The directory is
+written under a temporary name, synced, renamed; then `latest` is replaced; then older ones are
+deleted. A damaged one is set aside under another name and never deleted.
+
+Either kind is read by any number of processes: each reads the rows that it holds.
 """
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import re
-from collections.abc import Callable, Sequence
+import warnings
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -20,17 +26,20 @@ from torch import Tensor, nn
 from tiedgpt.errors import CorruptInputError, TiedGPTError
 from tiedgpt.files import read_json, reading, remove, replacing, require_room, write_json, writing
 from tiedgpt.train.objective import Objective
-from tiedgpt.train.parallel import World, distribute_like
+from tiedgpt.train.parallel import World
 from tiedgpt.train.storage import checkpoint_path
-from tiedgpt.weights.containers import SafetensorsFile, write_safetensors
+from tiedgpt.weights.containers import write_safetensors
 from tiedgpt.weights.torch_file import stored_tensor
+
+if TYPE_CHECKING:
+    from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
 T = TypeVar("T")
 KEPT = 2
 """Checkpoints that stay; older ones are deleted after a new one is safely there."""
 
 NAME = re.compile(r"step-(\d{6,})")
-FILES = "model.safetensors", "optimizer.safetensors", "state.json"
+RANDOM = {"random/cpu", "random/cuda"}
 
 
 def save_checkpoint(
@@ -48,32 +57,71 @@ def save_checkpoint(
 
     `state` is plain data that must come back; torch's random stream is added to it. Older ones are
     deleted, other than the newest before it and that of the step `spared`. All processes must call
-    this, and the first writes.
+    this. The first writes, and of a sharded model each its parts.
     """
     weights, moments = world.state(objective, model, optimizers)
-    held = {**moments, **_random_state(model)}
+    held = {**moments, **(_random_state(model) if world.is_main else {})}
     path = checkpoint_path(directory, step)
+    with contextlib.ExitStack() as stack:
 
-    def write() -> None:
-        tensors = (*weights.values(), *held.values())
-        require_room(directory, sum(t.numel() * t.element_size() for t in tensors))
-        if path.exists():
-            set_aside(path)
-        with replacing(path) as temporary:
+        def begin() -> Path:
+            tensors = (*weights.values(), *held.values())
+            require_room(directory, sum(t.numel() * t.element_size() for t in tensors))
+            if path.exists():
+                set_aside(path)
+            temporary = stack.enter_context(replacing(path))
             temporary.mkdir()
-            for name, values in (("model", weights), ("optimizer", held)):
-                stored = {key: stored_tensor(key, value) for key, value in values.items()}
-                metadata = {"format": "tiedgpt"} if name == "model" else {}
-                write_safetensors(temporary / f"{name}.safetensors", stored, metadata)
-            write_json(temporary / "state.json", state | {"step": step})
-            manifest = {file.name: _identity(file) for file in sorted(temporary.iterdir())}
-            write_json(temporary / "manifest.json", manifest)
-        _point_to(path)
-        for old in list_checkpoints(directory)[:-KEPT]:
-            if spared is None or old != checkpoint_path(directory, spared):
-                remove(old)
+            return temporary
 
-    world.on_main(write)
+        def finish() -> None:
+            write_json(temporary / "state.json", state | {"step": step})
+            write_json(temporary / "manifest.json", _identify(temporary.iterdir()))
+            stack.close()
+            _point_to(path)
+            for old in list_checkpoints(directory)[:-KEPT]:
+                if spared is None or old != checkpoint_path(directory, spared):
+                    remove(old)
+
+        temporary = world.on_main(begin)
+        if world.n_shards > 1:
+            _write_shards(temporary, {**weights, **held}, world)
+        else:
+            world.on_main(lambda: _write_files(temporary, weights, held))
+        world.on_main(finish)
+
+
+def _write_files(
+    directory: Path, weights: Mapping[str, Tensor], held: Mapping[str, Tensor]
+) -> None:
+    """Write whole tensors."""
+    for name, values in (("model", weights), ("optimizer", held)):
+        stored = {key: stored_tensor(key, value) for key, value in values.items()}
+        metadata = {"format": "tiedgpt"} if name == "model" else {}
+        write_safetensors(directory / f"{name}.safetensors", stored, metadata)
+
+
+def _write_shards(directory: Path, tensors: dict[str, Any], world: World) -> None:
+    """Write the parts of this process; all call this, and where one fails all do.
+
+    The first process must see what all have written: a directory of its own machine is refused.
+    """
+    from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageWriter
+    from torch.distributed.checkpoint.state_dict_saver import save
+
+    writer = HuggingFaceStorageWriter(str(directory), save_distributed=True)
+    try:
+        with writing(directory), _first_failure():
+            save(dict(sorted(tensors.items())), storage_writer=writer)
+    except TiedGPTError as error:
+        world.leave_to_main(error.exit_code)
+        raise
+
+    def require_all() -> None:
+        missing = tensors.keys() - _read_shapes(directory).keys()
+        if missing:
+            raise CorruptInputError(f"{directory} lacks {min(missing)}")
+
+    world.on_main(require_all)
 
 
 def set_aside(path: Path) -> Path:
@@ -97,12 +145,15 @@ def load_newest(
     objective: Objective,
     model: nn.Module,
     optimizers_at: Callable[[int], Sequence[torch.optim.Optimizer]],
+    *,
+    is_verified: bool = False,
 ) -> tuple[dict[str, Any] | None, list[str]]:
     """Bring back the newest good checkpoint; return its state (None: there is none) and notes.
 
     A damaged one is passed over, with a note, and kept under another name. Before one is
     loaded, `optimizers_at` is told after how many steps it was written, and returns the optimizers;
-    it may change the model's parameters.
+    it may change the model's parameters. `is_verified` says that another process has just found
+    the newest good.
     """
 
     def load(path: Path) -> dict[str, Any]:
@@ -114,7 +165,7 @@ def load_newest(
 
     if not list_checkpoints(directory):
         return None, []
-    path, state, damaged = load_first_good(directory, load)
+    path, state, damaged = load_first_good(directory, load, is_verified=is_verified)
     notes = [f"{note}; it is kept as {set_aside(bad)}" for bad, note in damaged.items()]
     _point_to(path)
     return state, notes
@@ -141,7 +192,9 @@ def begin_fork(
     return [*damaged.values(), f"begins with {path}: its weights, and {state}"]
 
 
-def load_first_good(directory: Path, load: Callable[[Path], T]) -> tuple[Path, T, dict[Path, str]]:
+def load_first_good(
+    directory: Path, load: Callable[[Path], T], *, is_verified: bool = False
+) -> tuple[Path, T, dict[Path, str]]:
     """Load the newest good checkpoint; return its path, what `load` returned, and damaged ones.
 
     Of those that were passed over the error is told. Raises `CorruptInputError` where none is good.
@@ -149,7 +202,8 @@ def load_first_good(directory: Path, load: Callable[[Path], T]) -> tuple[Path, T
     damaged: dict[Path, str] = {}
     for path in reversed(list_checkpoints(directory)):
         try:
-            verify(path)
+            if not is_verified:
+                verify(path)
             return path, load(path), damaged
         except (TiedGPTError, OSError) as error:
             damaged[path] = f"passed over a damaged checkpoint: {error}"
@@ -160,43 +214,92 @@ def load_first_good(directory: Path, load: Callable[[Path], T]) -> tuple[Path, T
 def verify(path: Path) -> dict[str, Any]:
     """Return the manifest; `TiedGPTError` unless every file is there and is what was saved."""
     manifest = read_json(path / "manifest.json")
-    for name in FILES:
-        with reading(path / name, "file of a checkpoint"):
-            if manifest.get(name) != _identity(path / name):
+    files = {file.name for file in path.glob("*.safetensors")} | {"state.json"}
+    if wrong := sorted(files ^ manifest.keys()):
+        raise CorruptInputError(f"{path / wrong[0]} is missing, or no part of what was saved")
+    with reading(path, "checkpoint"):
+        for name, identity in _identify(path / name for name in manifest).items():
+            if manifest[name] != identity:
                 raise CorruptInputError(f"{path / name} is not what was saved")
     return manifest
 
 
 def load_moments(path: Path, model: nn.Module, optimizers: Sequence[torch.optim.Optimizer]) -> int:
     """Give the optimizers what a checkpoint knows of parameters of the same rule; count those."""
-    file = SafetensorsFile.open(path / "optimizer.safetensors")
-    moments: dict[str, dict[str, Tensor]] = {}
-    for entry in file.entries:
-        name, key = entry.rsplit("/", 1)
-        moments.setdefault(name, {})[key] = file.read(entry)
-    names, given = {parameter: name for name, parameter in model.named_parameters()}, 0
+    shapes = _read_shapes(path)
+    keys: dict[str, list[str]] = {}
+    for entry in shapes:
+        name, _, key = entry.rpartition("/")
+        keys.setdefault(name, []).append(key)
+    names = {parameter: name for name, parameter in model.named_parameters()}
+    targets: dict[str, Tensor] = {}
+    states = []
     for optimizer in optimizers:
         by_momentum = "momentum" in optimizer.defaults
         for parameter in (p for group in optimizer.param_groups for p in group["params"]):
-            found = moments.get(names[parameter], {})
-            if found and ("momentum_buffer" in found) == by_momentum:
-                optimizer.state[parameter] = {
-                    key: distribute_like(value, parameter) for key, value in found.items()
-                }
-                given += 1
-    return given
+            name = names[parameter]
+            known = keys.get(name, [])
+            if known and ("momentum_buffer" in known) == by_momentum:
+                state = {key: _empty_like(shapes[f"{name}/{key}"], parameter) for key in known}
+                targets |= {f"{name}/{key}": tensor for key, tensor in state.items()}
+                states.append((optimizer, parameter, state))
+    _read_tensors(path, targets)
+    for optimizer, parameter, state in states:
+        optimizer.state[parameter] = state
+    return len(states)
 
 
 def load_weights(path: Path, objective: Objective, model: nn.Module) -> None:
     """Put a checkpoint's weights into the model; `CorruptInputError` where they are another's."""
-    weights = SafetensorsFile.open(path / "model.safetensors")
-    saved = objective.state_to_save(model)
-    shapes = {name: tuple(tensor.shape) for name, tensor in saved.items()}
-    if shapes != {name: entry.shape for name, entry in weights.entries.items()}:
+    saved = dict(objective.state_to_save(model))
+    shapes = {name: entry.size for name, entry in _read_shapes(path).items() if "/" not in name}
+    if shapes != {name: tensor.shape for name, tensor in saved.items()}:
         raise CorruptInputError(f"{path} is of another model than run.toml describes")
-    with torch.no_grad():
-        for name, tensor in saved.items():
-            tensor.copy_(distribute_like(weights.read(name), tensor))
+    _read_tensors(path, saved)
+
+
+def _read_shapes(path: Path) -> dict[str, TensorStorageMetadata]:
+    """Return what is known of each tensor; `CorruptInputError` where a part of one is missing."""
+    from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageReader
+
+    shapes: dict[str, Any] = {}
+    with reading(path, "checkpoint"):
+        shapes |= HuggingFaceStorageReader(str(path)).read_metadata().state_dict_metadata
+    for name, known in shapes.items():
+        if sum(chunk.sizes.numel() for chunk in known.chunks) != known.size.numel():
+            raise CorruptInputError(f"{path} lacks a part of {name}")
+    return shapes
+
+
+def _read_tensors(path: Path, tensors: dict[str, Any]) -> None:
+    """Fill tensors, or the parts of them that this process holds."""
+    from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageReader
+    from torch.distributed.checkpoint.state_dict_loader import load
+
+    reader = HuggingFaceStorageReader(str(path))
+    with reading(path, "checkpoint"), torch.no_grad(), _first_failure():
+        load(tensors, storage_reader=reader, no_dist=True)
+
+
+@contextlib.contextmanager
+def _first_failure() -> Iterator[None]:
+    """Raise what went wrong first, in whichever process, in place of DCP's summary of it."""
+    from torch.distributed.checkpoint.api import CheckpointException
+
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # reading alone is intended
+            yield
+    except CheckpointException as error:
+        cause, _ = next(iter(error.failures.values()))
+        raise cause from None
+
+
+def _empty_like(known: TensorStorageMetadata, parameter: Tensor) -> Tensor:
+    """Return a tensor to read into, which lies as the parameter does if it has its shape."""
+    if known.size == parameter.shape:
+        return torch.empty_like(parameter, dtype=known.properties.dtype, requires_grad=False)
+    return torch.empty(known.size, dtype=known.properties.dtype, device=parameter.device)
 
 
 def _random_state(model: nn.Module) -> dict[str, Tensor]:
@@ -208,10 +311,14 @@ def _random_state(model: nn.Module) -> dict[str, Tensor]:
 
 
 def _set_random_state(path: Path) -> None:
-    states = SafetensorsFile.open(path / "optimizer.safetensors")
-    torch.set_rng_state(states.read("random/cpu"))
-    if "random/cuda" in states.entries:
-        torch.cuda.set_rng_state(states.read("random/cuda"))
+    shapes = _read_shapes(path)
+    states = {
+        name: torch.empty(shapes[name].size, dtype=torch.uint8) for name in RANDOM & shapes.keys()
+    }
+    _read_tensors(path, states)
+    torch.set_rng_state(states["random/cpu"])
+    if "random/cuda" in states and torch.cuda.is_available():
+        torch.cuda.set_rng_state(states["random/cuda"])
 
 
 def _point_to(path: Path) -> None:
@@ -223,6 +330,13 @@ def _point_to(path: Path) -> None:
 def read_step(path: Path) -> int:
     """Return the number of steps after which a checkpoint was written."""
     return int(path.name.removeprefix("step-"))
+
+
+def _identify(files: Iterable[Path]) -> dict[str, dict[str, Any]]:
+    """Return the size and the sha256 of each file by its name, read by several threads."""
+    every = sorted(files)
+    with ThreadPoolExecutor() as threads:
+        return dict(zip((file.name for file in every), threads.map(_identity, every), strict=True))
 
 
 def _identity(file: Path) -> dict[str, Any]:

@@ -54,6 +54,7 @@ from tiedgpt.train.step import (
     train_step,
 )
 from tiedgpt.train.storage import RunDirectory, checkpoint_path, plan_tables
+from tiedgpt.train.watch import SLOW
 
 T = TypeVar("T")
 
@@ -116,6 +117,7 @@ class Trainer:
     def _begin(self) -> Started:
         """Build the model and bring back the newest checkpoint, or begin at step 0."""
         world, plan, run = self.world, self.plan, self.directory
+        world.enter("loading", times=SLOW)
         world.on_main(lambda: world.require_work(plan))
         torch.manual_seed(plan.seed)
         model = self.objective.build().train()
@@ -124,7 +126,13 @@ class Trainer:
         self.model: Model = world.place(prepare_blocks(model, plan))
         self._arrange(0)
         state, notes = world.main_first(
-            lambda: load_newest(run.checkpoints, self.objective, self.model, self._arrange)
+            lambda: load_newest(
+                run.checkpoints,
+                self.objective,
+                self.model,
+                self._arrange,
+                is_verified=not world.is_main,
+            )
         )
         self.health = Health.from_state(state or {})
         if state is not None:
@@ -188,6 +196,7 @@ class Trainer:
         """Do a step, or skip it where its loss or gradient is not finite."""
         began, world = time.perf_counter(), self.world
         set_rate(self.optimizers, self.plan.rate(self.step))
+        world.enter("reading the batch", step=self.step + 1)
         batch = self.batch_of(self.step)
         world.reseed(self.plan.seed, self.step)
         self.step += 1
@@ -240,6 +249,7 @@ class Trainer:
             self._save()
 
     def _evaluate(self, n_batches: int | None = None) -> Score:
+        self.world.enter("evaluating", times=SLOW)
         require_finite(self.model, self.world)
         batches = self.data.held_out(self.plan.micro_batch, n_batches)
         autocast = self.plan.autocast
@@ -306,6 +316,7 @@ class Trainer:
     def _save(self) -> None:
         """Write a checkpoint, unless this step has one."""
         if self.step > self.saved_at:
+            self.world.enter("saving a checkpoint", times=SLOW)
             require_finite(self.model, self.world)
             self.world.on_main(self.directory.sync_metrics)
             self._write_checkpoint()
@@ -325,6 +336,7 @@ class Trainer:
 
     def _publish(self, last: Mapping[str, Any] | None) -> None:
         """Write the model and its card; `last` is the line that is about to close the metrics."""
+        self.world.enter("publishing the model", times=SLOW)
         objective, config = self.objective, body_of(self.model).config
         described = self.data.description | {"predicts": objective.describe(config)}
         self._on_full_model(lambda model: objective.publish(model, self.directory.model))

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import contextlib
 import gc
+import math
 import os
 import traceback
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -21,16 +22,19 @@ from typing import Any, Literal, TypeVar
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed import PrefixStore  # type: ignore[attr-defined]
+from torch.distributed.rendezvous import rendezvous
 
 from tiedgpt.errors import DivergedError, TiedGPTError, UserError
 from tiedgpt.train.muon import Muon
 from tiedgpt.train.objective import Arrays, Loss, LossModule, Model, Objective, body_of, on_device
 from tiedgpt.train.plan import Plan
+from tiedgpt.train.watch import RESUMES, TIMEOUT, Watch, meet
 
 T = TypeVar("T")
 Parallel = Literal["ddp", "fsdp"]
-PATIENCE = timedelta(days=1)
-"""How long a process waits for the others; one that has ended is noticed at once."""
+UNLIMITED = timedelta(days=30)
+"""Of an exchange: preparing data may take long, and the `Watch` ends what takes too long."""
 
 
 @dataclass(frozen=True)
@@ -56,8 +60,14 @@ class World:
         if parallel:
             self.rank, self.size = dist.get_rank(), dist.get_world_size()
             self.n_local = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+        self.watch: Watch | None = None
         self._loss_module: Any = None
         self._word = torch.zeros(1)  # kept: gloo's thread must not be the last to let go of it
+
+    def enter(self, what: str, *, step: int | None = None, times: float = 1) -> None:
+        """Tell the other processes what this one does now; see `Watch.enter`."""
+        if self.watch is not None:
+            self.watch.enter(what, step=step, times=times)
 
     @property
     def is_main(self) -> bool:
@@ -173,9 +183,14 @@ class World:
             dist.broadcast_object_list(sent, device=torch.device("cpu"))
         found, exit_code = sent
         if exit_code is not None:
+            self.leave_to_main(exit_code)
+        return found
+
+    def leave_to_main(self, exit_code: int) -> None:
+        """End this process when the first has said what is wrong; in the first, do nothing."""
+        if not self.is_main:
             self.barrier()
             raise SystemExit(exit_code)
-        return found
 
     def main_first(self, make: Callable[[], T]) -> T:
         """Make something in each process, in the others when the first is done with it."""
@@ -190,22 +205,16 @@ class World:
     def state(
         self, objective: Objective, model: Model, optimizers: Iterable[torch.optim.Optimizer]
     ) -> tuple[Mapping[str, Tensor], Mapping[str, Tensor]]:
-        """Return what a checkpoint holds: tensors by name, and the optimizers' by name/key.
-
-        All processes must call this; the first gets the tensors whole.
-        """
+        """Return what a checkpoint holds: tensors by name, and the optimizers' by name/key."""
         moments = {
             f"{name}/{key}": value
             for name, parameter in model.named_parameters()
             for optimizer in optimizers
             if parameter in optimizer.state
-            for key, value in optimizer.state[parameter].items()
+            for key, value in sorted(optimizer.state[parameter].items())
         }
-        return self.full_state_dict(objective.state_to_save(model)), self.full_state_dict(moments)
-
-    def full_state_dict(self, tensors: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
-        """Return tensors of which each process may hold a part, whole in the first."""
-        return tensors
+        saved = objective.state_to_save(model)
+        return {name: tensor.detach() for name, tensor in saved.items()}, moments
 
     def barrier(self) -> None:
         """Wait for the first process: torchrun ends all processes when one has ended."""
@@ -254,8 +263,7 @@ class Shards(World):
         ]
 
     def gradient_sync(self, part: MicroBatch) -> AbstractContextManager[Any]:
-        """Exchange gradients in the last part only."""
-        self._loss_module.set_requires_gradient_sync(part.last)
+        """Exchange gradients in every part: whole ones that wait would take a model's memory."""
         return nullcontext()
 
     def with_full_model(self, model: Model, objective: Objective, act: Callable[[Model], T]) -> T:
@@ -339,10 +347,13 @@ def require_launch(parallel: Parallel | None) -> None:
 
 
 @contextlib.contextmanager
-def join_world(parallel: Parallel | None, device: torch.device) -> Iterator[World]:
+def join_world(
+    parallel: Parallel | None, device: torch.device, timeout: float = TIMEOUT
+) -> Iterator[World]:
     """Meet the other processes that torchrun has started, if it has, and leave with them.
 
-    Where the run fails in all of them, the first says so and the others end without a word.
+    Where the run fails in all of them, the first says so and the others end without a word. A
+    process that hangs for `timeout` seconds, or ends, ends the job (`watch.py`).
     """
     if not is_launched():
         yield World(device)
@@ -351,15 +362,24 @@ def join_world(parallel: Parallel | None, device: torch.device) -> Iterator[Worl
     if on_gpu:
         device = torch.device("cuda", int(os.environ["LOCAL_RANK"]))
         torch.cuda.set_device(device)
-    dist.init_process_group("cpu:gloo,cuda:nccl" if on_gpu else "gloo", timeout=PATIENCE)
+    store, rank, size = next(rendezvous("env://", timeout=timedelta(seconds=timeout)))
+    name = meet(store, rank, size, timeout)
+    watch = Watch(name, store.host, store.port, rank, size, timeout)
+    own = PrefixStore(name, store)
+    backend = "cpu:gloo,cuda:nccl" if on_gpu else "gloo"
+    dist.init_process_group(backend, store=own, rank=rank, world_size=size, timeout=UNLIMITED)
     world = Shards(device) if parallel == "fsdp" else World(device, parallel=True)
+    world.watch = watch
     try:
-        with _report_once(world):
+        with _report_once(world, watch):
             yield world
+        world.enter("ending", times=math.inf)
         world.barrier()
         world.release()
         dist.destroy_process_group()
+        watch.stop()
     except BaseException as error:
+        watch.stop(str(error) if isinstance(error, Exception) else "")
         found: BaseException | None = error
         while found is not None:
             traceback.clear_frames(found.__traceback__)
@@ -369,21 +389,17 @@ def join_world(parallel: Parallel | None, device: torch.device) -> Iterator[Worl
 
 
 @contextlib.contextmanager
-def _report_once(world: World) -> Iterator[None]:
+def _report_once(world: World, watch: Watch) -> Iterator[None]:
     """Where a run fails in all processes, let the first say so and the others end with it."""
     try:
         yield
     except DivergedError as error:  # which all have found
-        if world.is_main:
-            raise
-        world.barrier()
-        raise SystemExit(error.exit_code) from None
+        world.leave_to_main(error.exit_code)
+        raise
     except RuntimeError as error:
         if not isinstance(error, dist.DistError) and "gloo" not in str(error):
             raise
-        if not world.is_main:
+        lost = watch.find_lost()
+        if not (world.is_main or lost) or not watch.is_first_to_tell():
             raise SystemExit(TiedGPTError.exit_code) from None
-        raise TiedGPTError(
-            "another process of this run has ended; the same command resumes from the last "
-            "checkpoint"
-        ) from None
+        raise TiedGPTError(lost or "another process of this run has ended", hint=RESUMES) from None
