@@ -167,12 +167,12 @@ def prepare(arguments: list[str]) -> None:
 
     encode = in_processes(args.workers or count_cores()) if args.ray is None else on_ray(args.ray)
     preparation = Preparation(args.data, val=args.val, **args.reading)
-    made = args.tokenizer in ("bpe", "char")
+    is_new = args.tokenizer in ("bpe", "char")
     with _rate("encoding") as progress:
         encoded = prepare_data(
             preparation,
             args.out,
-            args.tokenizer if made else Tokenizer.from_pretrained(args.tokenizer),
+            args.tokenizer if is_new else Tokenizer.from_pretrained(args.tokenizer),
             vocab_size=args.vocab_size or VOCABULARY,
             encode=encode,
             part=args.parts,
@@ -181,12 +181,10 @@ def prepare(arguments: list[str]) -> None:
     if encoded is not None:
         note(*read_notes(args.out))
     if args.format == "json":
-        sides = (
-            {} if encoded is None else {"train": asdict(encoded.train), "val": asdict(encoded.val)}
-        )
-        print(
-            json.dumps({"directory": args.out, "complete": encoded is not None, **sides}, indent=2)
-        )
+        facts: dict[str, Any] = {"directory": args.out, "complete": encoded is not None}
+        if encoded is not None:
+            facts |= {"train": asdict(encoded.train), "val": asdict(encoded.val)}
+        print(json.dumps(facts, indent=2))
     elif encoded is None:
         fact("part", f"{args.part} is done, and other parts are not")
     else:
@@ -221,17 +219,17 @@ def _rate(what: str) -> Iterator[Callable[[int, int], None]]:
 
     to = console(stderr=True)
     columns = DownloadColumn(), TransferSpeedColumn(), TimeRemainingColumn()
-    began, first, said = time.monotonic(), -1, time.monotonic()
+    began, first, last = 0.0, -1, 0.0
     with bar(what, *columns, to=to) as move:
 
         def show(done: int, total: int) -> None:
-            nonlocal began, first, said
+            nonlocal began, first, last
             move(done, total)
             now = time.monotonic()
             if first < 0:
-                began, first, said = now, done, now
-            elif not to.is_terminal and now - said >= LOG_SECONDS:
-                said, rate = now, max(1.0, (done - first) / (now - began))
+                began, first, last = now, done, now
+            elif not to.is_terminal and now - last >= LOG_SECONDS:
+                last, rate = now, max(1.0, (done - first) / (now - began))
                 left = f"{(total - done) / rate / 60:,.0f} minutes left"
                 size = f"{format_bytes(done)} of {format_bytes(total)}"
                 note(f"{what}: {size}, {format_bytes(rate)}/s, {left}")

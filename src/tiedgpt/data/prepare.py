@@ -66,13 +66,13 @@ TOKENIZER, UNIT, LOCK = "tokenizer", "unit.json", ".lock"
 TOKENIZER_CHARACTERS = 200_000_000
 """A vocabulary is learned from this much text; more changes it little and takes long."""
 VOCABULARY = 8192
-"""Its size, if none is asked for."""
+"""The size of a vocabulary that is learned, unless another is asked for."""
 LARGE = 64_000_000
 """Bytes of text from which it is split by a threshold, not exactly, and long texts are cut."""
 UNITS, LEAST_UNIT, MOST_UNIT = 32, 1 << 16, 256 << 20
-"""A unit is one of so many, but of so many bytes at least and at most."""
+"""The number of units to aim at, and the least and most bytes of one."""
 COMPRESSION = 4
-"""How many times its size a compressed file's text is taken to have."""
+"""The text of a compressed file is taken to be so many times larger."""
 HELD_OUT = 64_000_000
 """Bytes of a large text that validate, if that is less than `TARGET` of it."""
 
@@ -84,14 +84,14 @@ class Source(NamedTuple):
     """A file that is read; it is known by its first four fields."""
 
     name: str
-    """As it was typed or found; of the hub `hf:OWNER/NAME@REVISION/FILE`."""
+    """Its path as the user wrote it; of a file of the hub `hf:OWNER/NAME@REVISION/FILE`."""
     size: int
-    changed: int
-    """When, in nanoseconds; 0 of the hub's, which do not."""
+    mtime_ns: int
+    """When it was last changed; 0 for a file of the hub, which does not change."""
     side: Side
     is_named: bool
     path: str
-    """From the root; it may be another on another machine."""
+    """Its absolute path, which may differ on another machine."""
 
 
 class Unit(NamedTuple):
@@ -101,11 +101,11 @@ class Unit(NamedTuple):
     stop: int
     section: Section | None
     n_bytes: int
-    """On the disk, about."""
+    """Their size on the disk, about."""
 
 
 class Preparation:
-    """What is to be prepared: files, and how they are read; the options are those of `documents`.
+    """The files that are to be prepared, and how they are read: the options of `documents`.
 
     Raises `UserError` where a source is missing, or is no file.
     """
@@ -128,7 +128,7 @@ class Preparation:
         if val is not None:
             self.names["val"] = [val]
         self.corpora = {side: documents(n, **self.reading) for side, n in self.names.items()}
-        self.sources = [s for side, corpus in self.corpora.items() for s in _list(corpus, side)]
+        self.sources = [s for side, c in self.corpora.items() for s in _list_sources(c, side)]
         self.n_bytes = estimate_bytes(self.corpora["train"])
         self.is_large = self.n_bytes >= LARGE
         for corpus in self.corpora.values():
@@ -146,7 +146,7 @@ class Preparation:
         pins = dict(pin for corpus in self.corpora.values() for pin in corpus.pins)
         now = []
         for side, names in self.names.items():
-            now += _list(documents([pins.get(n, n) for n in names], **self.reading), side)
+            now += _list_sources(documents([pins.get(n, n) for n in names], **self.reading), side)
         if problem := _find_change(self.sources, now):
             raise CorruptInputError(
                 f"{problem} while it was read", hint="prepare the data in a new directory"
@@ -220,13 +220,13 @@ class Plan:
     is_cut: bool
     has_validation: bool
     share: float | None
-    """Of the digests, the lowest are held out."""
+    """The share of all digests that is held out, the lowest ones; None where `held_out` says."""
     held_out: list[str]
-    """Or these are, in hexadecimal."""
+    """The digests that are held out, in hexadecimal, where there is no share."""
     sources: list[Source]
     units: list[Unit]
     tokenizer: str = ""
-    """What was asked for."""
+    """What `describe_tokenizer` said of the tokenizer that was asked for."""
 
     @classmethod
     def read(cls, directory: Path) -> Plan:
@@ -276,7 +276,7 @@ def _is_compressed(path: str) -> bool:
     return PurePath(path).suffix.lower() in (*DECOMPRESSORS, PARQUET)
 
 
-def _list(corpus: FileCorpus, side: Side) -> list[Source]:
+def _list_sources(corpus: FileCorpus, side: Side) -> list[Source]:
     """Return the files of a corpus; `UserError` for what is no file, or no text by its name."""
     sources = []
     for path, is_named in corpus.paths.items():
@@ -285,9 +285,9 @@ def _list(corpus: FileCorpus, side: Side) -> list[Source]:
             raise UserError(f"{name} is no file", hint="write what is to be prepared to one")
         if has_records(path) or corpus.is_text(path, name):
             status = os.stat(path)
-            changed = 0 if path in corpus.names else status.st_mtime_ns
+            mtime_ns = 0 if path in corpus.names else status.st_mtime_ns
             place = os.path.abspath(path)
-            sources.append(Source(name, status.st_size, changed, side, is_named, place))
+            sources.append(Source(name, status.st_size, mtime_ns, side, is_named, place))
     return sources
 
 
@@ -406,15 +406,15 @@ def _begin(
     """Write the tokenizer and the plan of a directory, and return the plan."""
     from tiedgpt.text import Tokenizer
 
-    made = tokenizer
-    if made == "char":
-        made = Tokenizer.characters(preparation.texts())
-    elif isinstance(made, str):
-        made = Tokenizer.train(preparation.sample(TOKENIZER_CHARACTERS), vocab_size)
-    require_vocabulary(len(made))
+    description = describe_tokenizer(tokenizer, vocab_size)
+    if tokenizer == "char":
+        tokenizer = Tokenizer.characters(preparation.texts())
+    elif isinstance(tokenizer, str):
+        tokenizer = Tokenizer.train(preparation.sample(TOKENIZER_CHARACTERS), vocab_size)
+    require_vocabulary(len(tokenizer))
     remove(directory / TOKENIZER)  # what a kill left of it
-    made.save_pretrained(directory / TOKENIZER)
-    plan = replace(preparation.plan, tokenizer=describe_tokenizer(tokenizer, vocab_size))
+    tokenizer.save_pretrained(directory / TOKENIZER)
+    plan = replace(preparation.plan, tokenizer=description)
     write_json(directory / PREPARE, asdict(plan))
     return plan
 
@@ -443,7 +443,8 @@ def encode_unit(directory: str | Path, number: int) -> None:
         return
     for path in (place, *place.parent.glob(f".{place.name}.tmp-*")):
         remove(path)
-    plan, tokenizer = _open(directory, os.stat(Path(directory, PREPARE)).st_mtime_ns)
+    mtime_ns = os.stat(Path(directory, PREPARE)).st_mtime_ns
+    plan, tokenizer = _read_plan_and_tokenizer(directory, mtime_ns)
     unit = plan.units[number]
     corpus = plan.corpus(unit)
     with replacing(place) as temporary:
@@ -456,8 +457,8 @@ def encode_unit(directory: str | Path, number: int) -> None:
 
 
 @functools.lru_cache(1)
-def _open(directory: str | Path, changed: int) -> tuple[Plan, Tokenizer]:
-    """Return what a worker needs, which is read once."""
+def _read_plan_and_tokenizer(directory: str | Path, mtime_ns: int) -> tuple[Plan, Tokenizer]:
+    """Return what encoding needs; it is read once, unless the plan's file changes."""
     from tiedgpt.text import Tokenizer
 
     return Plan.read(Path(directory)), Tokenizer.from_pretrained(Path(directory) / TOKENIZER)
@@ -506,6 +507,12 @@ def _finish(directory: Path, plan: Plan, preparation: Preparation) -> EncodedCor
     return open_encoded(directory)
 
 
+def require_complete(directory: Path) -> None:
+    """Raise `UserError` for a directory that has no manifest yet."""
+    if not (directory / MANIFEST).exists():
+        raise UserError(f"{directory} is not complete", hint="`tiedgpt data prepare` goes on there")
+
+
 def read_notes(directory: str | Path) -> list[str]:
     """Return what is worth telling of the texts in a complete directory."""
     return list(read_json(Path(directory) / MANIFEST)["notes"])
@@ -520,8 +527,7 @@ def verify_data(
     missing or has changed, `UserError` where the directory is not complete.
     """
     directory = Path(directory)
-    if not (directory / MANIFEST).exists():
-        raise UserError(f"{directory} is not complete", hint="`tiedgpt data prepare` goes on there")
+    require_complete(directory)
     listed = read_json(directory / MANIFEST)["files"].items()
     files = {name: (size, sha256) for name, (size, sha256) in listed}
     wrong, done, total = [], 0, sum(size for size, _ in files.values())

@@ -7,13 +7,7 @@ import json
 from collections.abc import Iterable
 from pathlib import Path
 
-from tiedgpt.data import (
-    FileCorpus,
-    Preparation,
-    count_cores,
-    in_processes,
-    prepare_data,
-)
+from tiedgpt.data import FileCorpus, Preparation, count_cores, in_processes, prepare_data
 from tiedgpt.data.encode import MANIFEST
 from tiedgpt.data.prepare import (
     LARGE,
@@ -22,6 +16,7 @@ from tiedgpt.data.prepare import (
     describe_tokenizer,
     estimate_bytes,
     read_notes,
+    require_complete,
 )
 from tiedgpt.errors import TiedGPTError, UserError
 from tiedgpt.files import PREPARE, remove
@@ -106,10 +101,7 @@ class PreparedSources(LargeSources):
         for name in ("val", *READING):
             if getattr(options, name) != getattr(TrainOptions, name):
                 raise UserError(f"was decided when {self.path} was prepared", option=name)
-        if not (self.path / MANIFEST).exists():
-            raise UserError(
-                f"{self.path} is not complete", hint="`tiedgpt data prepare` goes on there"
-            )
+        require_complete(self.path)
         self.tokenizer = Tokenizer.from_pretrained(self.path / TOKENIZER)
         theirs = options.start if options.tokenizer == "bpe" else options.tokenizer
         if options.fork is not None:
