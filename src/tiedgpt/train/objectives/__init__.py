@@ -6,9 +6,9 @@ from tiedgpt.train.objectives.answer import Answer
 from tiedgpt.train.objectives.choose import Choose
 from tiedgpt.train.objectives.classify import Classify
 from tiedgpt.train.objectives.labelled import Labelled, LabelSources
-from tiedgpt.train.objectives.prepared import is_prepared, open_texts
 from tiedgpt.train.objectives.replies import ReplySources, has_examples
 from tiedgpt.train.objectives.tag import Tag
+from tiedgpt.train.objectives.units import is_prepared, open_texts
 from tiedgpt.train.tune_options import AnyOptions, TuneOptions
 
 KINDS: tuple[type[Labelled], ...] = (Classify, Tag, Choose, Answer)

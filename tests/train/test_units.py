@@ -12,7 +12,7 @@ from tiedgpt.data import Preparation, prepare, prepare_data
 from tiedgpt.errors import UserError
 from tiedgpt.train import TrainOptions, train
 from tiedgpt.train.events import AlreadyFinished, Ended
-from tiedgpt.train.objectives import prepared
+from tiedgpt.train.objectives import units
 
 TEXTS = [f"Document {n} says that {n} times {n} is {n * n}." for n in range(400)]
 TINY = {"size": "nano", "context": 16, "batch_size": 2, "steps": 2, "dtype": "fp32"}
@@ -30,9 +30,9 @@ def text(tmp_path, monkeypatch) -> Path:
 @pytest.fixture
 def large(text, monkeypatch) -> Path:
     """The same text, which counts as large."""
-    for module in (prepare, prepared):
+    for module in (prepare, units):
         monkeypatch.setattr(module, "LARGE", 1)
-    monkeypatch.setattr(prepared, "count_cores", lambda: 1)
+    monkeypatch.setattr(units, "count_cores", lambda: 1)
     return text
 
 
@@ -122,6 +122,6 @@ def test_an_interrupted_preparation_goes_on_unless_other_things_are_asked_for(la
     assert Tokenizer.from_pretrained("other/data/tokenizer").kind == "char"
     interrupt("small", large)
     Path("small.txt").write_text("\n".join(TEXTS))
-    prepared.LARGE = 10**9
+    units.LARGE = 10**9
     assert isinstance(run("small", "small.txt"), Ended)
     assert (tmp_path / "small" / "data" / "counts.json").exists()
