@@ -9,6 +9,7 @@ import json
 import multiprocessing
 import os
 import random
+import re
 import shutil
 from pathlib import Path
 
@@ -423,6 +424,18 @@ def test_the_command_tells_what_it_wrote_and_notes_what_it_found(folder, tmp_pat
     (tmp_path / "out" / "000000" / "unit.json").unlink()
     (tmp_path / "out" / "000000" / "train_000000.bin").unlink()
     assert main(["data", "verify", out]) == 6
+
+
+def test_a_log_has_the_rate_and_the_time_left(folder, tmp_path, capsys, monkeypatch):
+    monkeypatch.setattr("tiedgpt.cli.data.LOG_SECONDS", 0)
+    arguments = ["--out", str(tmp_path / "out"), "--tokenizer", "char", "--workers", "1"]
+    assert main(["data", "prepare", str(folder), *arguments]) == 0
+    lines = " ".join(capsys.readouterr().err.split()).split("note: ")
+    told = [line for line in lines if line.startswith("encoding: ")]
+    assert len(told) > 8
+    assert re.fullmatch(
+        r"encoding: [\d,.]+ \w+ of [\d,.]+ \w+, [\d,.]+ \w+/s, \d+ minutes left ?", told[3]
+    )
 
 
 @pytest.mark.parametrize("part", ["0/2", "3/2", "2", "a/b", "1/0"])

@@ -49,7 +49,8 @@ def in_processes(workers: int) -> Encode:
         except BrokenProcessPool:
             raise NoRoomError(
                 "a process that encodes was killed, perhaps for the memory that it took",
-                hint="the same command goes on; give fewer --workers",
+                hint="the same command goes on; give fewer --workers, or call this in a script "
+                "under `if __name__ == '__main__':`",
             ) from None
         finally:
             ours.close()

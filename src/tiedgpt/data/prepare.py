@@ -382,6 +382,9 @@ def prepare_data(
         if not all(is_done(directory, number) for number in range(len(plan.units))):
             return None
         preparation.require_unchanged()
+        if n_parts == 1:
+            return _finish(directory, plan, preparation)
+    with _locked(directory, wait=True):  # several parts may have ended at once
         return _finish(directory, plan, preparation)
 
 
