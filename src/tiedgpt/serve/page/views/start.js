@@ -41,7 +41,8 @@ function Path({ state, update }) {
   const stages = [["the token", "text", html`<${Piece} text=${positions.pieces[pin]} /> is number ${pin} in the text and ${
     count(positions.ids[pin])} in the vocabulary.`]];
   if (dot.data) stages.push(...numbers(dot.data, info, state.dark, looks(heads.data, pin), words(lens.data, pin)));
-  return html`<${Panel} title=${html`The way from <q><${Piece} text=${positions.pieces[pin]} /></q> to the next token`} found=${dot}
+  return html`<${Panel} title=${html`The way from <q><${Piece} text=${positions.pieces[pin]} /></q> to the next token`}
+      found=${[dot, lens, heads].find(({ busy }) => busy) ?? dot}
       says="From top to bottom, with this model's numbers. Each stage opens the view that shows more of it.">
     <ol class="path">${stages.map(([name, view, content, kind]) => html`<li key=${name} class=${kind ?? ""}>
       <button type="button" onClick=${() => update({ view })}>${name}</button><div>${content}</div></li>`)}</ol><//>`;
