@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from itertools import groupby, islice
 from typing import Any, NamedTuple
 
@@ -43,27 +42,25 @@ Record = Mapping[str, Any]
 Answer = dict[str, Any]
 
 
-@dataclass(frozen=True)
-class Input:
+class Input(NamedTuple):
     """A record as ids: one row, or one for each choice."""
 
-    rows: tuple[list[int], ...]
+    rows: list[list[int]]
     text: str = ""
-    words: Sequence[str] = ()
     places: Sequence[int] = ()
     """Of words the last tokens; of a text the bytes at which its tokens begin."""
     offset: int = 0
     """Characters of the text before those that are asked about."""
-    is_cut: bool = False
-    """Whether the model's context is too short for it."""
 
 
 class Kind(NamedTuple):
     """How a head is asked: the fields of a record, and what reads and answers it."""
 
     fields: str
-    read: Callable[[Record, Tokenizer, int], Input]
+    read: Callable[[Record, Tokenizer], Input]
     answer: Callable[[Any, list[Input]], list[Answer]]
+    keeps_end: bool = False
+    """Whether of a text that is too long the end is read."""
 
 
 def open_head(source: str | os.PathLike[str]) -> Head:
@@ -99,29 +96,32 @@ def predict(
     if kind is None:
         raise UserError(f"{type(head).__name__} has nothing to say of a text")
     context = head.gpt.config.n_positions
+    cut = slice(-context, None) if kind.keeps_end else slice(context)
 
     def read() -> Iterator[Input]:
         for number, record in enumerate(records, start=1):
             try:
-                yield kind.read(record, tokenizer, context)
+                yield kind.read(record, tokenizer)
             except UserError as error:
                 raise UserError(f"record {number}: {error}; one is {kind.fields}") from None
 
-    each_input = read()
-    while inputs := list(islice(each_input, batch_size)):
+    inputs = read()
+    while some := list(islice(inputs, batch_size)):
         with torch.no_grad():
-            answers = kind.answer(head, inputs)
-        for each, answer in zip(inputs, answers, strict=True):
-            yield answer | ({"cut": True} if each.is_cut else {})
+            shortened = [each._replace(rows=[row[cut] for row in each.rows]) for each in some]
+            answers = kind.answer(head, shortened)
+        for each, answer in zip(some, answers, strict=True):
+            is_cut = max(map(len, each.rows)) > context
+            yield answer | ({"cut": True} if is_cut else {})
 
 
 def _field(record: Record, name: str, kind: Any = str) -> Any:
+    """Return a text, or a list of texts, with something in it."""
     value: Any = record.get(name)
-    if not isinstance(value, kind) or not value or (kind is str and not value.strip()):
-        what = "text" if kind is str else "list"
-        raise UserError(f"no {what} in the field {name!r}")
-    if kind is list and not all(isinstance(each, str) and each.strip() for each in value):
-        raise UserError(f"{name!r} must be a list of texts")
+    each = value if isinstance(value, list) else [value]
+    is_text = all(isinstance(text, str) and text.strip() for text in each)
+    if not (isinstance(value, kind) and value and is_text):
+        raise UserError(f"no {'text' if kind is str else 'list of texts'} in the field {name!r}")
     return value
 
 
@@ -131,10 +131,8 @@ def _pad(head: Head, inputs: list[Input]) -> tuple[Tensor, ...]:
     return tuple(tensor.to(head.gpt.wte.weight.device) for tensor in pad(rows))
 
 
-def _read_text(record: Record, tokenizer: Tokenizer, context: int) -> Input:
-    text = _field(record, "text")
-    ids = tokenizer.encode(text)
-    return Input((ids[:context],), text, is_cut=len(ids) > context)
+def _read_text(record: Record, tokenizer: Tokenizer) -> Input:
+    return Input([tokenizer.encode(_field(record, "text"))])
 
 
 def _label(head: SequenceClassifier, inputs: list[Input]) -> list[Answer]:
@@ -146,15 +144,13 @@ def _label(head: SequenceClassifier, inputs: list[Input]) -> list[Answer]:
     return answers
 
 
-def _read_words(record: Record, tokenizer: Tokenizer, context: int) -> Input:
+def _read_words(record: Record, tokenizer: Tokenizer) -> Input:
     if "tokens" in record:
-        words = _field(record, "tokens", list)
-        ids, last = word_ids(tokenizer, words)
-        return Input((ids[:context],), "", words, last, is_cut=len(ids) > context)
+        ids, last = word_ids(tokenizer, _field(record, "tokens", list))
+        return Input([ids], places=last)
     text = _field(record, "text")
     ids = tokenizer.encode(text)
-    starts = token_starts(ids, tokenizer, text)
-    return Input((ids[:context],), text, places=starts, is_cut=len(ids) > context)
+    return Input([ids], text, token_starts(ids, tokenizer, text))
 
 
 def _tag(head: TokenClassifier, inputs: list[Input]) -> list[Answer]:
@@ -164,7 +160,7 @@ def _tag(head: TokenClassifier, inputs: list[Input]) -> list[Answer]:
     for each, probabilities, labels in zip(inputs, best.tolist(), numbers.tolist(), strict=True):
         n = len(each.rows[0])
         names = [head.labels[number] for number in labels[:n]]
-        if each.words:
+        if not each.text:
             seen = [at for at in each.places if at < n]
             likely = [probabilities[at] for at in seen]
             answers.append({"labels": [names[at] for at in seen], "probabilities": likely})
@@ -181,12 +177,9 @@ def _tag(head: TokenClassifier, inputs: list[Input]) -> list[Answer]:
     return answers
 
 
-def _read_choices(record: Record, tokenizer: Tokenizer, context: int) -> Input:
-    choices = _field(record, "choices", list)
-    texts = choice_texts(_field(record, "text"), choices)
-    rows = [tokenizer.encode(text) for text in texts]
-    is_cut = max(map(len, rows)) > context
-    return Input(tuple(row[-context:] for row in rows), words=choices, is_cut=is_cut)
+def _read_choices(record: Record, tokenizer: Tokenizer) -> Input:
+    texts = choice_texts(_field(record, "text"), _field(record, "choices", list))
+    return Input([tokenizer.encode(text) for text in texts])
 
 
 def _choose(head: MultipleChoice, inputs: list[Input]) -> list[Answer]:
@@ -199,47 +192,34 @@ def _choose(head: MultipleChoice, inputs: list[Input]) -> list[Answer]:
     return answers
 
 
-def _read_question(record: Record, tokenizer: Tokenizer, context: int) -> Input:
-    question, about = _field(record, "question"), _field(record, "context")
-    text, offset = question_text(question, about)
+def _read_question(record: Record, tokenizer: Tokenizer) -> Input:
+    text, offset = question_text(_field(record, "question"), _field(record, "context"))
     ids = tokenizer.encode(text)
-    starts = token_starts(ids, tokenizer, text)
-    each = Input((ids[:context],), text, (), starts, offset, is_cut=len(ids) > context)
-    if _question_tokens(each) >= context:
-        raise UserError(f"the question leaves no room for a text in {context} tokens")
-    return each
-
-
-def _question_tokens(each: Input) -> int:
-    """Return how many tokens have no byte of what is searched."""
-    begin = len(each.text[: each.offset].encode())
-    ends = [*each.places[1:], len(each.text.encode())]
-    return sum(end <= begin for end in ends)
+    return Input([ids], text, token_starts(ids, tokenizer, text), offset)
 
 
 def _find(head: SpanFinder, inputs: list[Input]) -> list[Answer]:
     logits = head(*_pad(head, inputs)).float()
     for row, each in zip(logits, inputs, strict=True):
-        row[: _question_tokens(each)] = -torch.inf
+        begin = len(each.text[: each.offset].encode())
+        ends = [*each.places[1:], len(each.text.encode())]
+        n_asked = sum(end <= begin for end in ends)  # tokens of the question
+        if n_asked >= len(each.rows[0]):
+            raise UserError(f"a question of {n_asked} tokens leaves no room for a text")
+        row[:n_asked] = -torch.inf
     spans, likely = best_spans(logits).tolist(), logits.softmax(1)
     answers = []
     for row, each, (first, last) in zip(likely, inputs, spans, strict=True):
         start, end = find_characters(each.places, each.text, first, last)
         start = max(start, each.offset)
-        answers.append(
-            {
-                "from": start - each.offset,
-                "to": end - each.offset,
-                "text": each.text[start:end],
-                "probability": float(row[first, 0] * row[last, 1]),
-            }
-        )
+        place = {"from": start - each.offset, "to": end - each.offset, "text": each.text[start:end]}
+        answers.append(place | {"probability": float(row[first, 0] * row[last, 1])})
     return answers
 
 
 KINDS: dict[type[Head], Kind] = {
     SequenceClassifier: Kind('{"text": ..}', _read_text, _label),
     TokenClassifier: Kind('{"text": ..} or {"tokens": [..]}', _read_words, _tag),
-    MultipleChoice: Kind('{"text": .., "choices": [..]}', _read_choices, _choose),
+    MultipleChoice: Kind('{"text": .., "choices": [..]}', _read_choices, _choose, True),
     SpanFinder: Kind('{"question": .., "context": ..}', _read_question, _find),
 }

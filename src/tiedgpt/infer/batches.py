@@ -56,25 +56,23 @@ def read_prompts(path: Path, config: GenerationConfig, field: str = "prompt") ->
     """
     lines = list[PromptLine]()
     with reading(path, "file of prompts"), path.open("rb") as file:
-        if path.suffix.lower() in JSON_LINES:
+        if path.suffix.lower() not in JSON_LINES:
+            texts = enumerate(file.read().decode("utf-8-sig").split("\n"), start=1)
+            lines = [PromptLine(n, x.removesuffix("\r"), config) for n, x in texts if x.strip()]
+        else:
             for place, record in read_json_lines(file, str(path), EXPECTED):
                 try:
-                    prompt, own = _read_record(record, field, config)
+                    lines.append(_read_record(record, field, config, place))
                 except (UserError, TypeError) as error:
                     raise CorruptInputError(f"{place}: {error}") from None
-                lines.append(PromptLine(int(place.rpartition(":")[2]), prompt, own))
-        else:
-            texts = file.read().decode("utf-8-sig").split("\n")
-            each = ((n, text.removesuffix("\r")) for n, text in enumerate(texts, start=1))
-            lines = [PromptLine(n, text, config) for n, text in each if text.strip()]
     if not lines:
         raise UserError(f"{path} holds no prompt")
     return lines
 
 
 def _read_record(
-    record: Mapping[str, Any], field: str, config: GenerationConfig
-) -> tuple[Prompt, GenerationConfig]:
+    record: Mapping[str, Any], field: str, config: GenerationConfig, place: str
+) -> PromptLine:
     """Return what a line of `.jsonl` says; raise `UserError` or `TypeError`."""
     prompt: Any = record.get(field)
     options = record.get("options", {})
@@ -83,13 +81,12 @@ def _read_record(
         raise UserError(f"no text and no ids in the field {field!r}; a line is {EXPECTED}")
     if not isinstance(options, dict):
         raise UserError(f"`options` must be an object, got {options!r}")
-    names = {each.name for each in fields(GenerationConfig)}
-    if misplaced := names & record.keys() - {field}:
+    if misplaced := {each.name for each in fields(config)} & record.keys() - {field}:
         raise UserError(f"{', '.join(sorted(misplaced))} must be in `options`")
     if isinstance(bias := options.get("logit_bias"), dict):  # JSON's keys are texts
         ids = {int(id) if id.isdecimal() else id: value for id, value in bias.items()}
         options = options | {"logit_bias": ids}
-    return prompt, with_options(config, options)
+    return PromptLine(int(place.rpartition(":")[2]), prompt, with_options(config, options))
 
 
 def complete(
@@ -112,36 +109,32 @@ def complete(
             continue
         while pending and sum(each.config.n_samples for each, *_ in pending) + n > MOST_PENDING:
             yield from _results(*pending.popleft())
-        texts = _submit(engine, line, range(draws[key] - n, draws[key]))
+        one = with_options(line.config, {"n": 1, "best_of": None})
+        texts: list[Generation] | UserError
+        try:
+            numbers = range(draws[key] - n, draws[key])
+            texts = [engine.submit(line.prompt, one, draw=draw) for draw in numbers]
+        except UserError as error:
+            texts = error
         pending.append((line, n_seen, texts))
     while pending:
         yield from _results(*pending.popleft())
-
-
-def _submit(engine: Engine, line: PromptLine, draws: range) -> list[Generation] | UserError:
-    """Send a prompt to the engine, once for each text; return the error of one that is refused."""
-    one = with_options(line.config, {"n": 1, "best_of": None})
-    try:
-        return [engine.submit(line.prompt, one, draw=draw) for draw in draws]
-    except UserError as error:
-        return error
 
 
 def _results(
     line: PromptLine, n_seen: int, texts: list[Generation] | UserError
 ) -> Iterator[PromptResult]:
     """Wait for the texts of a prompt, with `best_of` the best; yield all but the first `n_seen`."""
+    number, prompt, n = line.line, line.prompt, line.config.n
     try:
         if isinstance(texts, UserError):
             raise texts
-        completions = [generation.result() for generation in texts]
+        found = [generation.result() for generation in texts]
     except UserError as error:
-        failed = PromptResult(line.line, line.prompt, "", "error", [], [], str(error))
-        yield from [failed] * (line.config.n - n_seen)
+        failed = PromptResult(number, prompt, "", "error", [], [], str(error))
+        yield from [failed] * (n - n_seen)
         return
     if line.config.best_of is not None:
-        completions.sort(key=lambda each: each.mean_logprob, reverse=True)
-    for each in completions[n_seen : line.config.n]:
-        yield PromptResult(
-            line.line, line.prompt, each.text, each.finish_reason, each.ids, each.logprobs
-        )
+        found.sort(key=lambda each: each.mean_logprob, reverse=True)
+    for x in found[n_seen:n]:
+        yield PromptResult(number, prompt, x.text, x.finish_reason, x.ids, x.logprobs)

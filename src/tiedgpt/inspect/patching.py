@@ -74,10 +74,8 @@ class Patching(Result):
         )
 
     def _scored(self) -> str:
-        answer = visible(self.words[self.answer], 12)
-        return f"log P({answer})" + (
-            f" - log P({visible(self.words[self.wrong], 12)})" if self.wrong >= 0 else ""
-        )
+        named = [id for id in (self.answer, self.wrong) if id >= 0]
+        return " - ".join(f"log P({visible(self.words[id], 12)})" for id in named)
 
     def figure(self) -> Figure:
         """Return the share that comes back, by layer and position, and by layer and head."""
@@ -114,19 +112,17 @@ def patch(
     other = open_subject(gpt, clean.tokenizer, corrupted)
     n_tokens, n_other = clean.ids.shape[1], other.ids.shape[1]
     if n_tokens != n_other:
-        raise UserError(
-            f"must have the {n_tokens} tokens of the text, got {n_other}",
-            option="corrupted",
-            hint="replace words by others of as many tokens",
-        )
+        problem = f"must have the {n_tokens} tokens of the text, got {n_other}"
+        hint = "replace words by others of as many tokens"
+        raise UserError(problem, option="corrupted", hint=hint)
     size = gpt.config.vocab_size
     right = token_id(answer, clean.tokenizer, size, "answer")
-    foil = None if wrong == -1 else token_id(wrong, clean.tokenizer, size, "wrong")
+    foil = -1 if wrong == -1 else token_id(wrong, clean.tokenizer, size, "wrong")
 
     def measure(states: Tensor) -> Tensor:
         """(B, T, D) before the final norm -> (B,)."""
         logprobs = logits_of(gpt, gpt.ln_f(states[None, :, -1])).log_softmax(-1)
-        return logprobs[:, right] - (0 if foil is None else logprobs[:, foil])
+        return logprobs[:, right] - (logprobs[:, foil] if foil >= 0 else 0)
 
     n_layer, n_head, width = gpt.config.n_layer, gpt.config.n_head, gpt.config.head_dim
     each_position = torch.eye(n_tokens, dtype=torch.bool)[..., None]  # (T, T, 1)
@@ -143,15 +139,15 @@ def patch(
                 )
             if progress is not None:
                 progress(layer + 1, n_layer)
-        whole = float(measure(kept["residual"][-1])[0]), float(measure(last)[0])
-    named = np.array([right] if foil is None else [right, foil])
+        ends = [float(measure(state)[0]) for state in (kept["residual"][-1], last)]
+    named = np.array([right, foil if foil >= 0 else right])
     return Patching(
         **clean.text(numpy(other.ids[0]), named),
         corrupted_ids=numpy(other.ids[0]),
         answer=right,
-        wrong=-1 if foil is None else foil,
-        clean=whole[0],
-        corrupted=whole[1],
+        wrong=foil,
+        clean=ends[0],
+        corrupted=ends[1],
         **scores,
     )
 

@@ -94,10 +94,8 @@ def direction(
     n_layer = gpt.config.n_layer
     at = n_layer // 2 if layer is None else index(layer, n_layer, "layer")
     with inference(gpt):
-        up, down = (
-            _states_of(gpt, found, texts, at, name)
-            for name, texts in (("toward", toward), ("away", away))
-        )
+        up = _states_of(gpt, found, toward, at, "toward")
+        down = _states_of(gpt, found, away, at, "away")
         vector, middle = up.mean(0) - down.mean(0), (up.mean(0) + down.mean(0)) / 2
         norm = float(vector.norm())
         if not norm:
@@ -130,8 +128,7 @@ def _states_of(
         raise UserError("must have at least one text", option=name)
     means = []
     for text in each:
-        ids = open_subject(model, tokenizer, text).ids
-        states = list(model.states(ids))[layer + 1][0]  # the first is before layer 0
+        states = list(model.states(open_subject(model, tokenizer, text).ids))[layer + 1][0]
         means.append(states[min(1, len(states) - 1) :].mean(0))
     return torch.stack(means).to(torch.promote_types(model.wte.weight.dtype, torch.float32))
 
@@ -177,8 +174,6 @@ def read_direction(path: Path) -> tuple[int, np.ndarray]:
     layer, vector = found.get("layer"), found.get("vector")
     is_vector = isinstance(vector, list) and all(type(x) in (int, float) for x in vector)
     if type(layer) is not int or not vector or not is_vector:
-        raise CorruptInputError(
-            f"{path} holds no direction",
-            hint="write one with `tiedgpt inspect direction --format json`",
-        )
+        hint = "write one with `tiedgpt inspect direction --format json`"
+        raise CorruptInputError(f"{path} holds no direction", hint=hint)
     return layer, np.array(vector, np.float32)

@@ -23,14 +23,12 @@ if TYPE_CHECKING:
     from tiedgpt.text.tokenizer import Tokenizer
 
 TEXTS = (
-    "README.md", "config.json", "generation_config.json", "tokenizer.json", "tokenizer_config.json",
-    "vocab.json", "merges.txt", "special_tokens_map.json", "chat_template.jinja",
-    "model.safetensors.index.json",
+    "README.md", "config.json", "generation_config.json", "tokenizer_config.json",
+    "special_tokens_map.json", "chat_template.jinja", "model.safetensors.index.json",
 )  # fmt: skip
-"""Files of a model directory that are sent as they are, but for paths."""
-UNTOUCHED = ("tokenizer.json", "vocab.json", "merges.txt")
-"""Those of tokens, which may look like paths."""
-WEIGHTS = "*.safetensors"
+"""Files of a model directory that are sent without paths of this machine."""
+TOKENS = ("tokenizer.json", "vocab.json", "merges.txt")
+"""Files that are sent as they are: tokens may look like paths."""
 MESSAGE = "Upload a model by tiedgpt"
 
 
@@ -73,24 +71,22 @@ def push(
     is_name = HUB_NAME.fullmatch(repo) and not repo.startswith((".", "-"))
     if not is_name or repo.count("/") != 1 or len(repo) > 96:
         raise UserError(f"{repo!r} is no repository", hint="give owner/name")
-    weights = sorted(directory.glob(WEIGHTS)) if directory.is_dir() else []
+    weights = sorted(directory.glob("*.safetensors")) if directory.is_dir() else []
     if not weights or not (directory / "config.json").is_file():
-        raise UserError(
-            f"{directory} is no directory with config.json and safetensors",
-            hint="make one with `tiedgpt convert MODEL out --to transformers`",
-        )
-    contents: dict[str, bytes | Path] = {path.name: path for path in weights}
-    cleaned = []
-    texts = [directory / name for name in TEXTS if (directory / name).is_file()]
-    for path in [*texts, *more]:
+        hint = "make one with `tiedgpt convert MODEL out --to transformers`"
+        problem = f"{directory} is no directory with config.json and safetensors"
+        raise UserError(problem, hint=hint)
+    named = [directory / name for name in (*TEXTS, *TOKENS)]
+    paths, cleaned = set(paths), []
+    contents: dict[str, bytes | Path] = {}
+    for path in [*weights, *filter(Path.is_file, named), *more]:
         contents[path.name] = path
-        if path.suffix == ".gguf" or path.name in UNTOUCHED:
-            continue
-        with reading(path, "text in UTF-8"):
-            text = path.read_text(encoding="utf-8")
-        if (clean := without_paths(text, directory, paths)) != text:
-            contents[path.name] = clean.encode()
-            cleaned.append(path.name)
+        if path.name in TEXTS or path.suffix == ".Modelfile":
+            with reading(path, "text in UTF-8"):
+                text = path.read_text(encoding="utf-8")
+            if (clean := without_paths(text, directory, paths)) != text:
+                contents[path.name] = clean.encode()
+                cleaned.append(path.name)
     sizes = {
         name: len(held) if isinstance(held, bytes) else held.stat().st_size
         for name, held in contents.items()
@@ -101,7 +97,7 @@ def push(
 
 def without_paths(text: str, directory: Path, paths: Iterable[str]) -> str:
     """Return a text with each path of this machine replaced by its last part."""
-    for path in sorted({path for path in paths if "/" in path}, key=len, reverse=True):
+    for path in sorted((path for path in paths if "/" in path), key=len, reverse=True):
         for spelling in (path, json.dumps(path)[1:-1]):
             text = re.sub(rf"(?<![\w./]){re.escape(spelling)}(?![\w/])", Path(path).name, text)
     places = {Path.home(), Path.cwd(), directory.resolve()} - {Path("/")}
