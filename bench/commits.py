@@ -1,0 +1,205 @@
+"""Two checkouts in turn, to see whether a change costs speed.
+
+    git worktree add ../old COMMIT
+    python bench/commits.py ../old [--only load train recipe generate] [--rounds 9]
+
+Each checkout has one process for each group of works; a round asks both for the same work, in
+alternating order. "recipe" runs `tiedgpt train` itself, a process each time. The ratio is the
+median over rounds of old seconds over new seconds: above 1 the new checkout is faster. Weights are
+random, text is the standard library's source.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import statistics
+import subprocess
+import sys
+import sysconfig
+import tempfile
+import time
+from argparse import ArgumentParser
+from collections.abc import Callable
+from contextlib import nullcontext
+from itertools import count
+from pathlib import Path
+
+NEW = Path(__file__).parents[1]
+CHARACTERS = 1_500_000
+GPT2 = {"vocab_size": 50257, "n_layer": 12, "n_head": 12, "n_embd": 768, "n_positions": 1024}
+SMALL = {"vocab_size": 2048, "n_layer": 6, "n_head": 8, "n_embd": 256, "n_positions": 128}
+MODELS = {"5M": SMALL, "gpt2": GPT2}
+SHAPES = {"5M, 16 x 128": (SMALL, 16), "124M, 4 x 512": (GPT2 | {"n_positions": 512}, 4)}
+RECIPES = (("tiny", "bf16", 150), ("little", "bf16", 80), ("mini", "bf16", 45),
+           ("tiny", "fp32", 120), ("little", "fp32", 60), ("mini", "fp32", 30))  # fmt: skip
+GREEDY, TOP_P = {"temperature": 0.0}, {"top_p": 0.9, "seed": 1}
+Work = Callable[[], object]
+
+
+def load_works(models: Path) -> dict[str, Work]:
+    """Return works that load models."""
+    from tiedgpt import GPT
+
+    return {f"load {name}": lambda name=name: GPT.from_pretrained(models / name) for name in MODELS}
+
+
+def train_works(models: Path) -> dict[str, Work]:
+    """Return steps of AdamW, plain and fast."""
+    import torch
+
+    from tiedgpt import GPT, GPTConfig
+    from tiedgpt.train import fast_training
+
+    works: dict[str, Work] = {}
+    no_dropout = dict.fromkeys(("embd_pdrop", "attn_pdrop", "resid_pdrop"), 0.0)
+    for name, (shape, rows) in SHAPES.items():
+        config = GPTConfig(**shape, **no_dropout)
+        model = GPT(config).train()
+        adamw = torch.optim.AdamW(model.parameters(), lr=1e-4, fused=True)
+        ids = torch.randint(0, config.vocab_size, (rows, config.n_positions + 1))
+        for dtype in ("fp32", "bf16"):
+
+            def step(model=model, adamw=adamw, ids=ids, dtype=dtype, fast=True) -> None:
+                with fast_training(model) if fast else nullcontext():
+                    with torch.autocast("cpu", torch.bfloat16, enabled=dtype == "bf16"):
+                        loss = model.loss(ids[:, :-1], ids[:, 1:])
+                    adamw.zero_grad()
+                    loss.backward()
+                    adamw.step()
+
+            works[f"step {name} {dtype}"] = step
+            if rows > 4:
+                works[f"step {name} {dtype} plain"] = lambda step=step: step(fast=False)
+    return works
+
+
+def generate_works(models: Path) -> dict[str, Work]:
+    """Return 48 tokens of one and of eight sequences, and a prompt of 512."""
+    from tiedgpt.infer import Engine
+    from turns import prompts
+
+    works: dict[str, Work] = {}
+    for precision in ("int8", "int4", "bf16", "fp32"):
+        generate = Engine(models / "gpt2", precision=precision).generate
+        for name, n, options in (("1", 1, GREEDY), ("8", 8, GREEDY), ("8 top_p", 8, TOP_P)):
+            works[f"{precision} {name}"] = lambda generate=generate, n=n, options=options: generate(
+                prompts(n, 32), max_new_tokens=48, **options
+            )
+        numbers = count(1)  # no prompt comes twice: its keys and values would be kept
+        works[f"{precision} prompt of 512"] = lambda generate=generate, numbers=numbers: generate(
+            prompts(next(numbers), 512)[-1:], max_new_tokens=1
+        )
+    return works
+
+
+GROUPS = {"load": load_works, "train": train_works, "generate": generate_works}
+
+
+def serve(group: str, models: Path) -> None:
+    """Do the works of a group that are asked for on standard input; print their seconds."""
+    works = GROUPS[group](models)
+    print(json.dumps(list(works)), flush=True)
+    for line in sys.stdin:
+        began = time.perf_counter()
+        works[line.strip()]()
+        print(time.perf_counter() - began, flush=True)
+
+
+class Checkout:
+    """A checkout whose works are done in one process."""
+
+    def __init__(self, tree: Path, group: str, models: Path) -> None:
+        self.process = subprocess.Popen(
+            [sys.executable, __file__, "--serve", group, str(models)],
+            env=os.environ | {"PYTHONPATH": str(tree / "src")},
+            stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True,
+        )  # fmt: skip
+        assert self.process.stdout is not None
+        self.names: list[str] = json.loads(self.process.stdout.readline())
+
+    def seconds(self, name: str) -> float:
+        """Do a work; return its seconds."""
+        assert self.process.stdin is not None and self.process.stdout is not None
+        print(name, file=self.process.stdin, flush=True)
+        return float(self.process.stdout.readline())
+
+
+def seconds_a_token(tree: Path, recipe: tuple[str, str, int], text: Path, out: Path) -> float:
+    """Train by the command line; return the median seconds a token after three steps."""
+    size, dtype, steps = recipe
+    shutil.rmtree(out, ignore_errors=True)
+    subprocess.run(
+        [sys.executable, "-m", "tiedgpt", "train", text, "--out", out, "--size", size,
+         "--dtype", dtype, "--steps", str(steps)],
+        env=os.environ | {"PYTHONPATH": str(tree / "src")}, check=True, capture_output=True,
+    )  # fmt: skip
+    rows = map(json.loads, (out / "metrics.jsonl").read_text().splitlines())
+    rates = [row["tokens_per_second"] for row in rows if "tokens_per_second" in row]
+    return 1 / statistics.median(rates[3:])
+
+
+def compare(name: str, rounds: int, old: Callable[[], float], new: Callable[[], float]) -> None:
+    """Call both in turn; print the medians and the ratio with its quartiles."""
+    pairs = []
+    for number in range(rounds):
+        first, second = (old, new) if number % 2 else (new, old)
+        pair = first(), second()
+        pairs.append(pair if number % 2 else pair[::-1])
+    before, after = (statistics.median(side) for side in zip(*pairs, strict=True))
+    low, middle, high = statistics.quantiles([a / b for a, b in pairs], n=4)
+    print(
+        f"{name:28} old {before:.4g} s  new {after:.4g} s  old/new {middle:.3f} "
+        f"[{low:.3f}, {high:.3f}]",
+        flush=True,
+    )
+
+
+def main() -> None:
+    """Compare."""
+    parser = ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("old", type=Path, help="another checkout of this repository")
+    parser.add_argument("--only", nargs="+", choices=[*GROUPS, "recipe"])
+    parser.add_argument("--rounds", type=int, default=9)
+    given = parser.parse_args()
+    only = given.only or [*GROUPS, "recipe"]
+    with tempfile.TemporaryDirectory() as folder:
+        make_models(Path(folder))
+        for group in (group for group in GROUPS if group in only):
+            old, new = (Checkout(tree, group, Path(folder)) for tree in (given.old, NEW))
+            for name in new.names:
+                old.seconds(name), new.seconds(name)
+                compare(
+                    name, given.rounds,
+                    lambda name=name, old=old: old.seconds(name),
+                    lambda name=name, new=new: new.seconds(name),
+                )  # fmt: skip
+            for checkout in (old, new):
+                checkout.process.kill()
+        for recipe in RECIPES if "recipe" in only else ():
+            old, new = (
+                lambda tree=tree, recipe=recipe: seconds_a_token(
+                    tree, recipe, Path(folder, "text.txt"), Path(folder, "run")
+                )
+                for tree in (given.old, NEW)
+            )
+            compare("recipe {} {}, a token".format(*recipe), max(2, given.rounds // 3), old, new)
+
+
+def make_models(folder: Path) -> None:
+    """Save the models with random weights, and the text."""
+    from tiedgpt import GPT, GPTConfig
+
+    for name, shape in MODELS.items():
+        GPT(GPTConfig(**shape)).save_pretrained(folder / name)
+    sources = sorted(Path(sysconfig.get_path("stdlib")).glob("*.py"))
+    text = "\n".join(path.read_text(encoding="utf-8", errors="replace") for path in sources)
+    (folder / "text.txt").write_text(text[:CHARACTERS], encoding="utf-8")
+
+
+if __name__ == "__main__":
+    if sys.argv[1:2] == ["--serve"]:
+        serve(sys.argv[2], Path(sys.argv[3]))
+    else:
+        main()
