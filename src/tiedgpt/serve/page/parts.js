@@ -323,7 +323,7 @@ export function Odds({ rows, onPick, none = "cut" }) {
   const wide = (p) => ({ width: `${(100 * (p ?? 0)) / most}%` });
   const tag = onPick ? "button" : "div";
   return html`<ol class="odds">${rows.map(({ id, piece, place, p, after, mark }, k) => html`<li key=${id}
-      class=${`${k && place > rows[k - 1].place + 1 ? "apart" : ""} ${mark ? "true" : ""} ${after === null && none === "cut" ? "cut" : ""}`}>
+      class=${`${k && place > rows[k - 1].place + 1 ? "apart" : ""} ${mark ? "true" : ""} ${after === undefined ? "" : "pair"} ${after === null && none === "cut" ? "cut" : ""}`}>
     <${tag} class="odd" onClick=${onPick && (() => onPick(id))}><span class="place">${count(place)}</span>
       <span class="what"><${Piece} text=${piece} />${mark && html`<small> ● ${mark}</small>`}</span>
       <span class="line"><span style=${wide(p)}></span>${after !== undefined && html`<span class="after" style=${wide(after)}></span>`}</span>

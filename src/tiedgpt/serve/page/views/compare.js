@@ -18,7 +18,7 @@ export default function Compare({ state, update }) {
   const b = useCall(isModel ? "/beside/inspect/positions" : "/inspect/positions", ready ? { ...(isModel ? subject : second), top: TOP } : null);
   const model = useCall("/beside/inspect/model", isModel ? undefined : null).data;
   const isThere = a.data && b.data && !a.error && !b.error;
-  const names = isModel ? [info.name, info.beside] : ["The text", "The second text"];
+  const names = isModel ? [info.name, info.beside === info.name ? `${info.beside}, beside it` : info.beside] : ["The text", "The second text"];
   return html`
     <${Panel} title=${isModel ? "The same text, read by two models" : "The same words, after another beginning"}
       found=${found.error ? found : a.error ? a : b}
