@@ -138,7 +138,8 @@ def main() -> None:
         "versions": {name: version(name) for name in ("datasets", "tokenizers", "tiktoken")},
         "megabytes of text": given.megabytes,
         "letters of a document": given.letters,
-        "tokenizer": given.tokenizer or "8,192 of the text",
+        "tokenizer": Path(given.tokenizer).name if given.tokenizer else "8,192 of the text",
+        "processes that wanted a core (load average of 15 minutes)": os.getloadavg()[2],
         "rounds": rounds,
         "seconds and peak MB of a process": medians,
     }
