@@ -144,7 +144,7 @@ def test_a_text_that_is_longer_than_the_context_is_cut_and_says_so(kind, head, t
 
 def test_what_is_no_record_and_no_head_is_told(head, tokenizer, tmp_path):
     records = [{"text": "a"}, {"text": " "}]
-    with pytest.raises(UserError, match=r"record 2: no text in the field 'text'; one is \{"):
+    with pytest.raises(UserError, match=r"record 2: the field 'text' is empty; one is \{"):
         list(predict(head(SequenceClassifier), tokenizer, records))
     with pytest.raises(UserError, match="FeatureExtractor has nothing to say"):
         list(predict(head(FeatureExtractor), tokenizer, records))

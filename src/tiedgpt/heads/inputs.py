@@ -1,13 +1,42 @@
-"""How texts, words, choices and questions become ids, the same in training and afterwards."""
+"""How records are read and their texts become ids, the same in training and afterwards."""
 
 from __future__ import annotations
 
 from bisect import bisect_right
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from itertools import accumulate
+from typing import Any
 
 from tiedgpt.errors import UserError
 from tiedgpt.text import Tokenizer
+
+
+def read_text(record: Mapping[str, Any], field: str) -> str:
+    """Return the text in a field; `UserError` where there is none, or it is blank."""
+    value = record.get(field)
+    if not isinstance(value, str):
+        held = ", ".join(map(repr, record)) or "nothing"
+        raise UserError(f"no string in the field {field!r}; it holds {held}")
+    if not value.strip():
+        raise UserError(f"the field {field!r} is empty")
+    return value
+
+
+def read_list(record: Mapping[str, Any], field: str) -> list[Any]:
+    """Return the list in a field; `UserError` where there is none, or it is empty."""
+    value = record.get(field)
+    if not isinstance(value, list) or not value:
+        raise UserError(f"no list in the field {field!r}")
+    return value
+
+
+def read_texts(record: Mapping[str, Any], field: str) -> list[str]:
+    """Return the list of texts in a field; `UserError` where one is no text, or blank."""
+    values = read_list(record, field)
+    for value in values:
+        if not isinstance(value, str) or not value.strip():
+            raise UserError(f"{value!r} in {field!r} is no text")
+    return values
 
 
 def word_ids(tokenizer: Tokenizer, words: Sequence[str]) -> tuple[list[int], list[int]]:

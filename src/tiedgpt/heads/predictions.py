@@ -21,6 +21,8 @@ from tiedgpt.heads.inputs import (
     choice_texts,
     find_characters,
     question_text,
+    read_text,
+    read_texts,
     token_starts,
     word_ids,
 )
@@ -115,24 +117,14 @@ def predict(
             yield answer | ({"cut": True} if is_cut else {})
 
 
-def _field(record: Record, name: str, kind: Any = str) -> Any:
-    """Return a text, or a list of texts, with something in it."""
-    value: Any = record.get(name)
-    each = value if isinstance(value, list) else [value]
-    is_text = all(isinstance(text, str) and text.strip() for text in each)
-    if not (isinstance(value, kind) and value and is_text):
-        raise UserError(f"no {'text' if kind is str else 'list of texts'} in the field {name!r}")
-    return value
-
-
 def _pad(head: Head, inputs: list[Input]) -> tuple[Tensor, ...]:
     """Return ids (B, T) and lengths (B,) on the head's device."""
     rows = [row for each in inputs for row in each.rows]
     return tuple(tensor.to(head.gpt.wte.weight.device) for tensor in pad(rows))
 
 
-def _read_text(record: Record, tokenizer: Tokenizer) -> Input:
-    return Input([tokenizer.encode(_field(record, "text"))])
+def _read_text_record(record: Record, tokenizer: Tokenizer) -> Input:
+    return Input([tokenizer.encode(read_text(record, "text"))])
 
 
 def _label(head: SequenceClassifier, inputs: list[Input]) -> list[Answer]:
@@ -146,9 +138,9 @@ def _label(head: SequenceClassifier, inputs: list[Input]) -> list[Answer]:
 
 def _read_words(record: Record, tokenizer: Tokenizer) -> Input:
     if "tokens" in record:
-        ids, last = word_ids(tokenizer, _field(record, "tokens", list))
+        ids, last = word_ids(tokenizer, read_texts(record, "tokens"))
         return Input([ids], places=last)
-    text = _field(record, "text")
+    text = read_text(record, "text")
     ids = tokenizer.encode(text)
     return Input([ids], text, token_starts(ids, tokenizer, text))
 
@@ -178,7 +170,7 @@ def _tag(head: TokenClassifier, inputs: list[Input]) -> list[Answer]:
 
 
 def _read_choices(record: Record, tokenizer: Tokenizer) -> Input:
-    texts = choice_texts(_field(record, "text"), _field(record, "choices", list))
+    texts = choice_texts(read_text(record, "text"), read_texts(record, "choices"))
     return Input([tokenizer.encode(text) for text in texts])
 
 
@@ -193,7 +185,7 @@ def _choose(head: MultipleChoice, inputs: list[Input]) -> list[Answer]:
 
 
 def _read_question(record: Record, tokenizer: Tokenizer) -> Input:
-    text, offset = question_text(_field(record, "question"), _field(record, "context"))
+    text, offset = question_text(read_text(record, "question"), read_text(record, "context"))
     ids = tokenizer.encode(text)
     return Input([ids], text, token_starts(ids, tokenizer, text), offset)
 
@@ -218,7 +210,7 @@ def _find(head: SpanFinder, inputs: list[Input]) -> list[Answer]:
 
 
 KINDS: dict[type[Head], Kind] = {
-    SequenceClassifier: Kind('{"text": ..}', _read_text, _label),
+    SequenceClassifier: Kind('{"text": ..}', _read_text_record, _label),
     TokenClassifier: Kind('{"text": ..} or {"tokens": [..]}', _read_words, _tag),
     MultipleChoice: Kind('{"text": .., "choices": [..]}', _read_choices, _choose, True),
     SpanFinder: Kind('{"question": .., "context": ..}', _read_question, _find),

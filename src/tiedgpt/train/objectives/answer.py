@@ -10,8 +10,8 @@ from torch import Tensor
 
 from tiedgpt.errors import UserError
 from tiedgpt.heads import Head, SpanFinder, best_spans
-from tiedgpt.heads.inputs import find_token_spans, question_text
-from tiedgpt.train.objectives.labelled import Example, Labelled, Row, read_text
+from tiedgpt.heads.inputs import find_token_spans, question_text, read_text
+from tiedgpt.train.objectives.labelled import Example, Labelled, Row
 
 
 class Answer(Labelled):

@@ -11,9 +11,9 @@ from torch import Tensor
 from tiedgpt.core.loss import IGNORED
 from tiedgpt.errors import UserError
 from tiedgpt.heads import MultipleChoice
-from tiedgpt.heads.inputs import choice_texts
+from tiedgpt.heads.inputs import choice_texts, read_text, read_texts
 from tiedgpt.train.objective import Arrays
-from tiedgpt.train.objectives.labelled import Example, Labelled, Row, read_list, read_text
+from tiedgpt.train.objectives.labelled import Example, Labelled, Row
 
 
 class Choose(Labelled):
@@ -32,10 +32,7 @@ class Choose(Labelled):
     @staticmethod
     def parse(record: Mapping[str, Any]) -> Example:
         """Return the text with each continuation, and the number of the right one."""
-        text, choices = read_text(record, "text"), read_list(record, "choices")
-        for choice in choices:
-            if not isinstance(choice, str) or not choice.strip():
-                raise UserError(f"{choice!r} in 'choices' is no text")
+        text, choices = read_text(record, "text"), read_texts(record, "choices")
         if len(choices) < 2:
             raise UserError("one choice leaves nothing to choose", hint="give two or more")
         answer = record.get("answer")

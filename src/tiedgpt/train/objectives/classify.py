@@ -9,7 +9,8 @@ import numpy as np
 from torch import Tensor
 
 from tiedgpt.heads import SequenceClassifier
-from tiedgpt.train.objectives.labelled import Example, Labelled, Row, read_label, read_text
+from tiedgpt.heads.inputs import read_text
+from tiedgpt.train.objectives.labelled import Example, Labelled, Row, read_label
 
 
 class Classify(Labelled):

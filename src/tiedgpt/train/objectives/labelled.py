@@ -344,25 +344,6 @@ def _read(kind: type[Labelled], source: str) -> Iterator[Example]:
         raise UserError(f"{source} has no lines", hint=f"give .jsonl, each line {kind.fields}")
 
 
-def read_text(record: Mapping[str, Any], field: str) -> str:
-    """Return a string with something in it, or say that there is none."""
-    value = record.get(field)
-    if not isinstance(value, str):
-        held = ", ".join(map(repr, record)) or "nothing"
-        raise UserError(f"no string in the field {field!r}; it holds {held}")
-    if not value.strip():
-        raise UserError(f"the field {field!r} is empty")
-    return value
-
-
-def read_list(record: Mapping[str, Any], field: str) -> list[Any]:
-    """Return a list with something in it, or say that there is none."""
-    value = record.get(field)
-    if not isinstance(value, list) or not value:
-        raise UserError(f"no list in the field {field!r}")
-    return value
-
-
 def read_label(value: Any) -> str:
     """Return a label's name; numbers may be labels, too."""
     if isinstance(value, bool) or not isinstance(value, (str, int)) or value == "":

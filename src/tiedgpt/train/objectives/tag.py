@@ -12,17 +12,10 @@ from torch import Tensor
 from tiedgpt.core.loss import IGNORED
 from tiedgpt.errors import UserError
 from tiedgpt.heads import Head, TokenClassifier, pad
-from tiedgpt.heads.inputs import find_token_spans, word_ids
+from tiedgpt.heads.inputs import find_token_spans, read_list, read_text, read_texts, word_ids
 from tiedgpt.heads.predictions import OUTSIDE
 from tiedgpt.train.objective import Arrays
-from tiedgpt.train.objectives.labelled import (
-    Example,
-    Labelled,
-    Row,
-    read_label,
-    read_list,
-    read_text,
-)
+from tiedgpt.train.objectives.labelled import Example, Labelled, Row, read_label
 
 
 class Tag(Labelled):
@@ -48,10 +41,7 @@ class Tag(Labelled):
             text = read_text(record, "text")
             spans = tuple(_read_spans(record.get("labels"), len(text)))
             return Example((text,), spans, (OUTSIDE, *(name for _, _, name in spans)))
-        words, labels = read_list(record, "tokens"), read_list(record, "labels")
-        for word in words:
-            if not isinstance(word, str) or not word.strip():
-                raise UserError(f"{word!r} in 'tokens' is no word")
+        words, labels = read_texts(record, "tokens"), read_list(record, "labels")
         if len(words) != len(labels):
             raise UserError(f"{len(words)} tokens and {len(labels)} labels: each needs one")
         return Example((" ".join(words),), tuple(words), tuple(map(read_label, labels)))
