@@ -29,6 +29,7 @@ from tiedgpt.serve.schemas import (
     DetokenizeRequest,
     EmbeddingRequest,
     Message,
+    TextBody,
     TokenizeRequest,
     inspection_body,
 )
@@ -236,9 +237,9 @@ def _add_beside(app: FastAPI, source: page_data.Source, limit: int) -> None:
 
         return Response(await model.run(request, describe), media_type="application/json")
 
-    async def positions(request: Request, body: Body) -> Response:
+    async def positions(request: Request, body: TextBody) -> Response:
         options = body.model_dump(exclude={"text", "ids"}, exclude_none=True)
-        options["text"] = getattr(body, "text", None) or getattr(body, "ids", None) or ""
+        options["text"] = body.text or body.ids or ""
 
         def compute(gpt: GPT) -> str:
             return page_data.inspect_model(inspection, gpt, tokenizer, None, options)
