@@ -230,18 +230,18 @@ class FileCorpus:
 
     def remarks(self) -> dict[str, Any]:
         """Return what `notes` are made of, as JSON can hold it."""
-        sets = {"skipped": sorted(self.skipped), "unread": sorted(self.unread)}
+        left_out = {"skipped": sorted(self.skipped), "unread": sorted(self.unread)}
         how = {"separated": {**self.separated}, "guessed": {**self.guessed}}
-        return {"pins": [*self.pins], **how, **sets}
+        return {"pins": [*self.pins], **how, **left_out}
 
     def add_remarks(self, remarks: dict[str, Any]) -> None:
         """Add the remarks on other files, or on other sections of the same."""
-        for name, count in remarks.get("separated", {}).items():
+        for name, count in remarks["separated"].items():
             self.separated[name] = self.separated.get(name, 0) + count
-        self.guessed |= remarks.get("guessed", {})
-        self.pins += remarks.get("pins", [])
-        self.skipped |= {*remarks.get("skipped", ())}
-        self.unread |= {*remarks.get("unread", ())}
+        self.guessed |= remarks["guessed"]
+        self.pins += remarks["pins"]
+        self.skipped |= {*remarks["skipped"]}
+        self.unread |= {*remarks["unread"]}
 
     def notes(self) -> list[str]:
         """Return what is worth telling of the files read: how, and what was left out."""

@@ -27,10 +27,10 @@ def count_cores() -> int:
 
 
 def in_processes(workers: int) -> Encode:
-    """Encode in so many processes; in this one, if that is 1 or there is one unit.
+    """Return what encodes in so many processes, or in this one, if that is 1 or there is one unit.
 
-    They are spawned: a fork of a process with the threads of a tokenizer may hang. They end with
-    this process, however it ends.
+    The processes are spawned: a fork of a process with the threads of a tokenizer may hang. They
+    end with this process, however it ends.
     """
 
     def encode(directory: Path, numbers: Sequence[int]) -> Iterator[int]:
@@ -72,7 +72,7 @@ def _end_with(parent: Connection) -> None:
 
 
 def on_ray(address: str) -> Encode:
-    """Encode on the Ray cluster at an address; "auto" finds one, "local" starts one here."""
+    """Return what encodes on the Ray cluster at an address; "auto" finds one, "local" starts it."""
     try:
         import ray
     except ImportError:

@@ -173,7 +173,7 @@ def _find_cut(file: BinaryIO, at: int, size: int, mark: bytes) -> int:
     if (place := near.find(mark)) >= 0:
         return start + place + len(mark)
     newline = near.find(b"\n", at - start - 1)
-    return start + (newline + 1 if newline >= 0 else _character(near, at - start))
+    return start + (newline + 1 if newline >= 0 else _find_character(near, at - start))
 
 
 def cut_text(file: BinaryIO, mark: bytes = b"", head: bytes = b"") -> Iterator[tuple[bytes, bool]]:
@@ -188,13 +188,13 @@ def cut_text(file: BinaryIO, mark: bytes = b"", head: bytes = b"") -> Iterator[t
         yield from ((part, True) for part in whole)
         while len(rest) > LARGEST_PART:
             newline = rest.rfind(b"\n", 0, LARGEST_PART)
-            cut = newline + 1 if newline >= 0 else _character(rest, LARGEST_PART)
+            cut = newline + 1 if newline >= 0 else _find_character(rest, LARGEST_PART)
             yield rest[:cut], False
             rest = rest[cut:]
     yield rest, False
 
 
-def _character(data: bytes, at: int) -> int:
+def _find_character(data: bytes, at: int) -> int:
     """Return where the first character of UTF-8 begins from `at` on."""
     while at < len(data) and data[at] & 0xC0 == 0x80:
         at += 1
