@@ -122,6 +122,18 @@ def test_a_checkpoint_that_lacks_a_shard_is_passed_over(
     assert losses(run) == pytest.approx(one, abs=2e-6)
 
 
+def test_a_checkpoint_is_not_read_without_the_state_of_its_optimizer(trial):
+    run = trial()
+    run.train(4)
+    path = run.newest("manifest.json")
+    manifest = json.loads(path.read_text())
+    del manifest["optimizer.safetensors"]
+    path.write_text(json.dumps(manifest))
+    run.newest("optimizer.safetensors").unlink()
+    said = " ".join(note for event in run.train() for note in getattr(event, "notes", []))
+    assert "lacks the state of the random stream" in said
+
+
 def kill_at(plain, whole, number, rank):
     run = shutil.copytree(plain, plain.with_name(f"killed-{rank}-{number}"))
     codes = together(with_exit_code, run, Fault(number), rank)

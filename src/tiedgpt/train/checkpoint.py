@@ -312,6 +312,8 @@ def _random_state(model: nn.Module) -> dict[str, Tensor]:
 
 def _set_random_state(path: Path) -> None:
     shapes = _read_shapes(path)
+    if "random/cpu" not in shapes:
+        raise CorruptInputError(f"{path} lacks the state of the random stream")
     states = {
         name: torch.empty(shapes[name].size, dtype=torch.uint8) for name in RANDOM & shapes.keys()
     }
