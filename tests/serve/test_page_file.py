@@ -3,6 +3,7 @@
 import json
 import math
 import os
+import shutil
 
 import numpy as np
 import pytest
@@ -14,6 +15,7 @@ from tests.serve.page_run import make_run
 from tests.serve.test_page_browser import LEAST
 from tiedgpt import GPT, Tokenizer, inspect
 from tiedgpt.cli.main import main
+from tiedgpt.data import TEMPLATES, write_template
 from tiedgpt.infer import Engine
 from tiedgpt.serve.export import export
 from tiedgpt.serve.page_model import page_tensors, round_weights
@@ -172,6 +174,57 @@ def test_it_writes_what_the_engine_writes(chromium, file, run, rounded):
     with Engine(rounded, tokenizer=Tokenizer.from_pretrained(run)) as engine:
         expected = engine.generate("the cat", max_new_tokens=50, temperature=0).ids
     assert ids == expected
+
+
+HANDS = """
+    const pause = (ms) => new Promise((go) => setTimeout(go, ms));
+    const named = (selector, text) =>
+        [...document.querySelectorAll(selector)].find((one) => one.innerText.includes(text));
+    const wait = async (find) => {
+        for (const until = performance.now() + 20000; !find(); await pause(50))
+            if (performance.now() > until) throw new Error("nothing comes of it");
+        return find();
+    };
+    const put = async (input, value) => {
+        const { set } = Object.getOwnPropertyDescriptor(HTMLInputElement.prototype, "value");
+        set.call(input, value);
+        input.dispatchEvent(new Event("input", { bubbles: true }));
+        await pause(100);
+    };
+    const slider = (name) => named("label.slider", name).querySelector("input");
+"""
+
+
+def test_people_let_it_write(page, file, run, rounded):
+    page.open(f"{file}#view=write")
+    page.run(SETTLED)
+    text = page.run(f"""async () => {{ {HANDS}
+        await put(slider("temperature"), 0);
+        await put(slider("tokens to write"), 20);
+        named("main button", "Write").click();
+        (await wait(() => named("main button", "Take it as the text"))).click();
+        await wait(() => named("[aria-selected=true]", "Text"));
+        await pause(300);
+        return document.querySelector("textarea").value; }}""")
+    with Engine(rounded, tokenizer=Tokenizer.from_pretrained(run)) as engine:
+        expected = engine.generate(TEXT, max_new_tokens=20, temperature=0).text
+    assert text == TEXT + expected
+
+
+def test_people_talk_with_it(page, run, tmp_path):
+    with_chat, path = tmp_path / "chat", tmp_path / "page.html"
+    shutil.copytree(run / "model", with_chat)
+    write_template(TEMPLATES["plain"], Tokenizer.from_pretrained(run), with_chat)
+    assert main(["export", str(with_chat), str(path), "--text", TEXT]) == 0
+    page.open(f"file://{path}#view=write")
+    page.run(SETTLED)
+    n_tokens = page.run(f"""async () => {{ {HANDS}
+        named("[role=radio]", "conversation").click();
+        await put(await wait(() => document.querySelector("form .box input")), "the cat");
+        named("main button", "Send").click();
+        await wait(() => named("main button", "Begin anew"));
+        return document.querySelectorAll("li.assistant .token").length; }}""")
+    assert n_tokens > 0 and not errors(page)
 
 
 def test_a_question_that_nobody_waits_for_is_given_up(chromium, file):

@@ -42,7 +42,7 @@
 import { h } from "./vendor/preact.js";
 import { useEffect, useId, useMemo, useRef, useState } from "./vendor/preact-hooks.js";
 import htm from "./vendor/htm.js";
-import { call, hasKey } from "./api.js";
+import { call, exported, hasKey } from "./api.js";
 
 export { useEffect, useId, useMemo, useRef, useState };
 export const html = htm.bind(h);
@@ -126,7 +126,7 @@ function Copy({ path, body }) {
     navigator.clipboard?.writeText(text).then(() => say("Copied."), () => {});
   };
   return html`<details class="copy"><summary>Copy as code</summary>
-    <div class="row">${[["Python", python], ["curl", curl]].map(([kind, write]) => html`<button type="button" key=${kind}
+    <div class="row">${[["Python", python], ...(exported ? [] : [["curl", curl]])].map(([kind, write]) => html`<button type="button" key=${kind}
       aria-pressed=${shown?.kind === kind} onClick=${() => copy(kind, write(path, body))}>${kind}</button>`)}
       ${shown && html`<span class="says">${shown.said}</span>`}</div>
     ${shown && html`<pre tabindex="0" role="region" aria-label=${`${shown.kind}, as copied`}>${shown.text}</pre>`}</details>`;
