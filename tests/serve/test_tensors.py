@@ -8,13 +8,22 @@ import pytest
 import torch
 
 from tiedgpt import inspect
+from tiedgpt.inspect.registry import INSPECTIONS
 
 TEXT = "the cat sat on the mat"
 
 
-@pytest.mark.parametrize("name", inspect.__all__)
+OWN = {
+    "vocabulary": {},
+    "neighbours": {"token": 5},
+    "patch": {"text": TEXT, "corrupted": TEXT.replace("cat", "mat"), "answer": 5, "wrong": 6},
+}
+"""Requests of the inspections that read no text, or another one, too."""
+
+
+@pytest.mark.parametrize("name", [each.name for each in INSPECTIONS.values() if each.is_served])
 def test_inspection_is_the_librarys(client, engine, name):
-    body = {"vocabulary": {}, "neighbours": {"token": 5}}.get(name, {"text": TEXT})
+    body = OWN.get(name, {"text": TEXT})
     response = client.post(f"/inspect/{name}", json=body)
     assert response.status_code == 200, response.text
     ours = getattr(inspect, name)(engine.model, engine.tokenizer, **body)
@@ -27,6 +36,11 @@ def test_inspection_is_the_librarys(client, engine, name):
             )
         else:
             assert theirs[key] == pytest.approx(value) if isinstance(value, float) else True
+
+
+def test_what_reads_any_number_of_texts_is_not_served(client):
+    body = {"toward": TEXT, "away": "the dog"}
+    assert client.post("/inspect/direction", json=body).status_code == 404
 
 
 @pytest.mark.parametrize(
