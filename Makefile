@@ -3,6 +3,7 @@
 #   TORCH=cpu   take PyTorch's CPU build from pytorch.org (on Linux, PyPI's brings CUDA's gigabytes)
 #   PYTHON=...  the Python to make .venv with (3.11 or later)
 #   CHROMIUM=...  the browser for `make test-page`, if it is not /usr/bin/chromium
+#   FIREFOX=...   the second one for the exported page, if neither firefox-esr nor firefox is found
 
 PYTHON ?= python3
 TORCH ?= default
