@@ -90,7 +90,7 @@ def test_an_interrupted_evaluation_goes_on(directory, text, tmp_path, capsys):  
         assert part.read_bytes().startswith(written[: written.index(b"\n")])
     again = part.read_bytes()
     assert main([*arguments, str(part), "--stride", "5"]) == 1
-    assert "another evaluation" in capsys.readouterr().err
+    assert "holds other results" in capsys.readouterr().err
     assert part.read_bytes() == again
     other = tmp_path / "other"
     for text in ("no results\n", "no results", "[1]\n"):

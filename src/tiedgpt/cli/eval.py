@@ -19,6 +19,7 @@ from tiedgpt.cli.options import UsageError, parse
 from tiedgpt.cli.source import TEXTS, EngineOptions, describe_source, source_or_newest
 from tiedgpt.errors import TiedGPTError, UserError
 from tiedgpt.evaluate.saved import resume
+from tiedgpt.files import JSON_LINES
 from tiedgpt.options import argument, option
 from tiedgpt.train.storage import RunDirectory
 
@@ -94,7 +95,7 @@ def _evaluate(args: Arguments) -> None:
     from tiedgpt.evaluate import examples, texts
 
     data: list[Any] = []
-    if args.data is not None and args.data.lower().endswith(".jsonl"):
+    if args.data is not None and args.data.lower().endswith(JSON_LINES):
         data = examples.read_examples(Path(args.data))[: args.limit]
     elif args.data is not None:
         if args.limit is not None:

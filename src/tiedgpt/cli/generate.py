@@ -179,11 +179,14 @@ def _complete_file(args: Arguments, path: Path, config: GenerationConfig, source
     lines = read_prompts(path, config, args.prompt_field)
     slots = max(MOST_SLOTS, *(line.config.n_slots for line in lines))
     conditions = describe_source(args, source) | {
+        "backend": args.backend,
         "prompts": hashlib.sha256(repr(lines).encode()).hexdigest(),
-        "steer": None if args.steer is None else [str(args.steer), args.strength],
     }
     total, n_failed = sum(line.config.n for line in lines), 0
     with args.steered(source, slots=slots) as engine:
+        if args.steer is not None:
+            direction = hashlib.sha256(args.steer.read_bytes()).hexdigest()
+            conditions |= {"steer": direction, "strength": args.strength}
         saved, later = resume(
             args.save, conditions, PromptResult, lambda n: complete(engine, lines, skip=n)
         )

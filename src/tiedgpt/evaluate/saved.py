@@ -42,9 +42,7 @@ def _read_saved(path: Path, facts: dict[str, Any], kind: type[S]) -> list[S]:
     whole = text[: text.rfind(b"\n") + 1]
     lines = [line for _, line in read_json_lines(io.BytesIO(whole), str(path), "a result")]
     if not lines and not _first_line(facts).startswith(text):
-        raise CorruptInputError(
-            f"{path} holds no results of an evaluation", hint="name another file, or delete it"
-        )
+        raise CorruptInputError(f"{path} holds no results", hint="name another file, or delete it")
     first, *rest = lines or [facts]
     try:
         scores = [kind(**line) for line in rest]
@@ -55,7 +53,7 @@ def _read_saved(path: Path, facts: dict[str, Any], kind: type[S]) -> list[S]:
         ) from None
     if first != facts:
         raise UserError(
-            f"{path} holds results of another evaluation (model, data or options differ)",
+            f"{path} holds other results (model, data or options differ)",
             hint="name another file, or delete it",
         )
     if len(whole) < len(text):
@@ -68,12 +66,15 @@ def _keep(path: Path, facts: dict[str, Any], scores: Iterable[S]) -> Iterator[S]
     """Append each score to a file and pass it on; a new file begins with the facts."""
     with writing(path):
         path.parent.mkdir(parents=True, exist_ok=True)
-        with path.open("a", encoding="utf-8") as file:
-            if not file.tell():
-                file.write(_first_line(facts).decode())
-            for score in scores:
-                print(json.dumps(asdict(score)), file=file, flush=True)  # type: ignore[call-overload]
-                yield score
+        file = path.open("a", encoding="utf-8")
+    with file:
+        line = "" if file.tell() else _first_line(facts).decode()
+        for score in scores:
+            line += json.dumps(asdict(score)) + "\n"  # type: ignore[call-overload]
+            with writing(path):
+                print(line, end="", file=file, flush=True)
+            line = ""
+            yield score
 
 
 def _first_line(facts: dict[str, Any]) -> bytes:
