@@ -268,7 +268,7 @@ def count_memory(objective: Objective, data: Data, plan: Plan, fleet: Fleet) -> 
     w_matrix, block = config.vocab_size * config.n_embd, _count_block(config)
     formulas = {"weights": "4 N", "gradients": "4 N'", "optimizer state": "8 N'"}
     if plan.optimizer == "muon" and objective.n_trained is None:
-        formulas["optimizer state"] = "8 N' - 4 (12 L D^2)"
+        formulas["optimizer state"] = "(8 N' - 4 (12 L D^2))"
     over, lasting = f" / {w}" if shards > 1 else "", count_lasting(objective, plan)
     terms = {part: Term(n // shards, formulas[part] + over) for part, n in lasting.items()}
     if shards > 1:
