@@ -6,7 +6,7 @@ import json
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 from tiedgpt.cli.console import show_text
 from tiedgpt.cli.options import UsageError, parse
@@ -14,6 +14,9 @@ from tiedgpt.cli.source import read_text
 from tiedgpt.errors import UserError
 from tiedgpt.files import JSON_LINES, read_json_lines, reading
 from tiedgpt.options import argument, option
+
+if TYPE_CHECKING:
+    from tiedgpt.heads.predictions import Kind
 
 ABOUT = """Label texts with a model of `train --task`: labels, tags, choices or answers, with
 probabilities.
@@ -52,7 +55,7 @@ def run(arguments: list[str]) -> None:
     head = open_head(args.source)
     tokenizer = tokenizer_for(args.source, args.tokenizer, needed=True)
     assert tokenizer is not None
-    records = list(_records(args, KINDS[type(head)].fields))
+    records = list(_records(args, KINDS[type(head)]))
     if not records:
         raise UserError(f"{args.input} holds no text")
     for record, answer in zip(records, predict(head, tokenizer, records), strict=True):
@@ -62,7 +65,7 @@ def run(arguments: list[str]) -> None:
             show_text(_in_words(answer, record))
 
 
-def _records(args: Arguments, fields: str) -> Iterator[dict[str, Any]]:
+def _records(args: Arguments, kind: Kind) -> Iterator[dict[str, Any]]:
     """Yield the records of the input."""
     path = Path(args.input)
     shared: dict[str, Any] = {}
@@ -73,17 +76,15 @@ def _records(args: Arguments, fields: str) -> Iterator[dict[str, Any]]:
     is_file = args.input != "-" and len(args.input) < 256 and path.is_file()
     if is_file and path.suffix.lower() in JSON_LINES:
         with reading(path, "file of examples"), path.open("rb") as file:
-            for _, record in read_json_lines(file, str(path), fields):
+            for _, record in read_json_lines(file, str(path), kind.fields):
                 yield shared | record
         return
-    if "choices" in fields and not args.choices:
-        raise UsageError("this model chooses", "give --choices, or .jsonl with them")
-    if "question" in fields and args.question is None:
-        raise UsageError("this model answers", "give --question, or .jsonl with it")
+    if kind.shared and kind.shared not in shared:
+        hint = f"give --{kind.shared}, or .jsonl with a field of that name"
+        raise UsageError(f"this model needs {kind.shared}", hint)
     is_text = not is_file and args.input != "-"
     whole = args.input if is_text else read_text(args.input, "INPUT")
-    name = "context" if "question" in fields else "text"
-    yield from (shared | {name: line} for line in whole.splitlines() if line.strip())
+    yield from (shared | {kind.text: line} for line in whole.splitlines() if line.strip())
 
 
 def _in_words(answer: dict[str, Any], record: dict[str, Any]) -> str:

@@ -63,6 +63,10 @@ class Kind(NamedTuple):
     answer: Callable[[Any, list[Input]], list[Answer]]
     keeps_end: bool = False
     """Whether of a text that is too long the end is read."""
+    shared: str = ""
+    """The field that texts without one of their own may share: "choices", "question"."""
+    text: str = "text"
+    """The field that holds the text."""
 
 
 def open_head(source: str | os.PathLike[str]) -> Head:
@@ -212,6 +216,8 @@ def _find(head: SpanFinder, inputs: list[Input]) -> list[Answer]:
 KINDS: dict[type[Head], Kind] = {
     SequenceClassifier: Kind('{"text": ..}', _read_text_record, _label),
     TokenClassifier: Kind('{"text": ..} or {"tokens": [..]}', _read_words, _tag),
-    MultipleChoice: Kind('{"text": .., "choices": [..]}', _read_choices, _choose, True),
-    SpanFinder: Kind('{"question": .., "context": ..}', _read_question, _find),
+    MultipleChoice: Kind('{"text": .., "choices": [..]}', _read_choices, _choose, True, "choices"),
+    SpanFinder: Kind(
+        '{"question": .., "context": ..}', _read_question, _find, shared="question", text="context"
+    ),
 }
