@@ -2,14 +2,13 @@
 
 import json
 import math
-import os
 import shutil
 
 import numpy as np
 import pytest
 
 from tests.inspect.conftest import random_model
-from tests.serve.browsing import CHROMIUM, OPTIONS, VIEWS
+from tests.serve.browsing import VIEWS
 from tests.serve.firefox import FIREFOX, Firefox
 from tests.serve.page_run import make_run
 from tests.serve.test_page_browser import LEAST
@@ -64,22 +63,11 @@ class Chromium:
         return self.page.evaluate(function)
 
 
-@pytest.fixture(scope="module")
-def chromium():
-    sync_api = pytest.importorskip("playwright.sync_api")
-    if not os.path.exists(CHROMIUM):
-        pytest.fail(f"{CHROMIUM} is not there: install Chromium, or name one with CHROMIUM=...")
-    with sync_api.sync_playwright() as playwright:
-        browser = playwright.chromium.launch(executable_path=CHROMIUM, args=OPTIONS)
-        yield browser
-        browser.close()
-
-
 @pytest.fixture(scope="module", params=["chromium", "firefox"])
 def page(request, tmp_path_factory):
     """A browser of either kind, with `open` and `run`."""
     if request.param == "chromium":
-        page = Chromium(request.getfixturevalue("chromium"))
+        page = Chromium(request.getfixturevalue("browser"))
         yield page
         foreign = [url for url in page.asked if not url.startswith(("file:", "data:", "blob:"))]
         assert not foreign
@@ -160,8 +148,8 @@ def test_gradients_of_another_text_are_said_to_be_elsewhere(page, file):
     assert any("tiedgpt serve" in error for error in errors(page))
 
 
-def test_it_writes_what_the_engine_writes(chromium, file, run, rounded):
-    page = Chromium(chromium)
+def test_it_writes_what_the_engine_writes(browser, file, run, rounded):
+    page = Chromium(browser)
     page.open(f"{file}#view=write")
     page.run(SETTLED)
     ids = page.run("""async () => {
@@ -227,8 +215,8 @@ def test_people_talk_with_it(page, run, tmp_path):
     assert n_tokens > 0 and not errors(page)
 
 
-def test_a_question_that_nobody_waits_for_is_given_up(chromium, file):
-    page = Chromium(chromium)
+def test_a_question_that_nobody_waits_for_is_given_up(browser, file):
+    page = Chromium(browser)
     page.open(f"{file}#view=text")
     page.run(SETTLED)
     said = page.run("""async () => {
@@ -254,8 +242,8 @@ def test_a_file_without_a_tokenizer_shows_its_ids(page, tmp_path):
         assert not errors(page), view
 
 
-def test_a_file_fits_a_phone(chromium, file):
-    page = Chromium(chromium, width=375)
+def test_a_file_fits_a_phone(browser, file):
+    page = Chromium(browser, width=375)
     for view in VIEWS:
         page.open(f"{file}#view={view}")
         page.run(SETTLED)

@@ -188,7 +188,7 @@ def prepare(arguments: list[str]) -> None:
     elif encoded is None:
         fact("part", f"{args.part} is done, and other parts are not")
     else:
-        _show_encoded(encoded)
+        _show_corpus(encoded)
         fact("train", f"tiedgpt train {args.out}")
 
 
@@ -202,11 +202,11 @@ def verify(arguments: list[str]) -> None:
 
     with _rate("verifying") as progress:
         encoded = verify_data(args.directory, progress)
-    _show_encoded(encoded)
+    _show_corpus(encoded)
     fact("verified", "every file is as it was written")
 
 
-def _show_encoded(encoded: EncodedCorpus) -> None:
+def _show_corpus(encoded: EncodedCorpus) -> None:
     for name, side in (("train", encoded.train), ("validate", encoded.val)):
         size = f"{format_bytes(side.utf8_bytes)}, {side.tokens:,} tokens"
         fact(name, f"{side.documents:,} documents, {size}")

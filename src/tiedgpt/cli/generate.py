@@ -123,7 +123,7 @@ class Arguments(SourceOrNewest, EngineOptions, GenerationConfig):
         return GenerationConfig(**values)
 
     @contextmanager
-    def steered(self, source: str, *, slots: int) -> Iterator[Engine]:
+    def steering_engine(self, source: str, *, slots: int) -> Iterator[Engine]:
         """Open the model's engine, steered if that is asked for."""
         if self.steer is None:
             with self.engine(source, slots=slots) as engine:
@@ -154,7 +154,7 @@ def run(arguments: list[str]) -> None:
     if args.prompt == "-" and not prompt:
         note("standard input is empty: beginning a new text")
     slots = config.n_slots * min(config.n_samples, MOST_SLOTS)
-    with args.steered(source, slots=slots) as engine:
+    with args.steering_engine(source, slots=slots) as engine:
         if config.num_beams > 1 or config.n_samples > 1:
             result = engine.generate(prompt, config)
             completions = result if config.n > 1 else [result]
@@ -183,7 +183,7 @@ def _complete_file(args: Arguments, path: Path, config: GenerationConfig, source
         "prompts": hashlib.sha256(repr(lines).encode()).hexdigest(),
     }
     total, n_failed = sum(line.config.n for line in lines), 0
-    with args.steered(source, slots=slots) as engine:
+    with args.steering_engine(source, slots=slots) as engine:
         if args.steer is not None:
             direction = hashlib.sha256(args.steer.read_bytes()).hexdigest()
             conditions |= {"steer": direction, "strength": args.strength}

@@ -141,7 +141,7 @@ class Preparation:
         facts = [self.reading, *(source[:4] for source in self.sources)]
         return hashlib.sha256(json.dumps(facts).encode()).hexdigest()
 
-    def require_unchanged(self) -> None:
+    def require_same_sources(self) -> None:
         """Raise `CorruptInputError` if files changed, came or went since this was made."""
         pins = dict(pin for corpus in self.corpora.values() for pin in corpus.pins)
         now = []
@@ -362,7 +362,7 @@ def prepare_data(
         NoRoomError: the disk is full; what is done stays.
     """
     directory, (index, n_parts) = Path(directory), part
-    with _locked(directory, wait=n_parts > 1) as lock:
+    with _lock(directory, wait=n_parts > 1) as lock:
         if (directory / PREPARE).exists():
             plan = preparation.open_plan(directory, describe_tokenizer(tokenizer, vocab_size))
         else:
@@ -381,15 +381,15 @@ def prepare_data(
                 progress(done, total)
         if not all(is_done(directory, number) for number in range(len(plan.units))):
             return None
-        preparation.require_unchanged()
+        preparation.require_same_sources()
         if n_parts == 1:
             return _finish(directory, plan, preparation)
-    with _locked(directory, wait=True):  # several parts may have ended at once
+    with _lock(directory, wait=True):  # several parts may have ended at once
         return _finish(directory, plan, preparation)
 
 
 @contextmanager
-def _locked(directory: Path, *, wait: bool) -> Iterator[IO[str]]:
+def _lock(directory: Path, *, wait: bool) -> Iterator[IO[str]]:
     """Keep others out of a directory, which is made, while the block runs or the lock is open."""
     with writing(directory):
         directory.mkdir(parents=True, exist_ok=True)

@@ -27,11 +27,11 @@ def resume(
     """
     if path is None:
         return [], later(0)
-    saved = _read_saved(path, facts, kind)
+    saved = _read_scores(path, facts, kind)
     return saved, _keep(path, facts, later(len(saved)))
 
 
-def _read_saved(path: Path, facts: dict[str, Any], kind: type[S]) -> list[S]:
+def _read_scores(path: Path, facts: dict[str, Any], kind: type[S]) -> list[S]:
     """Return the scores that a file of `resume` holds; none where there is no file.
 
     A last line that was cut off is dropped, in the file as well; it may be the first one, with the

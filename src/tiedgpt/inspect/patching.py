@@ -68,12 +68,12 @@ class Patching(Result):
             columns.append(("share", shares[layers, best]))
         n_apart = int((self.ids != self.corrupted_ids).sum())
         return (
-            f"{self._scored()}: {number_cell(self.clean)} nats, {number_cell(self.corrupted)} "
+            f"{self._name_score()}: {number_cell(self.clean)} nats, {number_cell(self.corrupted)} "
             f"corrupted ({n_apart} of {len(self.ids)} tokens differ)\n{number_table(*columns)}\n\n"
             "the position, or head, whose clean activation brings most back, and its share"
         )
 
-    def _scored(self) -> str:
+    def _name_score(self) -> str:
         named = [id for id in (self.answer, self.wrong) if id >= 0]
         return " - ".join(f"log P({visible(self.words[id], 12)})" for id in named)
 
@@ -85,7 +85,7 @@ class Patching(Result):
             axis = {"x_label": "head"} if name == "heads" else tokens
             values = self.share(getattr(self, name)).tolist()
             grids.append(Grid(name, y_label="layer", unit=unit, values=values, signed=True, **axis))
-        return f"activation patching: {self._scored()}", grids
+        return f"activation patching: {self._name_score()}", grids
 
 
 @torch.no_grad()
@@ -134,7 +134,7 @@ def patch(
         *entering, last = gpt.states(other.ids)
         for layer, state in enumerate(entering):
             for part, mask in masks.items():
-                scores[part][layer] = _patched(
+                scores[part][layer] = _patch(
                     gpt, layer, state, part, mask.to(state.device), kept[part][layer], measure
                 )
             if progress is not None:
@@ -171,7 +171,7 @@ def _activations(model: GPT, ids: Tensor) -> dict[str, list[Tensor]]:
         return kept | {"residual": list(model.states(ids))}
 
 
-def _patched(
+def _patch(
     model: GPT, layer: int, state: Tensor, part: str, masks: Tensor, clean: Tensor, measure: Measure
 ) -> np.ndarray:
     """Return the scores (B,) of `state` (1, T, D) entering a layer, patched where each mask says.

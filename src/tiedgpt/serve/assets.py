@@ -79,7 +79,7 @@ def in_one_file(answers: Mapping[str, str], weights: bytes) -> str:
     page = {path: _shorten(data.decode(), path) for path, data in page_files().items()}
     html = page["/"]
     (start,) = SCRIPT.findall(html)
-    imports = {path[1:]: _data_url(_bare(page[path], path)) for path in _needed(f"/{start}")}
+    imports = {path[1:]: _data_url(_bare(page[path], path)) for path in _list_modules(f"/{start}")}
     page_map = json.dumps({"imports": imports})
     begin = f'import "{start}";'
     styles = [page[f"/{name}"] for name in STYLE.findall(html)]
@@ -110,13 +110,13 @@ def worker_script() -> str:
     Without their imports and the word `export` they are one, as no two of them give a name to
     different things: Firefox and Chromium start a worker from a file on disk by one script.
     """
-    texts = (page_files()[path].decode() for path in _needed(WORKER))
+    texts = (page_files()[path].decode() for path in _list_modules(WORKER))
     bare = (re.sub(r"^(import .*\n|export )", "", text, flags=re.MULTILINE) for text in texts)
     script = "".join(_shorten(text, WORKER) for text in bare)
     return script.replace("</script", "<\\/script")
 
 
-def _needed(start: str) -> list[str]:
+def _list_modules(start: str) -> list[str]:
     """Return the paths of a module and of all that it imports, each after its own imports."""
     order: list[str] = []
 

@@ -107,7 +107,7 @@ def tokenizer_data(tokenizer: Tokenizer) -> dict[str, Any]:
     stored = json.loads(tokenizer.to_json())
     model, added = stored["model"], stored["added_tokens"]
     vocabulary: dict[str, int] = model["vocab"]
-    if odd := _unsupported(tokenizer.kind, stored):
+    if odd := _list_unknown_parts(tokenizer.kind, stored):
         raise UserError(
             f"the page's tokenizer does not do what this one asks for: {', '.join(odd)}",
             hint="tiedgpt serve shows the same page with any tokenizer",
@@ -128,7 +128,7 @@ def tokenizer_data(tokenizer: Tokenizer) -> dict[str, Any]:
     }
 
 
-def _unsupported(kind: str, stored: dict[str, Any]) -> list[str]:
+def _list_unknown_parts(kind: str, stored: dict[str, Any]) -> list[str]:
     """Return the settings of a `tokenizer.json` that the page's tokenizer does not have."""
     model = stored["model"]
     odd = [token["content"] for token in stored["added_tokens"] if not token["special"]]

@@ -25,6 +25,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.autograd import profiler
 
+from tiedgpt.data.executors import count_cores
 from tiedgpt.train.objective import Data, Model, body_of, predicts_tokens
 from tiedgpt.train.parallel import World
 from tiedgpt.train.plan import Plan
@@ -255,10 +256,9 @@ def peak_memory(device: torch.device) -> int | None:
 
 def describe() -> dict[str, Any]:
     """Return what a run's record tells of the hardware."""
-    affinity = getattr(os, "sched_getaffinity", None)
     found: dict[str, Any] = {
         "processor": _processor(),
-        "cores": len(affinity(0)) if affinity else os.cpu_count(),
+        "cores": count_cores(),
         "system": f"{platform.system()} {platform.machine()}",
     }
     if torch.cuda.is_available():
