@@ -45,7 +45,7 @@ class _Linear(torch.autograd.Function):
         narrow = x.to(dtype)
         ctx.save_for_backward(narrow, weight)
         ctx.x_dtype = x.dtype
-        ctx.has_bias = bias is not None
+        ctx.bias_dtype = None if bias is None else bias.dtype
         y = matmul.linear(
             narrow.flatten(0, -2), weight.to(dtype), None if bias is None else bias.to(dtype)
         )
@@ -61,6 +61,6 @@ class _Linear(torch.autograd.Function):
             grad_x = matmul.linear(rows, weight.to(grad.dtype).T).to(ctx.x_dtype).view_as(x)
         if ctx.needs_input_grad[1]:
             grad_w = matmul.weight_gradient(x.flatten(0, -2), rows).to(weight.dtype)
-        if ctx.has_bias and ctx.needs_input_grad[2]:
-            grad_b = rows.sum(0, dtype=torch.promote_types(rows.dtype, torch.float32))
+        if ctx.bias_dtype is not None and ctx.needs_input_grad[2]:
+            grad_b = rows.sum(0).to(ctx.bias_dtype)  # sums in fp32 without a copy in fp32
         return grad_x, grad_w, grad_b, None
