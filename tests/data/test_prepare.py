@@ -32,7 +32,7 @@ from tiedgpt.data import (
     in_processes,
     open_encoded,
     plan_split,
-    prepare,
+    preparation,
     prepare_data,
     readers,
     verify_data,
@@ -64,15 +64,15 @@ def write_folder(folder: Path, times: int = 1) -> Path:
 
 @pytest.fixture
 def folder(tmp_path, monkeypatch) -> Path:
-    monkeypatch.setattr(prepare, "LEAST_UNIT", 4000)
+    monkeypatch.setattr(preparation, "LEAST_UNIT", 4000)
     return write_folder(tmp_path / "texts")
 
 
 @pytest.fixture
 def large(monkeypatch):
     """Everything counts as large."""
-    monkeypatch.setattr(prepare, "LARGE", 1)
-    monkeypatch.setattr(prepare, "HELD_OUT", 30_000)
+    monkeypatch.setattr(preparation, "LARGE", 1)
+    monkeypatch.setattr(preparation, "HELD_OUT", 30_000)
 
 
 def sums(directory: Path) -> dict[str, str]:
@@ -144,7 +144,7 @@ def test_texts_that_validate_are_not_trained_on(folder, tmp_path, size, request)
 
 
 def test_a_long_text_is_read_in_parts_that_end_with_a_line(tmp_path, large, monkeypatch):
-    monkeypatch.setattr(prepare, "LEAST_UNIT", 4000)
+    monkeypatch.setattr(preparation, "LEAST_UNIT", 4000)
     monkeypatch.setattr(readers, "LARGEST_PART", 1000)
     (tmp_path / "a.txt").write_text(text := "".join(f"line {n} é\n" for n in range(5000)))
     prepare_data(Preparation([str(tmp_path / "a.txt")]), tmp_path / "out", "char")
@@ -185,7 +185,7 @@ def test_documents_do_not_depend_on_how_a_large_file_is_divided(tmp_path, large,
     (tmp_path / "a.txt").write_text("\n<|endoftext|>\n".join(TEXTS))
     found = []
     for size in (1000, 7001, 10**9):
-        monkeypatch.setattr(prepare, "LEAST_UNIT", size)
+        monkeypatch.setattr(preparation, "LEAST_UNIT", size)
         prepare_data(Preparation([str(tmp_path / "a.txt")]), tmp_path / f"{size}", "char")
         found.append(read(tmp_path / f"{size}"))
     assert found[0] == found[1] == found[2]
@@ -278,7 +278,7 @@ def test_a_damaged_file_is_refused_by_name_and_nothing_of_its_unit_is_left(
 ):
     if size == "large":
         request.getfixturevalue("large")
-    monkeypatch.setattr(prepare, "LEAST_UNIT", 1)
+    monkeypatch.setattr(preparation, "LEAST_UNIT", 1)
     monkeypatch.setattr(readers, "LARGEST_LINE", 2000)
     damage, name = DAMAGE[what]
     (tmp_path / "0.txt").write_text("\n".join(TEXTS))

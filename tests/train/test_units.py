@@ -8,7 +8,7 @@ import pytest
 
 from tiedgpt import Tokenizer
 from tiedgpt.cli.main import main
-from tiedgpt.data import Preparation, prepare, prepare_data
+from tiedgpt.data import Preparation, preparation, prepare_data
 from tiedgpt.errors import UserError
 from tiedgpt.train import TrainOptions, train
 from tiedgpt.train.events import AlreadyFinished, Ended
@@ -21,7 +21,7 @@ TINY = {"size": "nano", "context": 16, "batch_size": 2, "steps": 2, "dtype": "fp
 @pytest.fixture
 def text(tmp_path, monkeypatch) -> Path:
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(prepare, "LEAST_UNIT", 4000)
+    monkeypatch.setattr(preparation, "LEAST_UNIT", 4000)
     path = tmp_path / "text.jsonl"
     path.write_text("".join(json.dumps({"text": each}) + "\n" for each in TEXTS))
     return path
@@ -30,7 +30,7 @@ def text(tmp_path, monkeypatch) -> Path:
 @pytest.fixture
 def large(text, monkeypatch) -> Path:
     """The same text, which counts as large."""
-    for module in (prepare, units):
+    for module in (preparation, units):
         monkeypatch.setattr(module, "LARGE", 1)
     monkeypatch.setattr(units, "count_cores", lambda: 1)
     return text

@@ -6,7 +6,8 @@ from tiedgpt.data.examples import EncodedExamples, Example, ExampleReader
 from tiedgpt.data.executors import count_cores, in_processes, on_ray
 from tiedgpt.data.order import IGNORED, Batches, in_order, permutation
 from tiedgpt.data.packing import PackedBatches
-from tiedgpt.data.prepare import Preparation, prepare_data, verify_data
+from tiedgpt.data.preparation import Preparation
+from tiedgpt.data.prepare import prepare_data, verify_data
 from tiedgpt.data.python_docs import python_documentation
 from tiedgpt.data.readers import has_records
 from tiedgpt.data.shards import Shards, ShardWriter

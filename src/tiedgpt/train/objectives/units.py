@@ -9,12 +9,11 @@ from pathlib import Path
 
 from tiedgpt.data import FileCorpus, Preparation, count_cores, in_processes, prepare_data
 from tiedgpt.data.encode import MANIFEST
+from tiedgpt.data.preparation import LARGE, estimate_bytes
 from tiedgpt.data.prepare import (
-    LARGE,
     TOKENIZER,
     TOKENIZER_CHARACTERS,
     describe_tokenizer,
-    estimate_bytes,
     read_notes,
     require_complete,
 )
