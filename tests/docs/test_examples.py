@@ -17,6 +17,7 @@ EXAMPLES = ROOT / "examples"
 SCRIPTS = {
     "own_loop.py": ["diary.txt", "4"],
     "own_task.py": ["20"],
+    "distil.py": ["4"],
     "tied_vs_untied.py": ["2", "words.txt"],
     "lora.py": [],
     "batch_generation.py": [],
@@ -25,6 +26,7 @@ SCRIPTS = {
 SAYS = {
     "own_loop.py": "held out   loss",
     "own_task.py": "saved in runs/addition/model",
+    "distil.py": "distilled  ",
     "tied_vs_untied.py": "figure: runs/tied-vs-untied/comparison.svg",
     "lora.py": "merged: logits moved by",
     "batch_generation.py": '"ended": "stop"',
