@@ -144,6 +144,7 @@ def test_values_above_a_chart_are_told(browser, run, tmp_path):
 def test_the_frame_of_the_last_token_is_whole(browser, url):
     with opened(browser, url) as page:
         go(page, url, "heads")
+        assert page.locator("main .more[data-more~=right]").count() == 0
         hidden = page.locator(".map").first.evaluate("map => getComputedStyle(map).overflow")
         map, frame = (page.locator(s).first.bounding_box() for s in (".map", ".map span"))
         assert hidden == "visible"
@@ -360,6 +361,32 @@ def test_two_texts_are_compared_where_they_agree(browser, url, run):
         assert {a.loss, b.loss} <= set(numbers(page))
         same = sum(x == y for x, y in zip(a.ids[::-1], b.ids[::-1], strict=False))
         assert page.get_by_label("Tokens that both have").locator(".token").count() <= same
+
+
+def test_a_state_of_the_text_carries_its_answer_into_the_second(browser, url, run, tmp_path):
+    text, other = "the cat sat on the mat", "the dog sat on the mat"
+    answer, wrong = (int(inspect.positions(run, None, one).top_ids[-1, 0]) for one in (text, other))
+    options = {} if wrong == answer else {"wrong": wrong}
+    found = inspect.patch(run, None, text, corrupted=other, answer=answer, **options)
+    path = tmp_path / "page.html"
+    assert main(["export", str(run), str(path), "--precision", "fp32"]) == 0
+    for address in (f"{url}/", f"file://{path}"):
+        with opened(browser, url if address.startswith(url) else None) as page:
+            page.goto(address + fragment("compare", text=text, other=other))
+            settled(page)
+            page.get_by_role("button", name="Put each state").click()
+            grid = page.get_by_role("grid", name="Share of the answer")
+            grid.wait_for()
+            rows = grid.locator("tbody tr")
+            cells = [row.locator("td").all_inner_texts() for row in rows.all()][::-1]
+            shares = [[float(x.replace("−", "-").rstrip(" %")) for x in row] for row in cells]
+            np.testing.assert_allclose(shares, 100 * found.share(found.residual), atol=0.51)
+            grid.locator("td button").last.click()
+            ends = [found.corrupted, found.residual[0, -1], found.clean]
+            np.testing.assert_allclose(numbers(page, ".lens + .readout"), ends, rtol=1e-4)
+            page.goto(address + fragment("compare", text=text, other="the dog"))
+            settled(page)
+            assert "equally many tokens" in words(page)
 
 
 def test_two_models_are_compared_token_by_token(browser, url, run):

@@ -13,6 +13,8 @@
 //   Strip({label, values, most, at, onAt, dark})   numbers as shaded cells, full at `most`; the
 //       pointer and the arrow keys tell onAt which one is seen; without onAt it is a picture
 //   NamedStrip({name, ...})                        with a name before it, and the number seen after
+//   Products({strips, says, dark})    the last two strips, number by number; strips: [name, values,
+//       most] each; says(at, products): what stands below, of the number seen
 //   HeatGrid({label, corner, rows, columns, cell, at, onMove, onPick, mark, dark})
 //       cell(r, c): {t, text}: the shade 0..1, and what stands in it; arrow keys and the pointer
 //       tell onMove, a click onPick; mark: a column that is kept in sight
@@ -81,7 +83,7 @@ export function Lines({ label, lines, xLabel, yLabel, xNames, show = short, tick
   const above = Math.max(...lines.flatMap((line) => line.ys));
   const every = Math.ceil((xNames?.length ?? 0) / Math.max(2, wide / 64));
   const marks = xNames ? xNames.map((name, i) => [i, name]).filter(([i]) => i % every === 0)
-    : ticks([x0, x1], Math.max(2, wide / 110)).map((value) => [value, round(value)]);
+    : ticks([x0, x1], Math.max(4, wide / 110)).map((value) => [value, round(value)]);
   const isIn = (value) => value !== null && value !== undefined && value <= y1;
   const path = (line) => line.xs.map((value, i) => !isIn(line.ys[i]) ? "" :
     `${i && isIn(line.ys[i - 1]) ? "L" : "M"}${x(value).toFixed(1)},${y(line.ys[i]).toFixed(1)}`).join("");
@@ -193,7 +195,7 @@ export function Scatter({ x, y, names, order, seen, onSee, onPick = onSee, says,
       onKeyDown=${keyed} onPointerMove=${over} onPointerDown=${(event) => onPick(near(event))}>
     <canvas ref=${canvas} style=${{ width: `${width}px`, height: `${height}px` }}></canvas>
     <svg width=${width} height=${height} aria-hidden="true">
-      ${(xTicks ?? ticks(xs, width / 110).map((t) => [t, t])).map(([t, name]) => html`<text key=${t} x=${px(t)} y=${height - 22}
+      ${(xTicks ?? ticks(xs, Math.max(4, width / 110)).map((t) => [t, t])).map(([t, name]) => html`<text key=${t} x=${px(t)} y=${height - 22}
         text-anchor="middle">${name}</text>`)}
       ${ticks(ys, height / 60).filter((t) => py(t) > 26).map((t) => html`<text x=${EDGE.left - 8} y=${py(t) + 4} text-anchor="end">${t}</text>`)}
       <text class="axis" x=${width - EDGE.right} y=${height - 5} text-anchor="end">${names[0]} →</text>
@@ -247,7 +249,7 @@ export function HeatGrid({ label, rows, columns, cell, dark, at, onMove, onPick,
     const starts = cells.map((cell) => cell.offsetLeft - names.offsetWidth - 2);
     const from = least > 0 ? starts.find((start) => start >= least) ?? starts[starts.length - 1] : 0;
     box.parentElement.style.setProperty("--kept", `${names.offsetWidth}px`);
-    box.style.paddingRight = `${Math.max(0, from + box.clientWidth - table.current.offsetWidth)}px`; // room to scroll so far
+    box.style.paddingRight = `${Math.max(0, from && from + box.clientWidth - table.current.offsetWidth)}px`; // room to scroll so far
     box.scrollLeft = from;
   }, [mark, columns.length]);
   return html`<${Scroll}><table class="heat" role="grid" aria-label=${label} ref=${table} onKeyDown=${keyed}>
@@ -306,6 +308,16 @@ export function Strip({ label, values, most, at, onAt, dark }) {
 
 export const NamedStrip = ({ name, values, at, most = fullAt(values), ...others }) => html`<div class="strip-row"><span>${name}</span>
   <${Strip} values=${values} at=${at} most=${most} label=${`${values.length} numbers`} ...${others} />${at !== undefined && html`<${Num} x=${values[at]} />`}</div>`;
+
+export function Products({ strips, dark, says }) {
+  const [[, a], [, b]] = strips.slice(-2);
+  const products = useMemo(() => a.map((x, i) => x * b[i]), [a, b]);
+  const [hovered, setAt] = useState(null);
+  const at = hovered !== null && hovered < products.length ? hovered : products.indexOf(Math.max(...products));
+  return html`<div class="strips">${[...strips, ["= products", products]].map(([name, values, most], k) => html`<${NamedStrip} key=${k}
+      name=${name} values=${values} most=${most} at=${at} onAt=${setAt} dark=${dark} />`)}
+    <p class="readout">${says(at, products)}</p></div>`;
+}
 
 // What full colour stands for: all but the largest of the numbers are below it.
 export function fullAt(...lists) {

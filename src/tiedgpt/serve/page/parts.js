@@ -13,6 +13,9 @@
 // Asking:
 //   useCall(path, body)   {data, error, busy, stale, stop, again}. body null: do not ask (yet);
 //                         undefined: GET. The old data stay, `stale`, until new ones come
+//   usePieces()           {pieces, named}: the text of every token, by id
+//   useRun(of)            {run, stop, running, error}: run(work) awaits work(signal), which ends when
+//                         it is stopped, when `of` changes or when the view is left
 //   first(state, n)       {ids} or {text} of the first n tokens: for routes that have a cap
 // Around:
 //   Panel({title, says, found, ask, children})   a section: one sentence that says what one sees,
@@ -33,6 +36,9 @@
 //   Odds({rows, onPick})  likely tokens with bars; rows: {id, piece, place, p, mark}, and `after`,
 //                         another probability; null: the token is cut, or `none` says what it is
 //   Table({caption, columns, rows})   sortable; columns: {key, label, says, show, text}
+//   Facts({of})           numbers with their names: [name, number, how it is shown]
+//   likeliest(positions, at)   rows of Odds: what is expected after a position
+//   costOf(bits, scale, dark)  the look of a token that cost so many bits; scaleOf(info) is a guess's
 // Numbers and colours:
 //   Num({x, digits})      <data value="all digits">rounded</data>; "–" where there is none
 //   count(n) many(n, noun) prob(p) fixed(x, digits) short(x) bytes(n) as strings
@@ -78,6 +84,27 @@ export function useCall(path, body) {
     stop: () => running.current?.abort("stopped"),
     again: () => setTries((n) => n + 1),
   };
+}
+
+// The texts of all tokens by id, [] until they are there; `named` tells one of them.
+export function usePieces() {
+  const pieces = useCall("/inspect/pieces", undefined).data?.pieces ?? NONE;
+  return { pieces, named: (id) => pieces[id] ?? `id:${id}` };
+}
+const NONE = [];
+
+export function useRun(of) {
+  const controller = useRef(null);
+  const [state, setState] = useState({ running: false, error: null });
+  useEffect(() => () => controller.current?.abort(), [of]);
+  const run = async (work) => {
+    controller.current?.abort();
+    const { signal } = (controller.current = new AbortController());
+    setState({ running: true, error: null });
+    const error = await work(signal).then(() => null, ({ message }) => (signal.aborted ? null : message));
+    if (controller.current.signal === signal) setState({ running: false, error });
+  };
+  return { ...state, run, stop: () => controller.current.abort() };
 }
 
 export function first(state, n) {
@@ -330,6 +357,19 @@ export function Odds({ rows, onPick, none = "cut" }) {
       <span class="share"><${Num} x=${p} show=${prob} />${after !== undefined && html` → ${after === null ? none
         : html`<${Num} x=${after} show=${prob} />`}`}</span><//></li>`)}</ol>`;
 }
+
+export const likeliest = ({ top_ids, top_logprob, words }, at) =>
+  top_ids[at].map((id, k) => ({ id, place: k + 1, piece: words[id], p: Math.exp(top_logprob[at][k]) }));
+
+export const scaleOf = ({ vocab_size: size }) => (size ? Math.log2(size) : 16);
+
+export function costOf(bits, scale, dark) {
+  const t = Math.min(1, bits / scale);
+  return { bar: t, fill: heat(t, dark), says: `${fixed(bits, 1)} bits` };
+}
+
+export const Facts = ({ of }) => html`<dl class="facts">${of.map(([name, x, show], k) => html`<div key=${k}>
+  <dt>${name}</dt><dd><${Num} x=${x} show=${show} /></dd></div>`)}</dl>`;
 
 export function Table({ caption, columns, rows }) {
   const [by, setBy] = useState(null); // [key, 1 or -1]

@@ -187,6 +187,43 @@ async function attention(model, { layer = 0, ...subject }, pause) {
   return { ...described(model, ids), layer: kept, patterns, queries, keys, ...found };
 }
 
+// x (n, D), the state that enters a layer -> the last state. `edit` is of that layer.
+async function finish(gpt, x, layer, pause, edit) {
+  const n = x.length / gpt.config.n_embd;
+  const { layers } = new KVCache(gpt.config, n);
+  for (let at = layer; at < gpt.config.n_layer; at += 1) {
+    x = gpt.h[at].forward(x, n, 0, layers[at], at === layer ? edit : undefined);
+    await pause();
+  }
+  return x;
+}
+
+// Of what the library's patch replaces, the state that enters a layer, at one position.
+async function patch(model, { corrupted: text, answer, wrong = -1, ...subject }, pause) {
+  const { gpt, reader } = model;
+  const { n_embd: D, n_layer } = gpt.config;
+  const ids = await model.read(subject, pause);
+  const kept = reader.kept.map((_, layer) => reader.state(layer));
+  const corrupted_ids = await model.read({ text }, pause);
+  if (corrupted_ids.length !== ids.length) throw new Error(`corrupted must have the ${ids.length} tokens of the text, got ${corrupted_ids.length}`);
+  const score = (x) => {
+    const logits = gpt.logits(gpt.normalize(x.subarray(-D)));
+    return logits[answer] - (wrong < 0 ? logSumExp(logits) : logits[wrong]);
+  };
+  const residual = [];
+  for (let layer = 0; layer < n_layer; layer += 1) {
+    const scores = [];
+    for (let at = 0; at < ids.length * D; at += D) {
+      const x = reader.state(layer);
+      x.set(kept[layer].subarray(at, at + D), at);
+      scores.push(score(await finish(gpt, x, layer, pause)));
+    }
+    residual.push(scores);
+  }
+  const ends = { clean: score(kept[n_layer]), corrupted: score(reader.state(n_layer)) };
+  return { ...described(model, ids, corrupted_ids, [answer, wrong < 0 ? answer : wrong]), corrupted_ids, answer, wrong, ...ends, residual };
+}
+
 async function ablate(model, { mode = "zero", ...subject }, pause) {
   const { gpt, reader } = model;
   const { n_embd: D, n_head, n_layer } = gpt.config;
@@ -205,15 +242,7 @@ async function ablate(model, { mode = "zero", ...subject }, pause) {
     }
   };
   const whole = await loss(reader.state(n_layer));
-  const without = async (layer, edit) => {
-    const { layers } = new KVCache(gpt.config, ids.length);
-    let x = reader.state(layer);
-    for (let at = layer; at < n_layer; at += 1) {
-      x = gpt.h[at].forward(x, ids.length, 0, layers[at], at === layer ? edit : undefined);
-      await pause();
-    }
-    return (await loss(x)) - whole;
-  };
+  const without = async (layer, edit) => (await loss(await finish(gpt, reader.state(layer), layer, pause, edit))) - whole;
   const found = { heads: [], attention: [], mlp: [] };
   for (let layer = 0; layer < n_layer; layer += 1) {
     const heads = [];
@@ -275,4 +304,4 @@ function isReached(tokenizer, id) {
   }
 }
 
-export const INSPECTIONS = { positions, lens, dot, vocabulary, neighbours, attention, ablate, random_head };
+export const INSPECTIONS = { positions, lens, dot, vocabulary, neighbours, attention, ablate, patch, random_head };

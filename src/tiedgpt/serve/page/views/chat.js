@@ -1,47 +1,36 @@
 // A conversation with a model that has a chat template; every token of a reply shows its alternatives.
 
 import { stream } from "../api.js";
-import { announce, html, Odds, Panel, Piece, Tokens, useEffect, useRef, useState } from "../parts.js";
+import { announce, html, Odds, Panel, Piece, Tokens, useRun, useState } from "../parts.js";
 
 let kept = []; // {role, content, tokens}, while other views are open
 
 export default function Chat({ options }) {
   const [turns, setTurns] = useState(kept);
   const [draft, setDraft] = useState("");
-  const [error, setError] = useState(null);
-  const controller = useRef(null);
-  const [running, setRunning] = useState(false);
-  useEffect(() => () => controller.current?.abort(), []);
+  const { run, stop, running, error } = useRun();
   const put = (next) => setTurns((kept = next));
-  const send = async (event) => {
+  const send = (event) => run(async (signal) => {
     event.preventDefault();
     const said = [...turns, { role: "user", content: draft.trim() }];
     const reply = { role: "assistant", content: "", tokens: [] };
-    const { signal } = (controller.current = new AbortController());
     put(said);
     setDraft("");
-    setError(null);
-    setRunning(true);
     const body = { messages: said.map(({ role, content }) => ({ role, content })), ...options, logprobs: true, top_logprobs: 5 };
-    try {
-      for await (const { choices: [{ delta, logprobs }] } of stream("/v1/chat/completions", body, signal)) {
-        reply.content += delta.content ?? "";
-        reply.tokens.push(...(logprobs?.content ?? []));
-        put([...said, { ...reply }]);
-      }
-      announce(reply.content);
-    } catch (problem) {
-      if (!signal.aborted) setError(problem.message);
+    for await (const { choices: [{ delta, logprobs }] } of stream("/v1/chat/completions", body, signal)) {
+      reply.content += delta.content ?? "";
+      reply.tokens.push(...(logprobs?.content ?? []));
+      put([...said, { ...reply }]);
     }
-    setRunning(false);
-  };
+    announce(reply.content);
+  });
   return html`<${Panel} title="Talk with it" says="The conversation is one text, written by the model's template; a reply is its continuation. Press a token to see what else it could have been.">
     <ol class="turns">${turns.map((turn, k) => html`<li key=${k} class=${turn.role}>${turn.tokens
       ? html`<${Reply} tokens=${turn.tokens} />` : html`<p>${turn.content}</p>`}</li>`)}</ol>
     ${error && html`<p class="status error" role="status">${error}</p>`}
     <form class="row" onSubmit=${send}><label class="box"><span>Your words</span>
       <input value=${draft} onInput=${(event) => setDraft(event.target.value)} autocomplete="off" /></label>
-      ${running ? html`<button type="button" class="main" onClick=${() => controller.current.abort()}>Stop</button>`
+      ${running ? html`<button type="button" class="main" onClick=${stop}>Stop</button>`
         : html`<button class="main" disabled=${!draft.trim()}>Send</button>`}
       ${turns.length > 0 && !running && html`<button type="button" onClick=${() => put([])}>Begin anew</button>`}</form><//>`;
 }

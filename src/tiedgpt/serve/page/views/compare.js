@@ -1,9 +1,10 @@
 // Side by side: a second text, or a second model, and what each token costs in either.
 
 import {
-  Choice, count, diverge, fixed, html, many, Num, Odds, Panel, Piece, Term, Tokens, useCall, useState,
+  Choice, count, diverge, Facts, fixed, html, many, Num, Odds, Panel, Piece, scaleOf, Term, Tokens, useCall, useState,
 } from "../parts.js";
-import { costLook, Facts, scaleOf } from "./text.js";
+import { HeatGrid } from "../chart.js";
+import { costLook } from "./text.js";
 
 const TOP = 40; // likeliest tokens that are asked for, so that most words of one are among those of the other
 
@@ -23,14 +24,15 @@ export default function Compare({ state, update }) {
     <${Panel} title=${isModel ? "The same text, read by two models" : "The same words, after another beginning"}
       found=${found.error ? found : a.error ? a : b}
       says=${isModel ? "Which tokens does one model expect better than the other?" : "A model has nothing but the text before a token: change it, and see what that costs."}>
-      <div class="row">${info.beside && html`<${Choice} label="Beside it" value=${kind} onChange=${setKind}
-        options=${[["text", "another text"], ["model", `another model: ${info.beside}`]]} />`}</div>
+      ${info.beside && html`<${Choice} label="Beside it" value=${kind} onChange=${setKind}
+        options=${[["text", "another text"], ["model", `another model: ${info.beside}`]]} />`}
       ${!isModel && html`<${Second} value=${other} hint=${positions?.pieces.slice(positions.ids.length >> 1).join("")} update=${update} />`}
       ${!info.beside && html`<p class="note">To compare two models, such as tied and untied or before and after tuning:
         ${" "}<code>tiedgpt serve MODEL --beside OTHER</code></p>`}
       ${isThere && html`<div class="columns">${[[a.data, info], [b.data, isModel ? model ?? info : info]].map(([data, of], k) => html`<${Side}
         key=${k} name=${names[k]} data=${data} info=${of} dark=${state.dark} isModel=${isModel} />`)}</div>`}
     <//>
+    ${isThere && !isModel && html`<${Carried} key=${`${JSON.stringify(subject)} ${other}`} a=${a.data} b=${b.data} subject=${subject} other=${other} state=${state} />`}
     ${isThere && html`<${Difference} key=${kind} a=${a.data} b=${b.data} names=${names} dark=${state.dark} />`}`;
 }
 
@@ -84,6 +86,35 @@ function Difference({ a, b, names, dark }) {
     <h3>After <q><${Piece} text=${a.pieces[i]} /></q></h3>
     <p class="says">Grey: ${names[0]}. In colour: ${names[1]}. –: not among the ${TOP} likeliest.</p>
     <${Odds} rows=${both(a, i, b, j)} none="–" /><//>`;
+}
+
+// Activation patching: the states of the text, put one at a time into the second text.
+function Carried({ a, b, subject, other, state }) {
+  const [isAsked, ask] = useState(false);
+  const [[l, t], see] = useState([0, Math.max(0, a.ids.findIndex((id, k) => id !== b.ids[k]))]);
+  const [answer, wrong] = [a, b].map(({ top_ids, next }) => top_ids[next][0]);
+  const most = state.info.most_tokens?.patch ?? 64;
+  const isFit = other && state.info.tokenizer !== false && a.ids.length === b.ids.length && a.ids.length <= most;
+  const body = { ...subject, corrupted: other, answer, ...(wrong === answer ? {} : { wrong }) };
+  const found = useCall("/inspect/patch", isAsked && isFit ? body : null);
+  const { clean, corrupted, residual } = found.data ?? {};
+  const share = (layer, at) => (residual[layer][at] - corrupted) / (clean - corrupted);
+  const percent = (layer, at) => `${fixed(100 * share(layer, at), 0)} %`;
+  const [top, word] = [residual?.length - 1, (data, at) => html`<b><${Piece} text=${data.pieces[at]} /></b>`];
+  const next = (id) => html`<q><b><${Piece} text=${a.words[id] ?? b.words[id]} /></b></q>`;
+  return html`<${Panel} title="What carries the answer?" found=${found} ask=${isFit && ["/inspect/patch", body]} says=${html`After the text
+      ${" "}${next(answer)} is expected, after the second ${next(wrong)}. One state of the text is put into the second, before a layer and at a token: how
+      much of the answer comes with it?`}>
+    ${!isFit ? html`<p class="note">For this the texts must have equally many tokens, at most ${most}: here ${a.ids.length} and ${b.ids.length}.
+        ${" "}Copy the text into the second box, and replace a word.</p>`
+      : !isAsked && html`<button type="button" class="main" onClick=${() => ask(true)}>Put each state into the second text</button>`}
+    ${residual && html`<div class="lens"><${HeatGrid} label="Share of the answer, by layer and token" corner="before layer" dark=${state.dark}
+        rows=${residual.map((_, row) => String(top - row))} columns=${b.pieces.map((piece) => html`<${Piece} text=${piece} />`)}
+        cell=${(row, at) => ({ t: Math.min(1, share(top - row, at)), text: percent(top - row, at) })}
+        at=${[top - l, t]} onMove=${(row, at) => see([top - row, at])} /></div>
+      <p class="readout">Before layer ${l}, the state of ${word(a, t)} in place of ${word(b, t)} brings <b>${percent(l, t)}</b>: log P(${next(answer)})
+        ${wrong !== answer && html` − log P(${next(wrong)})`} goes from <${Num} x=${corrupted} /> to <${Num} x=${residual[l][t]} />, and the text itself has <${Num} x=${clean} />.</p>`}
+  <//>`;
 }
 
 const signed = (x) => `${x < 0 ? "−" : "+"}${fixed(Math.abs(x), 2)}`;

@@ -1,29 +1,28 @@
 // Dot product: one prediction as h · e, number by number, and as |h| |e| cos for the row e of every token.
 
 import {
-  Choice, count, diverge, fixed, html, Num, Panel, Piece, plain, prob, round, short, Table, Term, useCall, useMemo, useState,
+  Choice, count, diverge, fixed, html, Num, Panel, Piece, plain, prob, round, short, Table, Term, useCall, useMemo, usePieces, useState,
 } from "../parts.js";
-import { apart, fullAt, NamedStrip, Scatter } from "../chart.js";
+import { apart, fullAt, Products, Scatter } from "../chart.js";
 
 export default function Dot({ state, update }) {
   const { subject, pin, positions, centred, found: read } = state;
   const last = positions ? positions.ids.length - 1 : 0;
   const body = subject && positions && !read.stale ? { ...subject, position: Math.min(pin, last), top: 10 } : null;
   const found = useCall("/inspect/dot", body);
-  const pieces = useCall("/inspect/pieces", undefined).data?.pieces;
+  const { named } = usePieces();
   const data = found.data;
   const every = useMemo(() => data && columns(data, centred), [data, centred]);
   const [chosen, choose] = useState({});
   const seen = chosen.data === data ? chosen.id : data?.ids[0];
   const see = (id) => choose({ data, id });
-  const named = (id) => pieces?.[id] ?? (data.ids.includes(id) ? data.pieces[data.ids.indexOf(id)] : `id:${id}`);
   return html`
     <${Panel} title="The numbers of W, at work" found=${found} ask=${body && ["/inspect/dot", body]}
       says=${html`The row that is read goes into the layers and comes out as <${Term} name="h" />. Number by number, h is
         multiplied with the row of a candidate; the sum is its <${Term} name="logit" />.`}>
       ${data && html`<${Numbers} data=${data} seen=${seen} see=${see} read=${positions.ids[data.position]} dark=${state.dark} />`}
     <//>
-    <${Panel} title="Which row points along h?" quiet found=${found} ask=${body && ["/inspect/dot", body]}
+    <${Panel} title="Which row points along h?" quiet found=${found}
       says=${`The same logits, as lengths and angles: h · e = |h| |e| cos, for the row e of every token${
         data ? ` in ${data.matrix}, which ${data.does}` : ""}.`}>
       ${data && html`
@@ -39,7 +38,7 @@ export default function Dot({ state, update }) {
           label="Tokens, the likeliest first" says=${(id) => spoken(data, every, id, named(id))} />
         <${Winners} data=${data} every=${every} named=${named} />`}
     <//>
-    ${data && html`<${Likeliest} data=${data} every=${every} centred=${centred} found=${found} positions=${positions} ask=${body && ["/inspect/dot", body]} />`}`;
+    ${data && html`<${Likeliest} data=${data} every=${every} centred=${centred} found=${found} positions=${positions} />`}`;
 }
 
 // Of all V rows: length, cosine, and the ids from the highest logit down.
@@ -54,25 +53,18 @@ function columns(data, centred) {
 
 function Numbers({ data, seen, see, read, dark }) {
   const k = Math.max(0, data.ids.indexOf(seen));
-  const [row, products] = useMemo(() => [data.rows[k], data.rows[k].map((x, i) => x * data.h[i])], [data, k]);
-  const [hovered, setAt] = useState(null);
-  const at = hovered !== null && hovered < row.length ? hovered : products.indexOf(Math.max(...products));
-  const [up, down] = [1, -1].map((sign) => products.reduce((sum, x) => sum + Math.max(0, sign * x), 0));
+  const row = data.rows[k];
   const full = useMemo(() => fullAt(data.row_read, row), [data, k]);
-  const strip = (name, values, most) => html`<${NamedStrip} name=${name} values=${values} most=${most}
-    at=${at} onAt=${setAt} dark=${dark} />`;
   const word = (piece) => html`<b><${Piece} text=${piece} /></b>`;
   return html`
-    <div class="strips">
-      ${strip(html`reads row ${count(read)} ${word(data.piece)}`, data.row_read, full)}
-      ${strip(html`<i>h</i>, after all layers`, data.h)}
-      ${strip(html`× row ${count(data.ids[k])} ${word(data.pieces[k])}`, row, full)}
-      ${strip("= products", products)}
-      <p class="readout">Number ${at}: h <${Num} x=${data.h[at]} /> × row <${Num} x=${row[at]} /> = <${Num} x=${products[at]} />.
-        ${" "}All ${count(row.length)} products: + <${Num} x=${up} /> − <${Num} x=${down} />${
-          data.head_bias[k] ? html` + bias <${Num} x=${data.head_bias[k]} />` : ""} = logit <b class="predicts"><${Num} x=${data.logit[k]} /></b></p>
-      <p class="legend">${[-1, -0.5, 0, 0.5, 1].map((t) => html`<span class="swatch" key=${t} style=${swatch(t, dark)}>${
-        ["below 0", "", "0", "", "above"][2 * t + 2]}</span>`)}<span>full colour in a row of W: ±${short(full)}</span></p></div>
+    <${Products} dark=${dark} strips=${[[html`reads row ${count(read)} ${word(data.piece)}`, data.row_read, full], [html`<i>h</i>, after all layers`, data.h],
+      [html`× row ${count(data.ids[k])} ${word(data.pieces[k])}`, row, full]]} says=${(at, products) => html`
+        Number ${at}: h <${Num} x=${data.h[at]} /> × row <${Num} x=${row[at]} /> = <${Num} x=${products[at]} />.
+        ${" "}All ${count(row.length)} products: ${[1, -1].map((sign) => html`${sign > 0 ? "+ " : " − "}<${Num}
+          x=${products.reduce((total, x) => total + Math.max(0, sign * x), 0)} />`)}${
+          data.head_bias[k] ? html` + bias <${Num} x=${data.head_bias[k]} />` : ""} = logit <b class="predicts"><${Num} x=${data.logit[k]} /></b>`} />
+    <p class="legend">${[-1, -0.5, 0, 0.5, 1].map((t) => html`<span class="swatch" key=${t} style=${swatch(t, dark)}>${
+      ["below 0", "", "0", "", "above"][2 * t + 2]}</span>`)}<span>full colour in a row of W: ±${short(full)}</span></p>
     <div class="chips" role="radiogroup" aria-label="The row that h is multiplied with"
       onKeyDown=${round(data.ids.length, k, (next) => see(data.ids[next]))}>${data.ids.map((id, j) => html`<button type="button" key=${id}
         role="radio" aria-checked=${j === k} tabindex=${j === k ? 0 : -1} onClick=${() => see(id)}><${Piece} text=${data.pieces[j]} />
@@ -118,7 +110,7 @@ function Winners({ data, every, named }) {
     ${" "}${every.norm[best] < every.norm[first] ? "shorter" : "longer"} (<${Num} x=${every.norm[best]} /> against <${Num} x=${every.norm[first]} />).</p>`;
 }
 
-function Likeliest({ data, every, centred, found, positions, ask }) {
+function Likeliest({ data, every, centred, found, positions }) {
   const target = positions.target[data.position];
   const byCos = (id) => every.cos.reduce((n, x) => n + (x > every.cos[id]), 1); // of the rows that are shown
   const rows = data.ids.map((id, k) => ({
@@ -139,7 +131,7 @@ function Likeliest({ data, every, centred, found, positions, ask }) {
     { key: "rank_cos", label: "# by cos", says: `of h and ${row}, among all tokens`,
       show: (r) => html`<${Num} x=${r.rank_cos} show=${count} />${r.rank_cos !== r.rank && html` <span aria-label="differs">≠</span>`}` },
   ];
-  return html`<${Panel} title="The ten likeliest, in numbers" ask=${ask} found=${found} quiet
+  return html`<${Panel} title="The ten likeliest, in numbers" found=${found} quiet
       says=${html`The bias part is the <${Term} name="prior">prior logit</${Term}>: it writes a token's frequency whatever the text.
         ≠ marks tokens that the <${Term} name="cosine" /> alone would rank otherwise.`}>
     <${Table} caption="The ten likeliest tokens and their dot products" columns=${columns} rows=${rows} />

@@ -1,10 +1,10 @@
 // Heads: where each head of a layer looks from the pinned token, and what each head is worth.
 
 import {
-  Choice, count, first, fixed, heat, html, Num, Panel, Piece, prob, round, Term, Tokens, useCall,
+  Choice, count, first, fixed, heat, html, Num, Panel, Piece, prob, Term, Tokens, useCall,
   useEffect, useRef, useState,
 } from "../parts.js";
-import { HeatGrid, NamedStrip } from "../chart.js";
+import { HeatGrid, Products } from "../chart.js";
 
 const MOST_TOKENS = 256;
 
@@ -19,13 +19,12 @@ export default function Heads({ state, update }) {
   const pin = data ? Math.min(state.pin, data.ids.length - 1) : 0;
   const head = data ? Math.min(state.head, data.patterns.length - 1) : 0;
   return html`
-    ${data && html`<${All} data=${data} short=${short} at=${[layer, head]} found=${found} state=${state} update=${update} />`}
+    ${data && html`<${All} data=${data} short=${short} at=${[layer, head]} pin=${pin} found=${found} state=${state} update=${update} />`}
     <${Panel} title="Where does each head look?" found=${read.error ? read : found} ask=${body && ["/inspect/attention", body]}
       says=${html`<${Term} name="attention">Attention</${Term}> from the pinned token back over the text: the higher and stronger,
         the more of that token's value the head takes.`}>
       ${positions?.ids.length > cap && html`<p class="note">Heads reads at most ${cap} tokens: these are the first of ${count(positions.ids.length)}.</p>`}
-      ${data && html`<${Look} data=${data} head=${head} pin=${pin} state=${state} update=${update} />
-        <${Maps} data=${data} head=${head} pin=${pin} dark=${state.dark} update=${update} />`}
+      ${data && html`<${Look} data=${data} head=${head} pin=${pin} state=${state} update=${update} />`}
     <//>
     ${data && html`<${Match} key=${`${data.layer} ${head} ${pin}`} data=${data} head=${head} pin=${pin} found=${found} dark=${state.dark} />`}`;
 }
@@ -42,66 +41,57 @@ function Look({ data, head, pin, state, update }) {
       label="Tokens, by the attention that the pinned one pays them" />`;
 }
 
-// Small maps of all heads: the row of the pinned token is framed.
-function Maps({ data, head, pin, dark, update }) {
-  return html`<div class="maps" role="radiogroup" aria-label="Head"
-    onKeyDown=${round(data.patterns.length, head, (to) => update({ head: to }))}>
-    ${data.patterns.map((pattern, h) => html`<button type="button" role="radio" key=${h} aria-checked=${h === head}
-      tabindex=${h === head ? 0 : -1} onClick=${() => update({ head: h })}>
-      <${Triangle} pattern=${pattern} row=${pin} dark=${dark} />
-      <span>head ${h}</span><small>${habit(data, h)}</small></button>`)}</div>
-    <p class="says">Each square is a head: a row for each token, over the tokens that it may look at. The frame is the pinned token's row.</p>`;
-}
-
 // Query times key, for the pinned token and one that it may look at.
 function Match({ data, head, pin, found, dark }) {
   const { queries, keys, patterns, pieces } = data;
   const weights = patterns[head][pin];
   const [other, choose] = useState(weights.indexOf(Math.max(...weights.slice(0, pin + 1))));
   const [query, key] = [queries[head][pin], keys[head][other]];
-  const products = query.map((x, i) => x * key[i]);
-  const [hovered, setAt] = useState(null);
-  const at = hovered ?? products.indexOf(Math.max(...products));
-  const sum = products.reduce((a, b) => a + b, 0);
-  const strip = (name, values) => html`<${NamedStrip} name=${name} values=${values} at=${at} onAt=${setAt} dark=${dark} />`;
+  const sum = query.reduce((total, x, i) => total + x * key[i], 0);
   const word = (i) => html`<b><${Piece} text=${pieces[i]} /></b>`;
   return html`<${Panel} title="Why does it look there?" found=${found} quiet
       says="A head asks with a query and answers with keys: their product, over all tokens through softmax, is the weight.">
     <${Tokens} small pieces=${pieces.slice(0, pin + 1)} pin=${other} onPin=${choose} label="The token whose key is shown"
       look=${(j) => ({ bar: weights[j], fill: heat(Math.sqrt(weights[j]), dark), says: `weight ${prob(weights[j])}` })} />
-    <div class="strips">${strip(html`query of ${word(pin)}`, query)}${strip(html`× key of ${word(other)}`, key)}${strip("= products", products)}
-      <p class="readout">Sum <${Num} x=${sum} /> / √${query.length} = <b><${Num} x=${sum / Math.sqrt(query.length)} /></b>;
-        ${" "}softmax over ${count(pin + 1)} makes it a weight of <b><${Num} x=${weights[other]} show=${prob} /></b>.</p></div>
+    <${Products} strips=${[[html`query of ${word(pin)}`, query], [html`× key of ${word(other)}`, key]]} dark=${dark}
+      says=${() => html`Sum <${Num} x=${sum} /> / √${query.length} = <b><${Num} x=${sum / Math.sqrt(query.length)} /></b>;
+        ${" "}softmax over ${count(pin + 1)} makes it a weight of <b><${Num} x=${weights[other]} show=${prob} /></b>.`} />
   <//>`;
 }
 
 const BY = {
+  pattern: ["patterns"],
   previous_share: ["on the previous token", prob],
   first_share: ["on the first token", prob],
   entropy: ["entropy, bits", (x) => fixed(x, 1)],
   worth: ["worth, nats", (x) => `${x < 0 ? "−" : "+"}${fixed(Math.abs(x), 2)}`],
 };
 
-// All heads of all layers: their habits, or what the loss would be without each.
-function All({ data, short, at, found, state, update }) {
-  const [by, setBy] = useState("previous_share");
+// All heads of all layers: where they look, their habits, or what the loss would be without each.
+function All({ data, short, at, pin, found, state, update }) {
+  const [by, setBy] = useState("pattern");
   const [chosen, choose] = useState(null); // a column that is no head
-  const isWorth = by === "worth";
+  const [isMap, isWorth] = [by === "pattern", by === "worth"];
+  const layers = data.entropy.map((_, layer) => useCall("/inspect/attention", isMap && short ? { ...short, layer } : null));
   const worth = useCall("/inspect/ablate", isWorth ? short : null);
   const heads = data.patterns.length;
-  const table = !isWorth ? data[by] : worth.data?.heads.map((values, l) => [...values, worth.data.attention[l], worth.data.mlp[l]]);
+  const table = isMap ? layers.map((one) => one.data?.patterns ?? Array(heads).fill(null))
+    : !isWorth ? data[by] : worth.data?.heads.map((values, l) => [...values, worth.data.attention[l], worth.data.mlp[l]]);
   const columns = [...data.patterns.map((_, h) => `head ${h}`), "attention", "MLP"];
   const here = [at[0], isWorth ? chosen ?? at[1] : at[1]];
-  const most = /share/.test(by) ? 1 : table && Math.max(1e-9, ...table.flat().map(Math.abs));
-  return html`<${Panel} title="All layers and heads" found=${isWorth ? worth : found} quiet=${!isWorth}
-      ask=${isWorth && short && ["/inspect/ablate", short]} says=${isWorth
+  const most = isMap || /share/.test(by) ? 1 : table && Math.max(1e-9, ...table.flat().map(Math.abs));
+  const cell = (l, c) => isMap ? { t: null, text: html`<${Triangle} name=${`layer ${l}, head ${c}`} pattern=${table[l][c]} row=${pin} dark=${state.dark} />` }
+    : { t: Math.abs(table[l][c]) / most, text: BY[by][1](table[l][c]) };
+  return html`<${Panel} title="All layers and heads" found=${isWorth ? worth : isMap ? layers.find(({ busy, error }) => busy || error) ?? found : found}
+      quiet=${!isWorth && !isMap} ask=${isWorth && short && ["/inspect/ablate", short]} says=${isWorth
         ? html`The <${Term} name="loss" /> of this text without a part, less the loss with it: + means that the part helps.`
-        : html`Means over this text: how much of its weight a head gives to one token, or the <${Term} name="entropy" /> of its weights.`}>
+        : isMap ? "Each square is a head: a row for each token, over the tokens that it may look at. The frame is the pinned token's row."
+          : html`Means over this text: how much of its weight a head gives to one token, or the <${Term} name="entropy" /> of its weights.`}>
     <${Choice} label="Measure" value=${by} onChange=${setBy} options=${Object.entries(BY).map(([key, [name]]) => [key, name])} />
     ${isWorth && table && html`<p class="verdict">With all parts the loss is <b><${Num} x=${worth.data.loss} digits=${3} /></b>. Without
       ${" "}${columns[here[1]]} of layer ${here[0]} it changes by <b><${Num} x=${table[here[0]][here[1]]} show=${BY.worth[1]} /></b>.</p>`}
     ${table && html`<${HeatGrid} label="All heads" corner="layer" rows=${table.map((_, l) => String(l))} dark=${state.dark} at=${here}
-      columns=${columns.slice(0, table[0].length)} cell=${(l, c) => ({ t: Math.abs(table[l][c]) / most, text: BY[by][1](table[l][c]) })}
+      columns=${columns.slice(0, table[0].length)} cell=${cell}
       onMove=${(layer, c) => {
         choose(c < heads ? null : c);
         update(c < heads ? { layer, head: c } : { layer });
@@ -109,17 +99,12 @@ function All({ data, short, at, found, state, update }) {
   <//>`;
 }
 
-function habit({ layer, first_share: firsts, previous_share: previous, entropy }, h) {
-  const [a, b] = [firsts[layer][h], previous[layer][h]];
-  if (a === null) return "";
-  if (Math.max(a, b) < 0.3) return `${fixed(entropy[layer][h], 1)} bits wide`;
-  return a > b ? `${prob(a)} on the first` : `${prob(b)} on the previous`;
-}
-
-function Triangle({ pattern, row, dark }) {
+// A row for each token, over the tokens that it may look at; the pinned token's is framed.
+function Triangle({ name, pattern, row, dark }) {
   const canvas = useRef(null);
-  const n = pattern.length;
+  const n = pattern?.length ?? Infinity; // not known yet: a frame of no size
   useEffect(() => {
+    if (!pattern) return;
     Object.assign(canvas.current, { width: n, height: n });
     const pen = canvas.current.getContext("2d");
     const colors = Array.from({ length: 256 }, (_, k) => heat(Math.sqrt(k / 255), dark).background.match(/\d+/g).map(Number));
@@ -129,6 +114,6 @@ function Triangle({ pattern, row, dark }) {
     });
     pen.putImageData(image, 0, 0);
   }, [pattern, dark]);
-  return html`<span class="map"><canvas ref=${canvas} aria-hidden="true"></canvas>
+  return html`<span class="hidden">${name}</span><span class="map"><canvas ref=${canvas} aria-hidden="true"></canvas>
     <span style=${{ top: `${(100 * row) / n}%`, height: `${100 / n}%`, width: `${(100 * (row + 1)) / n}%` }}></span></span>`;
 }

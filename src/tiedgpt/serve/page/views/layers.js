@@ -21,7 +21,7 @@ export default function Layers({ state, update }) {
   return html`
     <${Panel} title="What would each layer say?" found=${found} ask=${body && ["/inspect/lens", body]}
       says="Upwards: the layers. Each cell is the word that the state there would predict next.">
-      <p class="caution">${CAUTION}</p>
+      <p class="note">${CAUTION}</p>
       ${isCut && html`<p class="says">The first ${most} of ${count(positions.ids.length)} tokens.</p>`}
       ${data && html`<${Grid} data=${data} state=${state} pin=${at} update=${update} />`}
     <//>

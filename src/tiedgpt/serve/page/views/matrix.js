@@ -1,6 +1,6 @@
 // Matrix: W once, with its two jobs; a random head in its place; and which job moves it.
 
-import { bytes, Choice, count, html, Num, Panel, Piece, prob, short, Table, useCall, useState } from "../parts.js";
+import { bytes, Choice, count, html, Num, Panel, Piece, prob, short, Table, useCall, usePieces, useState } from "../parts.js";
 import { Bar } from "../chart.js";
 
 export default function Matrix({ state }) {
@@ -83,7 +83,7 @@ function Facts({ info, matrix }) {
     stored && ["key in the file", stored.names.join(", ")],
   ].filter(Boolean);
   return html`<div><h3>${matrix.name} <span class="does">${matrix.does}</span></h3>
-    <dl class="list wide">${lines.slice(1).map(([name, text]) => html`<div key=${name}><dt>${name}</dt><dd>${text}</dd></div>`)}</dl></div>`;
+    <dl class="list columns wide">${lines.slice(1).map(([name, text]) => html`<div key=${name}><dt>${name}</dt><dd>${text}</dd></div>`)}</dl></div>`;
 }
 
 // ---- a random head ----
@@ -100,7 +100,7 @@ function RandomHead({ state }) {
     ask=${["/inspect/random_head", subject]}>
     ${data && html`<${Choice} label="What predicts" value=${head} onChange=${setHead}
         options=${[["own", `predict with ${own}`], ["random", "with a random head"]]} />
-      <div class="numbers" aria-live="polite">
+      <div class="columns numbers" aria-live="polite">
         <div><span class="huge"><${Num} x=${random ? data.random_loss : data.loss} digits=${3} /></span>
           <span>nats of loss${random && html`, <${Num} x=${data.random_loss - data.loss} digits=${3} /> more`}; a guess among ${count(info.vocab_size)} costs <${Num} x=${data.uniform_loss} digits=${3} /></span>
           <${Bar} t=${(random ? data.random_loss : data.loss) / Math.max(data.random_loss, data.uniform_loss, data.loss)}
@@ -112,7 +112,7 @@ function RandomHead({ state }) {
         <div class="next"><span>After the text comes</span><ol>${(random ? data.random_top_ids : data.top_ids).map((id, i) => html`<li key=${id}>
           <${Piece} text=${data.words[id]} /> ${prob(Math.exp((random ? data.random_top_logprob : data.top_logprob)[i]))}</li>`)}</ol></div>
       </div>
-      <p class="note">The model itself stays as it is.</p>`}
+      <p class="says">The model itself stays as it is.</p>`}
   <//>`;
 }
 
@@ -121,7 +121,7 @@ function RandomHead({ state }) {
 function Gradients({ state }) {
   const { subject, info } = state;
   const found = useCall("/inspect/gradient_split", subject);
-  const pieces = useCall("/inspect/pieces", undefined).data?.pieces;
+  const { named } = usePieces();
   const data = found.data;
   const says = info.tied === false
     ? "Each matrix has a gradient of its own: one from reading, one from predicting."
@@ -129,7 +129,7 @@ function Gradients({ state }) {
   return html`<${Panel} title="Which job moves it" says=${says} found=${found} ask=${["/inspect/gradient_split", subject]}>
     ${data && html`<${Split} data=${data} />
       <div class="columns">${["reads", "predicts"].map((side) => html`<${Moved} key=${side} side=${side}
-        lengths=${side === "reads" ? data.rows_read : data.rows_predict} pieces=${pieces} />`)}</div>`}
+        lengths=${side === "reads" ? data.rows_read : data.rows_predict} named=${named} />`)}</div>`}
   <//>`;
 }
 
@@ -138,7 +138,7 @@ function Split({ data }) {
   const angle = data.cosine === null ? null : (Math.acos(Math.min(1, Math.max(-1, data.cosine))) * 180) / Math.PI;
   const one = (kind, name, norm) => html`<div class="measure"><span>${name}</span>
     <${Bar} t=${norm / most} kind=${kind} /><b><${Num} x=${norm} /></b></div>`;
-  return html`<div class="split">
+  return html`<div class="columns split">
     <div>${one("reads", "from reading", data.norm_read)}${one("predicts", "from predicting", data.norm_predict)}
       <p>Predicting pulls <b>${short(data.norm_predict / (data.norm_read || NaN))} times</b> as hard.
         ${angle !== null && html` The two point ${Math.round(angle)}° apart: cosine <b><${Num} x=${data.cosine} digits=${3} /></b>.`}</p></div>
@@ -164,11 +164,11 @@ function Angle({ angle, read, predict }) {
 
 const SHOWN = 10;
 
-function Moved({ side, lengths, pieces }) {
+function Moved({ side, lengths, named }) {
   const order = lengths.map((_, id) => id).sort((a, b) => lengths[b] - lengths[a]).slice(0, SHOWN)
     .filter((id) => lengths[id] > 0);
   const moved = lengths.reduce((n, length) => n + (length > 0), 0);
-  const rows = order.map((id) => ({ id, token: pieces?.[id] ?? `id:${id}`, length: lengths[id] }));
+  const rows = order.map((id) => ({ id, token: named(id), length: lengths[id] }));
   const title = side === "reads" ? "Most moved by reading" : "Most moved by predicting";
   return html`<div><h3 class=${side}>${title}</h3>
     <p class="says">${count(moved)} of ${count(lengths.length)} rows move.</p>

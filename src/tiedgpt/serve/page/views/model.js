@@ -1,16 +1,14 @@
 // Model: where the parameters are, each storage once, and the run that made them.
 
-import { bytes, count, html, Num, Panel, prob, Table, useCall } from "../parts.js";
+import { bytes, count, Facts, html, Num, Panel, prob, Table } from "../parts.js";
 import { Lines } from "../chart.js";
 
-export default function Model({ state }) {
-  const asked = useCall("/inspect/model", undefined);
-  const info = asked.data;
+export default function Model({ state: { info } }) {
+  if (!info.parameters) return null;
   return html`
-    <${Panel} title=${info?.parameters ? `${count(info.parameters)} parameters` : "The model"} found=${asked}
-      says="Each storage is counted once, whatever names share it.">
-      ${info && html`<${Shape} info=${info} /><${Ledger} info=${info} />`}<//>
-    ${info?.run && html`<${Run} run=${info.run} />`}`;
+    <${Panel} title=${`${count(info.parameters)} parameters`} says="Each storage is counted once, whatever names share it.">
+      <${Shape} info=${info} /><${Ledger} info=${info} /><//>
+    ${info.run && html`<${Run} run=${info.run} />`}`;
 }
 
 // ---- the ledger ----
@@ -70,7 +68,7 @@ const SHAPE = [
 
 function Shape({ info }) {
   const { stored } = info;
-  return html`<dl class="facts">${SHAPE.map(([key, name]) => html`<div key=${key}><dt>${name}</dt><dd>${count(info.config[key])}</dd></div>`)}</dl>
+  return html`<${Facts} of=${SHAPE.map(([key, name]) => [name, info.config[key]])} />
     <p class="says">tiedgpt ${info.version}.${stored && html` The file is ${stored.format}; <code>tiedgpt tie audit</code> calls it
       ${" "}<b>${stored.verdict}</b>.`}${info.precision && ` This page computes with its weights in ${info.precision}.`}</p>`;
 }

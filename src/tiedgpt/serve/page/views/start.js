@@ -1,21 +1,19 @@
 // Start: the matrix with its two jobs on the text, the way of one token through the model, the cost.
 
 import {
-  count, first, html, many, Num, Odds, Panel, Piece, prob, Term, Tokens, useCall,
+  count, first, html, likeliest, many, Num, Odds, Panel, Piece, prob, scaleOf, Term, Tokens, useCall,
 } from "../parts.js";
 import { fullAt, NamedStrip } from "../chart.js";
 import { Jobs } from "./matrix.js";
-import { costLook, Legend, scaleOf } from "./text.js";
+import { costLook, Legend } from "./text.js";
 
 export default function Start({ state, update }) {
   const { info, positions, found, pin } = state;
   const sentence = info.tied === false ? "One matrix reads the text, and another predicts what comes next"
     : "One matrix W reads the text, and the same W predicts what comes next";
-  const rows = positions?.top_ids[pin].slice(0, 5).map((id, k) => (
-    { id, place: k + 1, piece: positions.words[id], p: Math.exp(positions.top_logprob[pin][k]) }));
   return html`
     <${Panel} title=${sentence} found=${found}>
-      <${Jobs} state=${state}>${rows && html`<${Odds} rows=${rows} />`}<//><//>
+      <${Jobs} state=${state}>${positions && html`<${Odds} rows=${likeliest(positions, pin).slice(0, 5)} />`}<//><//>
     ${positions && html`<${Cost} state=${state} update=${update} /><${Path} state=${state} update=${update} />`}`;
 }
 
@@ -44,7 +42,7 @@ function Path({ state, update }) {
   return html`<${Panel} title=${html`The way from <q><${Piece} text=${positions.pieces[pin]} /></q> to the next token`}
       found=${[dot, lens, heads].find(({ busy }) => busy) ?? dot}
       says="From top to bottom, with this model's numbers. Each stage opens the view that shows more of it.">
-    <ol class="path">${stages.map(([name, view, content, kind]) => html`<li key=${name} class=${kind ?? ""}>
+    <ol class="path">${stages.map(([name, view, content, kind]) => html`<li key=${name} class=${kind}>
       <button type="button" onClick=${() => update({ view })}>${name}</button><div>${content}</div></li>`)}</ol><//>`;
 }
 

@@ -5,7 +5,7 @@
 
 import { call, textOf } from "../api.js";
 import {
-  announce, Choice, count, fixed, heat, html, many, Num, Odds, Panel, Piece, plain, prob, Term, Tokens, useCall, useState,
+  announce, Choice, costOf, count, Facts, fixed, heat, html, likeliest, many, Num, Odds, Panel, Piece, plain, prob, scaleOf, Term, Tokens, useCall, useState,
 } from "../parts.js";
 
 const RANKS = [[1, "1"], [10, "2–10"], [100, "11–100"], [1000, "101–1,000"], [Infinity, "above 1,000"]];
@@ -20,19 +20,17 @@ export default function Text({ state, update }) {
         : "Every column predicts. Generation uses the last one alone: it chooses the token that follows."}>
       ${positions && html`<${Columns} state=${state} update=${update} />`}
     <//>
-    ${positions && html`<div class="two">
-      <${Pinned} state=${state} update=${update} ask=${ask} />
-      <div><${Totals} state=${state} ask=${ask} /><${Poke} state=${state} /></div></div>`}`;
+    ${positions && html`<div class="columns wide">
+      <${Pinned} state=${state} update=${update} />
+      <div><${Totals} state=${state} /><${Poke} state=${state} /></div></div>`}`;
 }
-
-export const scaleOf = ({ vocab_size: size }) => (size ? Math.log2(size) : 16);
 
 // How a token looks that cost the model so many bits; `scale` is a guess's.
 export function costLook({ surprisal_bits: bits, rank }, scale, dark, mark = () => "") {
   return (i) => {
     if (i === 0) return { bar: 0, mark: mark(i), says: "nothing predicts the first token" };
-    const t = Math.min(1, bits[i - 1] / scale);
-    return { bar: t, fill: heat(t, dark), mark: mark(i), says: `${fixed(bits[i - 1], 1)} bits, rank ${count(rank[i - 1])}` };
+    const look = costOf(bits[i - 1], scale, dark);
+    return { ...look, mark: mark(i), says: `${look.says}, rank ${count(rank[i - 1])}` };
   };
 }
 
@@ -65,20 +63,21 @@ export function Legend({ scale, dark }) {
     <span>bits: surprising</span></p>`;
 }
 
-function Pinned({ state, update, ask }) {
+function Pinned({ state, update }) {
   const { positions, pin, found, info } = state;
   const { ids, pieces, words, target, logprob, rank, surprisal_bits: bits, entropy_bits: entropy } = positions;
   const hasNext = target[pin] >= 0;
   const undecided = [html`<${Term} name="entropy" />, bits`, entropy[pin], two];
-  const row = (id, lp, place) => ({ id, place, piece: words[id], p: Math.exp(lp), mark: id === target[pin] && "true next" });
-  const rows = positions.top_ids[pin].map((id, k) => row(id, positions.top_logprob[pin][k], k + 1));
-  if (hasNext && !rows.some(({ mark }) => mark)) rows.push(row(target[pin], logprob[pin], rank[pin]));
+  const rows = likeliest(positions, pin);
+  let answer = rows.find(({ id }) => id === target[pin]);
+  if (hasNext && !answer) rows.push(answer = { id: target[pin], place: rank[pin], piece: words[target[pin]], p: Math.exp(logprob[pin]) });
+  if (answer) answer.mark = "true next";
   const go = async (id) => {
     const all = [...ids.slice(0, pin + 1), id];
     update({ ids: all, text: await textOf(all, info), pin: -1 });
     announce(`Continued with ${plain(words[id])}.`);
   };
-  return html`<${Panel} title=${html`After <q><${Piece} text=${pieces[pin]} /></q>`} found=${found} quiet ask=${ask}
+  return html`<${Panel} title=${html`After <q><${Piece} text=${pieces[pin]} /></q>`} found=${found} quiet
     says="The ten likeliest tokens here. Press one to continue with it.">
     ${hasNext
       ? html`<p>The text goes on with <b class="truth"><${Piece} text=${words[target[pin]]} /></b>.</p>
@@ -92,16 +91,12 @@ function Pinned({ state, update, ask }) {
 const two = (x) => fixed(x, 2);
 const three = (x) => fixed(x, 3);
 
-// Numbers with their names: [name, number, how it is shown].
-export const Facts = ({ of }) => html`<dl class="facts">${of.map(([name, x, show], k) => html`<div key=${k}>
-  <dt>${name}</dt><dd><${Num} x=${x} show=${show} /></dd></div>`)}</dl>`;
-
-function Totals({ state, ask }) {
+function Totals({ state }) {
   const { positions, found } = state;
   const { loss, bits_per_byte: perByte, next, rank } = positions;
   const counts = RANKS.map(([most], k) => rank.slice(0, next)
     .filter((r) => r <= most && r > (k ? RANKS[k - 1][0] : 0)).length);
-  return html`<${Panel} title="The whole text" found=${found} quiet ask=${ask}
+  return html`<${Panel} title="The whole text" found=${found} quiet
     says="The loss is the mean surprisal; below is how often the true token had which rank.">
     <${Facts} of=${[[html`mean <${Term} name="loss" />, nats`, loss, three], ["bits per byte", perByte, three],
       [html`<${Term} name="perplexity" />`, loss === null ? null : Math.exp(loss)], ["predictions", next]]} />

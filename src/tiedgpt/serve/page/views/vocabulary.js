@@ -1,7 +1,7 @@
 // Vocabulary: every row of W as a point; one of them named, with its neighbours.
 
 import {
-  announce, Choice, count, fixed, html, Num, Panel, Piece, plain, short, Term, useCall, useMemo, useState,
+  announce, Choice, count, fixed, html, Num, Panel, Piece, plain, short, Term, useCall, useMemo, usePieces, useState,
 } from "../parts.js";
 import { apart, Scatter } from "../chart.js";
 
@@ -15,7 +15,7 @@ const UP = {
 export default function Vocabulary({ state }) {
   const { positions, pin, info } = state;
   const found = useCall("/inspect/vocabulary", {});
-  const pieces = useCall("/inspect/pieces", undefined).data?.pieces;
+  const { pieces, named } = usePieces();
   const [chosen, choose] = useState(null);
   const [which, setWhich] = useState(0);
   const [up, setUp] = useState("norm");
@@ -35,12 +35,12 @@ export default function Vocabulary({ state }) {
           <${Choice} label="Height of a point" value=${kind} onChange=${setUp}
             options=${kinds.map((name) => [name, UP[name][0]])} /></div>
         <${Trend} matrix=${matrix} kind=${kind} data=${found.data} />
-        <${Cloud} data=${found.data} heights=${matrix[kind]} label=${UP[kind][1]} pieces=${pieces} id=${id ?? 0}
+        <${Cloud} data=${found.data} heights=${matrix[kind]} label=${UP[kind][1]} named=${named} id=${id ?? 0}
           text=${positions?.ids ?? NONE} choose=${choose} dark=${state.dark} />
-        <${Search} pieces=${pieces} choose=${choose} id=${id} />`}
+        <${Search} pieces=${pieces} named=${named} choose=${choose} id=${id} />`}
     <//>
-    ${id !== null && html`<${Neighbours} id=${id} pieces=${pieces} choose=${choose} />`}
-    ${found.data && html`<${Lists} data=${found.data} pieces=${pieces} choose=${choose} />`}`;
+    ${id !== null && html`<${Neighbours} id=${id} named=${named} choose=${choose} />`}
+    ${found.data && html`<${Lists} data=${found.data} named=${named} choose=${choose} />`}`;
 }
 
 const NONE = [];
@@ -76,7 +76,7 @@ function Trend({ matrix, kind, data }) {
 
 const LANE = -0.7; // log10 of the count at which the tokens that were never seen stand
 
-function Cloud({ data, heights, label, pieces, id, text, choose, dark }) {
+function Cloud({ data, heights, label, named, id, text, choose, dark }) {
   const [over, setOver] = useState(null);
   const { count: counts, reachable } = data;
   const x = useMemo(() => heights.map((_, one) => (!counts ? one : counts[one] ? Math.log10(counts[one])
@@ -84,21 +84,21 @@ function Cloud({ data, heights, label, pieces, id, text, choose, dark }) {
   const order = useMemo(() => x.map((_, one) => one).sort((a, b) => x[a] - x[b]), [x]);
   const far = useMemo(() => extremes(x, heights, order), [x, heights]);
   const odd = useMemo(() => unreached(data), [data]);
-  const named = (one) => {
+  const spoken = (one) => {
     const often = counts ? `, ${count(counts[one])} times` : "";
-    return `${plain(pieces?.[one] ?? `id:${one}`)}, id ${count(one)}${often}, ${short(heights[one])}`;
+    return `${plain(named(one))}, id ${count(one)}${often}, ${short(heights[one])}`;
   };
   const seen = over ?? id;
   const labelled = apart([id, ...far], x, heights);
-  const marks = [...new Set([id, ...text, ...labelled])].map((one) => [one, labelled.includes(one) ? plain(pieces?.[one] ?? "") : ""]);
+  const marks = [...new Set([id, ...text, ...labelled])].map((one) => [one, labelled.includes(one) ? plain(named(one)) : ""]);
   const most = order.length && x[order[order.length - 1]];
   const xTicks = counts && [...(counts.includes(0) ? [[LANE, "never"]] : []),
     ...Array.from({ length: Math.max(1, Math.floor(most) + 1) }, (_, k) => [k, count(10 ** k)])];
   return html`<div class="cloud" onPointerLeave=${() => setOver(null)}>
     <${Scatter} x=${x} y=${heights} order=${order} seen=${seen} onSee=${setOver} odd=${odd} marks=${marks} dark=${dark}
-      onPick=${(one) => { setOver(null); choose(one); }} says=${named} label=${`Tokens, from rare to frequent: ${label}`}
+      onPick=${(one) => { setOver(null); choose(one); }} says=${spoken} label=${`Tokens, from rare to frequent: ${label}`}
       names=${[counts ? "count in the training text" : "token id", label]} xTicks=${xTicks || undefined} />
-    <p class="readout"><b><${Piece} text=${pieces?.[seen] ?? `id:${seen}`} /></b> id ${count(seen)}${counts && html`,
+    <p class="readout"><b><${Piece} text=${named(seen)} /></b> id ${count(seen)}${counts && html`,
       ${" "}<${Num} x=${counts[seen]} /> times`}, <${Num} x=${heights[seen]} /></p>
     <p class="key-of"><span class="ours">● in the text, chosen, or extreme</span>
       ${reachable && html`<span class="unreached">+ no text is encoded so</span>`}</p>
@@ -125,10 +125,10 @@ const unreached = ({ reachable, fragment }) => reachable === null ? NONE :
 
 const MOST_HITS = 24;
 
-function Search({ pieces, choose, id }) {
+function Search({ pieces, named, choose, id }) {
   const [sought, setSought] = useState("");
   const hits = useMemo(() => {
-    if (!sought || !pieces) return [];
+    if (!sought) return [];
     const wanted = sought.toLowerCase();
     const rank = (piece) => (piece === sought ? 0 : piece.trim() === sought.trim() ? 1 : piece.trim().toLowerCase().startsWith(wanted.trim()) ? 2 : 3);
     const found = [];
@@ -139,15 +139,15 @@ function Search({ pieces, choose, id }) {
   }, [sought, pieces]);
   return html`<div class="search"><label>Find a token <input type="search" value=${sought}
       onInput=${(event) => setSought(event.target.value)} /></label>
-    ${sought && html`<${Chips} ids=${hits} pieces=${pieces} choose=${choose} id=${id} />`}
+    ${sought && html`<${Chips} ids=${hits} named=${named} choose=${choose} id=${id} />`}
     ${sought && !hits.length && html`<p class="says">No token holds this.</p>`}</div>`;
 }
 
-const Chips = ({ ids, pieces, choose, id }) => html`<div class="chips">${ids.map((one) => html`<button type="button"
+const Chips = ({ ids, named, choose, id }) => html`<div class="chips">${ids.map((one) => html`<button type="button"
   key=${one} aria-pressed=${one === id} onClick=${() => {
     choose(one);
-    announce(`Chosen: ${plain(pieces?.[one] ?? `id:${one}`)}`);
-  }}><${Piece} text=${pieces?.[one] ?? `id:${one}`} /></button>`)}</div>`;
+    announce(`Chosen: ${plain(named(one))}`);
+  }}><${Piece} text=${named(one)} /></button>`)}</div>`;
 
 const NEAR = [
   ["dot", "dot product", "what the model computes; long rows win"],
@@ -155,15 +155,14 @@ const NEAR = [
   ["centred_cos", "centred cosine", "the angle after the mean row is taken away"],
 ];
 
-function Neighbours({ id, pieces, choose }) {
+function Neighbours({ id, named, choose }) {
   const body = { token: id, top: 10 };
   const found = useCall("/inspect/neighbours", body);
   const data = found.data;
-  const name = pieces?.[id] ?? data?.piece ?? `id:${id}`;
   const list = (matrix, [key, title, says]) => html`<div key=${key}><h3>${title}</h3><p class="says">${says}</p>
     <ol class="near">${matrix[`${key}_ids`].map((one, i) => html`<li key=${one}><button type="button" onClick=${() => choose(one)}>
       <${Piece} text=${data.words[one]} /></button> <${Num} x=${matrix[key][i]} /></li>`)}</ol></div>`;
-  return html`<${Panel} title=${html`Near <q><${Piece} text=${name} /></q>`} found=${found} ask=${["/inspect/neighbours", body]}
+  return html`<${Panel} title=${html`Near <q><${Piece} text=${named(id)} /></q>`} found=${found} ask=${["/inspect/neighbours", body]}
       says="Which rows are near depends on the measure: three answers for one row.">
     ${data?.matrices.map((matrix) => html`<div key=${matrix.name}>
       ${data.matrices.length > 1 && html`<p class="verdict">${matrix.name}, which ${matrix.does}</p>`}
@@ -173,12 +172,12 @@ function Neighbours({ id, pieces, choose }) {
 
 const MOST_LISTED = 200;
 
-function Lists({ data, pieces, choose }) {
+function Lists({ data, named, choose }) {
   const { reachable, fragment, unseen } = data;
   const never = reachable && unreached(data);
   const parts = fragment?.reduce((n, is) => n + is, 0);
   const one = (title, says, ids) => ids && html`<details><summary>${title}: <b>${count(ids.length)}</b></summary>
-    <p class="says">${says}</p><${Chips} ids=${ids.slice(0, MOST_LISTED)} pieces=${pieces} choose=${choose} />
+    <p class="says">${says}</p><${Chips} ids=${ids.slice(0, MOST_LISTED)} named=${named} choose=${choose} />
     ${ids.length > MOST_LISTED && html`<p class="says">These are the first ${MOST_LISTED}.</p>`}</details>`;
   if (!never && !unseen) return null;
   return html`<${Panel} title="Rows that learn little" says="A token that no text reaches is never read, and only ever predicted away.">

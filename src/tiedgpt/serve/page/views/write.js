@@ -7,8 +7,8 @@ import { stream, textOf } from "../api.js";
 import { filtered } from "../model/filters.js";
 import Chat from "./chat.js";
 import {
-  announce, Choice, count, fixed, heat, html, Num, Odds, Panel, Piece, prob, Slider, Tokens, useCall, useEffect,
-  useMemo, useRef, useState,
+  announce, Choice, costOf, count, fixed, html, Num, Odds, Panel, Piece, prob, scaleOf, Slider, Tokens, useCall,
+  useMemo, usePieces, useRun, useState,
 } from "../parts.js";
 
 const SHOWN = 12;
@@ -49,39 +49,30 @@ const asked = ({ temperature, top_k, top_p, min_p, max_tokens }) => ({
 
 // {write(first), stop, running, error, room, body}: `first` are tokens that the writing begins with.
 function useWriter({ subject, positions, info }, options, put, setAt, of) {
-  const controller = useRef(null);
-  const [running, setRunning] = useState(false);
-  const [error, setError] = useState(null);
-  useEffect(() => () => controller.current?.abort(), [of]);
+  const { run, ...others } = useRun(of);
   const room = Math.max(0, (info.n_positions ?? Infinity) - (positions?.ids.length ?? 0));
   const prompt = subject && (subject.ids ?? subject.text);
   const body = subject && { prompt, ...asked(options), max_tokens: Math.min(options.max_tokens, room) };
-  const write = async (first = []) => {
-    controller.current?.abort();
-    const { signal } = (controller.current = new AbortController());
-    const made = { of, tokens: [...first], end: null, seed: Math.floor(Math.random() * 2 ** 31), isWhole: !first.length };
+  const write = (first = []) => run(async (signal) => {
+    const made = { of, tokens: [...first], end: "stopped", seed: Math.floor(Math.random() * 2 ** 31), isWhole: !first.length };
     const begun = { ...body, max_tokens: Math.min(options.max_tokens, room - first.length) };
     if (first.length) begun.prompt = [...positions.ids, ...first.map(({ id }) => id)];
-    setRunning(true);
-    setError(null);
     setAt(null);
-    put({ ...made });
+    put({ ...made, end: null });
     try {
       for await (const event of stream("/v1/completions", { ...begun, seed: made.seed, logprobs: 1 }, signal)) {
         const [{ logprobs, finish_reason: end }] = event.choices;
         logprobs?.tokens.forEach((piece, i) => made.tokens.push({
           piece: info.tokenizer === false ? `id:${logprobs.token_ids[i]}` : piece, id: logprobs.token_ids[i], logprob: logprobs.token_logprobs[i] }));
         made.end = end ?? made.end;
-        put({ ...made });
+        put({ ...made, end });
       }
       announce(`${made.tokens.length} tokens written.`);
-    } catch (problem) {
-      if (!signal.aborted) setError(problem.message);
-      put({ ...made, end: "stopped" });
+    } finally {
+      put({ ...made });
     }
-    if (controller.current.signal === signal) setRunning(false);
-  };
-  return { write, stop: () => controller.current.abort(), running, error, room, body };
+  });
+  return { ...others, write, room, body };
 }
 
 function Running({ state, update, writer, text, at, setAt }) {
@@ -91,12 +82,7 @@ function Running({ state, update, writer, text, at, setAt }) {
     const ids = [...positions.ids, ...text.tokens.map(({ id }) => id)];
     update({ ids, text: await textOf(ids, info), view: "text", pin: positions.next });
   };
-  const scale = info.vocab_size ? Math.log2(info.vocab_size) : 16;
-  const look = (i) => {
-    const bits = -text.tokens[i].logprob / Math.LN2;
-    const t = Math.min(1, bits / scale);
-    return { bar: t, fill: heat(t, dark), says: `${fixed(bits, 1)} bits` };
-  };
+  const look = (i) => costOf(-text.tokens[i].logprob / Math.LN2, scaleOf(info), dark);
   const says = "Each new token is drawn from the last position's distribution, then read like any other token. Press one to see what else it could have been.";
   const ask = text?.isWhole && !running ? { ...body, seed: text.seed } : body;
   return html`<${Panel} title="Let it write on" says=${says} ask=${["/v1/completions", ask]}>
@@ -119,7 +105,7 @@ const ENDS = { stop: "It ended the text itself", length: "The length is reached"
 
 function Distribution({ state, body, options, set, drawn, pick }) {
   const found = useCall("/inspect/dot", body);
-  const pieces = useCall("/inspect/pieces", undefined).data?.pieces;
+  const { named } = usePieces();
   const logits = useMemo(() => found.data && sorted(found.data), [found.data]);
   const result = useMemo(() => logits && filtered(logits, options), [logits, options]);
   const shown = logits ? [...logits.ids.slice(0, SHOWN).keys()] : [];
@@ -127,8 +113,7 @@ function Distribution({ state, body, options, set, drawn, pick }) {
   if (place >= SHOWN) shown.push(place);
   const row = (k) => {
     const id = logits.ids[k];
-    const piece = pieces?.[id] ?? found.data.pieces[found.data.ids.indexOf(id)] ?? `id:${id}`;
-    return { id, piece, place: k + 1, p: result.before[k], after: k < result.n ? result.after[k] : null, mark: k === place && "drawn" };
+    return { id, piece: named(id), place: k + 1, p: result.before[k], after: k < result.n ? result.after[k] : null, mark: k === place && "drawn" };
   };
   const rows = result ? shown.map(row) : [];
   const tokenOf = ({ id, piece, p }) => ({ id, piece, logprob: Math.log(p) });
