@@ -10,6 +10,7 @@
 //       [x, text], else round numbers. The pointer tells onSee, a click or an arrow key onPick;
 //       keys walk through `order`
 //   apart(ids, x, y)        those of the ids whose names have room in a Scatter, the first first
+//   Pixels({wide, tall, color, of})   color(i): [r, g, b] of cell i, or none; `of` is what it depends on
 //   Strip({label, values, most, at, onAt, dark})   numbers as shaded cells, full at `most`; the
 //       pointer and the arrow keys tell onAt which one is seen; without onAt it is a picture
 //   NamedStrip({name, ...})                        with a name before it, and the number seen after
@@ -267,6 +268,21 @@ export function HeatGrid({ label, rows, columns, cell, dark, at, onMove, onPick,
 
 // ---- numbers ----
 
+export function Pixels({ wide, tall, color, of }) {
+  const canvas = useRef(null);
+  useEffect(() => {
+    Object.assign(canvas.current, { width: wide, height: tall });
+    const pen = canvas.current.getContext("2d");
+    const image = pen.createImageData(wide, tall);
+    for (let i = 0; i < wide * tall; i += 1) {
+      const rgb = color(i);
+      if (rgb) image.data.set([...rgb, 255], 4 * i);
+    }
+    pen.putImageData(image, 0, 0);
+  }, [wide, tall, ...of]);
+  return html`<canvas ref=${canvas} aria-hidden="true"></canvas>`;
+}
+
 // Cells in a row: as many as are wide enough, if possible such that the last row is full.
 function across(n, width) {
   const most = Math.min(128, Math.max(8, Math.floor(width / 5)));
@@ -276,17 +292,9 @@ function across(n, width) {
 
 export function Strip({ label, values, most, at, onAt, dark }) {
   const [box, width] = useWidth();
-  const canvas = useRef(null);
   const n = values.length;
   const wide = across(n, width);
   const tall = Math.ceil(n / wide);
-  useEffect(() => {
-    Object.assign(canvas.current, { width: wide, height: tall });
-    const pen = canvas.current.getContext("2d");
-    const image = pen.createImageData(wide, tall);
-    values.forEach((x, i) => image.data.set([...diverge(x / most, dark).rgb, 255], 4 * i));
-    pen.putImageData(image, 0, 0);
-  }, [values, most, dark, wide]);
   const see = (i) => onAt(Math.min(n - 1, Math.max(0, i)));
   const point = ({ clientX, clientY }) => {
     const { left, top, width: w, height: h } = box.current.getBoundingClientRect();
@@ -301,7 +309,8 @@ export function Strip({ label, values, most, at, onAt, dark }) {
   const live = onAt && { role: "slider", tabindex: 0, "aria-valuemin": 0, "aria-valuemax": n - 1, "aria-valuenow": at,
     "aria-valuetext": `number ${at}: ${short(values[at])}`, onKeyDown: keyed, onPointerMove: point, onPointerDown: point };
   return html`<div class="numbers-of" role="img" aria-label=${label} ref=${box} ...${live}
-      style=${{ height: `${tall * (tall > 2 ? 9 : 22)}px` }}><canvas ref=${canvas} aria-hidden="true"></canvas>
+      style=${{ height: `${tall * (tall > 2 ? 9 : 22)}px` }}><${Pixels} wide=${wide} tall=${tall} of=${[values, most, dark]}
+      color=${(i) => i < n && diverge(values[i] / most, dark).rgb} />
     ${onAt && html`<span style=${{ left: `${(100 * (at % wide)) / wide}%`, top: `${(100 * Math.floor(at / wide)) / tall}%`,
       width: `${100 / wide}%`, height: `${100 / tall}%` }}></span>`}</div>`;
 }

@@ -23,7 +23,8 @@
 //                         [path, body]
 //   Scroll({label, children})   what may be wider than the page; its edges show that there is more
 //   Term({name, children})      a word of TERMS, which explains itself when it is pressed
-//   Choice({label, value, options, onChange})    one of few: options are [value, text] pairs
+//   Choice({label, value, options, onChange, kind})   one of few: options are [value, text] pairs;
+//                         kind: a class, "chips" for many
 //   round(n, at, choose)  onKeyDown of any other row of n buttons of which one is chosen
 //   Slider({label, value, min, max, step, show, onChange})
 //   Status({found})       what a call is doing, or why it failed; Panel shows it
@@ -246,9 +247,9 @@ export function round(n, at, choose) {
   };
 }
 
-export function Choice({ label, value, options, onChange }) {
+export function Choice({ label, value, options, onChange, kind = "choice" }) {
   const at = options.findIndex(([one]) => one === value);
-  return html`<div class="choice" role="radiogroup" aria-label=${label}
+  return html`<div class=${kind} role="radiogroup" aria-label=${label}
     onKeyDown=${round(options.length, at, (next) => onChange(options[next][0]))}>
     ${options.map(([one, text], i) => html`<button type="button" role="radio" key=${one} aria-checked=${i === at}
       tabindex=${i === at ? 0 : -1} onClick=${() => onChange(one)}>${text}</button>`)}
@@ -454,7 +455,7 @@ export function heat(t, dark) {
   const shade = Math.max(0, t || 0); // of a vocabulary of one token every share is 0 / 0
   const end = cividis(dark ? shade : 1 - shade);
   const rgb = mix(dark ? PAGE.dark : PAGE.light, end, Math.min(1, 0.08 + 1.8 * shade));
-  return { background: css(rgb), color: ink(rgb) };
+  return { background: css(rgb), color: ink(rgb), rgb };
 }
 
 export function diverge(t, dark) {

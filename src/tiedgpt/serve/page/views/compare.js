@@ -74,8 +74,7 @@ function Difference({ a, b, names, dark }) {
   const mean = known.reduce((x, y) => x + y, 0) / (known.length || 1);
   const look = (k) => {
     if (scored[k] === null) return { bar: 0, says: "nothing predicts the first token" };
-    const { background, color } = diverge(scored[k] / most, dark);
-    return { bar: Math.abs(scored[k]) / most, fill: { background, color }, says: `${signed(scored[k])} bits` };
+    return { bar: Math.abs(scored[k]) / most, fill: diverge(scored[k] / most, dark), says: `${signed(scored[k])} bits` };
   };
   if (!pairs.length) return html`<${Panel} title="Token by token"><p>They share no token at the beginning or at the end: nothing is compared.</p><//>`;
   const [i, j] = pairs[at];

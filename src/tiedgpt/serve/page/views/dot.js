@@ -1,7 +1,7 @@
 // Dot product: one prediction as h · e, number by number, and as |h| |e| cos for the row e of every token.
 
 import {
-  Choice, count, diverge, fixed, html, Num, Panel, Piece, plain, prob, round, short, Table, Term, useCall, useMemo, usePieces, useState,
+  Choice, count, diverge, fixed, html, Num, Panel, Piece, plain, prob, short, Table, Term, useCall, useMemo, usePieces, useState,
 } from "../parts.js";
 import { apart, fullAt, Products, Scatter } from "../chart.js";
 
@@ -63,15 +63,11 @@ function Numbers({ data, seen, see, read, dark }) {
         ${" "}All ${count(row.length)} products: ${[1, -1].map((sign) => html`${sign > 0 ? "+ " : " − "}<${Num}
           x=${products.reduce((total, x) => total + Math.max(0, sign * x), 0)} />`)}${
           data.head_bias[k] ? html` + bias <${Num} x=${data.head_bias[k]} />` : ""} = logit <b class="predicts"><${Num} x=${data.logit[k]} /></b>`} />
-    <p class="legend">${[-1, -0.5, 0, 0.5, 1].map((t) => html`<span class="swatch" key=${t} style=${swatch(t, dark)}>${
+    <p class="legend">${[-1, -0.5, 0, 0.5, 1].map((t) => html`<span class="swatch" key=${t} style=${diverge(t, dark)}>${
       ["below 0", "", "0", "", "above"][2 * t + 2]}</span>`)}<span>full colour in a row of W: ±${short(full)}</span></p>
-    <div class="chips" role="radiogroup" aria-label="The row that h is multiplied with"
-      onKeyDown=${round(data.ids.length, k, (next) => see(data.ids[next]))}>${data.ids.map((id, j) => html`<button type="button" key=${id}
-        role="radio" aria-checked=${j === k} tabindex=${j === k ? 0 : -1} onClick=${() => see(id)}><${Piece} text=${data.pieces[j]} />
-        ${" "}<small><${Num} x=${data.logit[j]} /></small></button>`)}</div>`;
+    <${Choice} kind="chips" label="The row that h is multiplied with" value=${data.ids[k]} onChange=${see}
+      options=${data.ids.map((id, j) => [id, html`<${Piece} text=${data.pieces[j]} /> <small><${Num} x=${data.logit[j]} /></small>`])} />`;
 }
-
-const swatch = (t, dark) => (({ background, color }) => ({ background, color }))(diverge(t, dark));
 
 // ---- lengths and angles ----
 

@@ -2,9 +2,9 @@
 
 import {
   Choice, count, first, fixed, heat, html, Num, Panel, Piece, prob, Term, Tokens, useCall,
-  useEffect, useRef, useState,
+  useMemo, useState,
 } from "../parts.js";
-import { HeatGrid, Products } from "../chart.js";
+import { HeatGrid, Pixels, Products } from "../chart.js";
 
 const MOST_TOKENS = 256;
 
@@ -101,19 +101,10 @@ function All({ data, short, at, pin, found, state, update }) {
 
 // A row for each token, over the tokens that it may look at; the pinned token's is framed.
 function Triangle({ name, pattern, row, dark }) {
-  const canvas = useRef(null);
   const n = pattern?.length ?? Infinity; // not known yet: a frame of no size
-  useEffect(() => {
-    if (!pattern) return;
-    Object.assign(canvas.current, { width: n, height: n });
-    const pen = canvas.current.getContext("2d");
-    const colors = Array.from({ length: 256 }, (_, k) => heat(Math.sqrt(k / 255), dark).background.match(/\d+/g).map(Number));
-    const image = pen.createImageData(n, n);
-    pattern.forEach((weights, i) => {
-      for (let j = 0; j <= i; j += 1) image.data.set([...colors[Math.round(255 * weights[j])], 255], 4 * (i * n + j));
-    });
-    pen.putImageData(image, 0, 0);
-  }, [pattern, dark]);
-  return html`<span class="hidden">${name}</span><span class="map"><canvas ref=${canvas} aria-hidden="true"></canvas>
+  const colors = useMemo(() => Array.from({ length: 256 }, (_, k) => heat(Math.sqrt(k / 255), dark).rgb), [dark]);
+  const color = (i) => i % n <= Math.floor(i / n) && colors[Math.round(255 * pattern[Math.floor(i / n)][i % n])];
+  return html`<span class="hidden">${name}</span><span class="map">
+    ${pattern && html`<${Pixels} wide=${n} tall=${n} color=${color} of=${[pattern, dark]} />`}
     <span style=${{ top: `${(100 * row) / n}%`, height: `${100 / n}%`, width: `${(100 * (row + 1)) / n}%` }}></span></span>`;
 }

@@ -4,10 +4,14 @@ import { Choice, count, fixed, first, html, Num, Panel, Piece, plain, prob, Term
 import { HeatGrid, Lines, MOST_LINES } from "../chart.js";
 
 const CAUTION = "Early layers were not trained to be read this way: a strange word there may say more of the lens than of the layer.";
+// What a cell may be shaded by: a number, its shade 0..1 among so many tokens, and how it is shown.
 const BY = {
-  prob: ["probability", "of the word in the cell"],
-  rank: ["rank", html`<${Term} name="rank" /> of the true next token; 1 is strongest`],
-  kl: ["KL", html`<${Term} name="KL" />: bits from the model's own prediction; 0 is strongest`],
+  prob: { name: "probability", says: "of the word in the cell", number: ({ top_logprob }, s, t) => Math.exp(top_logprob[s][t][0]),
+    shade: (p) => p, show: prob },
+  rank: { name: "rank", says: html`<${Term} name="rank" /> of the true next token; 1 is strongest`, number: ({ target_rank }, s, t) => target_rank[s][t],
+    shade: (rank, size) => (rank ? 1 - Math.log(rank) / Math.log(size) : 0), show: (rank) => (rank ? count(rank) : "–") },
+  kl: { name: "KL", says: html`<${Term} name="KL" />: bits from the model's own prediction; 0 is strongest`, number: ({ kl_bits }, s, t) => kl_bits[s][t],
+    shade: (bits, size) => 1 - Math.min(1, bits / Math.log2(size)), show: (bits) => fixed(bits, 1) },
 };
 
 export default function Layers({ state, update }) {
@@ -28,37 +32,21 @@ export default function Layers({ state, update }) {
     ${data && html`<${Watched} data=${data} />`}`;
 }
 
-// How a cell is shaded, 0..1, and the number in it, by what is asked for.
-function cellOf(data, by, size) {
-  const words = Math.log(size);
-  const shade = {
-    prob: (s, t) => Math.exp(data.top_logprob[s][t][0]),
-    rank: (s, t) => (data.target_rank[s][t] ? 1 - Math.log(data.target_rank[s][t]) / words : 0),
-    kl: (s, t) => 1 - Math.min(1, data.kl_bits[s][t] / Math.log2(size)),
-  }[by];
-  const number = {
-    prob: (s, t) => prob(Math.exp(data.top_logprob[s][t][0])),
-    rank: (s, t) => (data.target_rank[s][t] ? count(data.target_rank[s][t]) : "–"),
-    kl: (s, t) => fixed(data.kl_bits[s][t], 1),
-  }[by];
-  return { shade, number };
-}
-
 function Grid({ data, state, pin, update }) {
   const [by, setBy] = useState("prob");
   const [seen, see] = useState(null); // [layer, token] under the keyboard or the pointer
-  const { shade, number } = cellOf(data, by, state.info.vocab_size ?? 50257);
+  const { says, number, shade, show } = BY[by];
   const top = data.layers.length - 1; // is drawn first
   const n = data.ids.length;
   const [s, t] = seen && seen[0] <= top && seen[1] < n ? seen : [top, Math.min(pin, n - 1)];
   const cell = (row, at) => ({
-    t: shade(top - row, at),
-    text: html`<${Piece} text=${data.words[data.top_ids[top - row][at][0]]} /><small>${number(top - row, at)}</small>`,
+    t: shade(number(data, top - row, at), state.info.vocab_size ?? 50257),
+    text: html`<${Piece} text=${data.words[data.top_ids[top - row][at][0]]} /><small>${show(number(data, top - row, at))}</small>`,
   });
   return html`
     <div class="row"><${Choice} label="Colour by" value=${by} onChange=${setBy}
-      options=${Object.entries(BY).map(([key, [name]]) => [key, name])} />
-      <span class="says">${BY[by][1]}</span></div>
+      options=${Object.entries(BY).map(([key, { name }]) => [key, name])} />
+      <span class="says">${says}</span></div>
     <div class="lens"><${HeatGrid} label="Likeliest word by layer and token" rows=${[...data.layers].reverse()}
       columns=${data.pieces.map((piece) => html`<${Piece} text=${piece} />`)} cell=${cell} dark=${state.dark}
       at=${[top - s, t]} mark=${Math.min(pin, n - 1)} onMove=${(row, at) => see([top - row, at])} onPick=${(_, at) => update({ pin: at })}

@@ -1,6 +1,8 @@
 // Matrix: W once, with its two jobs; a random head in its place; and which job moves it.
 
-import { bytes, Choice, count, html, Num, Panel, Piece, prob, short, Table, useCall, usePieces, useState } from "../parts.js";
+import {
+  bytes, Choice, count, Facts, fixed, html, likeliest, Num, Odds, Panel, Piece, prob, short, Table, Term, useCall, usePieces, useState,
+} from "../parts.js";
 import { Bar } from "../chart.js";
 
 export default function Matrix({ state }) {
@@ -35,7 +37,7 @@ function Whole({ state }) {
     : "This model is untied: one matrix reads, and a second one of the same shape predicts.";
   return info.matrices && html`<${Panel} title=${info.tied ? "One matrix, two jobs" : "Two matrices, a job each"} says=${says}>
     <${Jobs} state=${state} />
-    ${info.matrices.map((matrix) => html`<${Facts} key=${matrix.name} info=${info} matrix=${matrix} />`)}<//>`;
+    ${info.matrices.map((matrix) => html`<${Stored} key=${matrix.name} info=${info} matrix=${matrix} />`)}<//>`;
 }
 
 const TOP = 30; // of the drawn matrix, which is 200 high
@@ -69,7 +71,7 @@ function Drawing({ info, reads, predicts }) {
   </svg>`;
 }
 
-function Facts({ info, matrix }) {
+function Stored({ info, matrix }) {
   const row = info.ledger.rows.find((one) => one.names.includes(matrix.name));
   const job = matrix.does.split(" ")[0]; // "reads and predicts": the stored matrix that reads
   const stored = info.stored?.matrices.find((one) => one.roles.includes(job));
@@ -93,25 +95,15 @@ function RandomHead({ state }) {
   const [head, setHead] = useState("own");
   const found = useCall("/inspect/random_head", subject);
   const data = found.data;
-  const random = head === "random";
-  const says = "A new head begins as a random matrix of the same shape. The layers stay; what they say is lost.";
+  const of = (name) => data[head === "random" ? `random_${name}` : name];
   const own = info.tied === false ? "its own head" : "W";
-  return html`<${Panel} title="Put a random head in its place" says=${says} found=${found}
-    ask=${["/inspect/random_head", subject]}>
+  return html`<${Panel} title="Put a random head in its place" found=${found} ask=${["/inspect/random_head", subject]}
+      says="A new head begins as a random matrix of the same shape. The layers stay; what they say is lost.">
     ${data && html`<${Choice} label="What predicts" value=${head} onChange=${setHead}
         options=${[["own", `predict with ${own}`], ["random", "with a random head"]]} />
-      <div class="columns numbers" aria-live="polite">
-        <div><span class="huge"><${Num} x=${random ? data.random_loss : data.loss} digits=${3} /></span>
-          <span>nats of loss${random && html`, <${Num} x=${data.random_loss - data.loss} digits=${3} /> more`}; a guess among ${count(info.vocab_size)} costs <${Num} x=${data.uniform_loss} digits=${3} /></span>
-          <${Bar} t=${(random ? data.random_loss : data.loss) / Math.max(data.random_loss, data.uniform_loss, data.loss)}
-            kind=${random ? "other" : "predicts"} /></div>
-        <div><span class="huge"><${Num} x=${random ? data.random_parameters : data.parameters} show=${count} /></span>
-          <span>parameters${random && `, ${count(data.random_parameters - data.parameters)} more`}</span>
-          <${Bar} t=${(random ? data.random_parameters : data.parameters) / data.random_parameters}
-            kind=${random ? "other" : "predicts"} /></div>
-        <div class="next"><span>After the text comes</span><ol>${(random ? data.random_top_ids : data.top_ids).map((id, i) => html`<li key=${id}>
-          <${Piece} text=${data.words[id]} /> ${prob(Math.exp((random ? data.random_top_logprob : data.top_logprob)[i]))}</li>`)}</ol></div>
-      </div>
+      <div class="columns" aria-live="polite"><${Facts} of=${[[html`<${Term} name="loss" />, nats`, of("loss"), (x) => fixed(x, 3)],
+          [`of a guess among ${count(info.vocab_size)}`, data.uniform_loss, (x) => fixed(x, 3)], ["parameters", of("parameters"), count]]} />
+        <${Odds} rows=${likeliest({ top_ids: [of("top_ids")], top_logprob: [of("top_logprob")], words: data.words }, 0)} /></div>
       <p class="says">The model itself stays as it is.</p>`}
   <//>`;
 }
