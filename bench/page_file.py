@@ -72,7 +72,7 @@ def measure(browser: Any, address: str) -> dict[str, float]:
 
 def measure_longest_task(playwright: Any, address: str) -> float:
     """Open a file in a Chromium that nobody watches; return its longest task in milliseconds."""
-    with tempfile.TemporaryDirectory() as profile:
+    with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as profile:
         flags = ["--headless=new", "--no-sandbox", "--no-first-run", "--remote-debugging-port=0"]
         command = [CHROMIUM, *flags, f"--user-data-dir={profile}", address]
         with subprocess.Popen(command, stderr=subprocess.DEVNULL) as process:
@@ -91,7 +91,7 @@ def wait_for_page(port_file: Path) -> str:
     """Return the address of a Chromium's DevTools once a page is there, that is: was parsed."""
     for _ in range(6000):
         time.sleep(0.1)
-        if port_file.exists():
+        if port_file.exists() and port_file.read_text():
             url = f"http://127.0.0.1:{port_file.read_text().split()[0]}"
             with urllib.request.urlopen(f"{url}/json") as answer:
                 if any(page["title"].endswith("tiedgpt") for page in json.load(answer)):
