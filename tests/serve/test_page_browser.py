@@ -244,11 +244,11 @@ def test_a_word_is_no_id_without_a_tokenizer(browser):
     with (
         Engine(random_model(), queue_size=8) as engine,
         Running(create_app(engine), engine, Limits(queue=8)) as running,
-        opened(browser, running.url) as page,
+        opened(browser, running.url, quiet=False) as page,
     ):
         page.goto(f"{running.url}/#view=text&text=1+2+3")
         settled(page)
-        for word, said in (("abc", "write one token id"), ("7", "Before token 2, logits moved")):
+        for word, said in (("abc", "needs a tokenizer"), ("7", "Before token 2, logits moved")):
             page.get_by_label("Replace").fill(word)
             page.get_by_role("button", name="Change token 2").click()
             page.get_by_text(said).wait_for()

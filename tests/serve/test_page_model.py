@@ -144,6 +144,7 @@ def test_inspections_are_the_librarys(tmp_path, tokenizer, shape):
     questions = [
         ("positions", {"text": text, "top": 10}),
         ("positions", {"text": text, "top": 1, "poke": 3, "poke_with": 7}),
+        ("positions", {"text": text, "top": 1, "poke": 3, "poke_with": "a"}),
         ("positions", {"ids": [5], "top": 2}),
         ("lens", {"text": text, "top": 5, "position": 2}),
         ("dot", {"text": text, "position": 4, "top": 10}),
@@ -314,6 +315,7 @@ def test_what_cannot_be_read_is_said(tmp_path, tokenizer):
         ({"ids": [0] * 49}, "at most 48 tokens"),
         ({"ids": [len(tokenizer)]}, "outside"),
         ({"ids": [1, 2], "poke": 2}, "from 0 to 1"),
+        ({"ids": [1, 2], "poke": 1, "poke_with": "a dog"}, "one token"),
     ]:
         (answer,) = page.ask(("/inspect/positions", body))
         assert said in answer["error"]

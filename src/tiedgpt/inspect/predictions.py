@@ -20,7 +20,7 @@ from tiedgpt.inspect.results import (
     lines,
     token_axis,
 )
-from tiedgpt.inspect.subjects import Model, Subject, Text, index, numpy, open_subject
+from tiedgpt.inspect.subjects import Model, Subject, Text, index, numpy, open_subject, token_id
 from tiedgpt.plots.panel import Line, Panel
 from tiedgpt.plots.table import number_cell, number_table, token_cells, visible
 from tiedgpt.tie.heads import inference
@@ -99,15 +99,15 @@ def positions(
     *,
     top: int = 10,
     poke: int | None = None,
-    poke_with: int | None = None,
+    poke_with: int | str | None = None,
 ) -> Positions:
     """Return the prediction after every token of a text, and how it fares with the true next one.
 
     `model` is a GPT, a path, a run directory, a hub name or transformers' GPT-2; `tokenizer` None
     takes the one at the path; `text` may be ids (T,). `top` predictions are listed.
 
-    `poke=j` changes token j (to `poke_with`, or else to the next id) and reports how far each
-    position's logits moved: a later token changes no earlier prediction.
+    `poke=j` changes token j (to `poke_with`, an id or a token's text, or else to the next id) and
+    reports how far each position's logits moved: a later token changes no earlier prediction.
 
     Raises `UserError` for an empty text, one longer than the context, and ids out of range.
     """
@@ -140,11 +140,16 @@ def positions(
     )
 
 
-def _poke(subject: Subject, at: int, id: int | None) -> tuple[tuple[int, int, int], Tensor]:
+def _poke(
+    subject: Subject, at: int, other: int | str | None
+) -> tuple[tuple[int, int, int], Tensor]:
     """Return what is changed, and the body's output (1, T, D) for it."""
     at, size = index(at, subject.ids.shape[1], "poke"), subject.model.config.vocab_size
     ids, old = subject.ids.clone(), int(subject.ids[0, at])
-    ids[0, at] = new = (old + 1) % size if id is None else index(id, size, "poke_with")
+    new = (old + 1) % size
+    if other is not None:
+        new = token_id(other, subject.tokenizer, size, "poke_with")
+    ids[0, at] = new
     return (at, old, new), subject.model.body(ids)
 
 

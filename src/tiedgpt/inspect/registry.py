@@ -82,7 +82,9 @@ INSPECTIONS: dict[str, Inspection] = {
                 "poke": Option(
                     int, "Change the token at this position, and show which predictions change"
                 ),
-                "poke_with": Option(int, "The new id of that token; default: the next id"),
+                "poke_with": Option(
+                    int | str, "The new token: its id, or its text; default: the next id"
+                ),
             },
         ),
         Inspection(

@@ -60,7 +60,9 @@ def token_id(given: int | str, tokenizer: Tokenizer | None, n: int, name: str) -
     ids = tokenizer.encode(given)
     if len(ids) != 1:
         raise UserError(
-            f"must be one token, got {len(ids)} for {given!r}", option=name, hint="give an id"
+            f"must be one token, got {len(ids)} for {given!r}",
+            option=name,
+            hint="give one token's text, perhaps with a blank before it, or its id",
         )
     return index(ids[0], n, name)
 

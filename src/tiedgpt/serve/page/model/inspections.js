@@ -18,6 +18,13 @@ function index(given, n, name) {
   return (given + n) % n;
 }
 
+// A token, given as its id or as its text -> its id.
+function tokenId({ gpt, tokenizer }, given, name) {
+  const ids = typeof given === "string" && tokenizer ? tokenizer.encode(given) : [given];
+  if (ids.length !== 1) throw new Error(`${name} must be one token, got ${ids.length}: perhaps it needs a blank before it`);
+  return index(ids[0], gpt.config.vocab_size, name);
+}
+
 // The fields that answers share: ids, their pieces, and the words of all ids.
 function described(model, ids, ...others) {
   const words = Object.fromEntries([...ids, ...others.flat(Infinity)].map((id) => [id, model.piece(id)]));
@@ -52,9 +59,9 @@ async function positions(model, { top = 10, poke = null, poke_with = null, ...su
 
 // How far each position's logits move by another token at one position. Both texts are computed
 // from their first token on: nothing of the one is used for the other.
-async function changes({ gpt }, ids, at, other, pause) {
-  const { vocab_size: V } = gpt.config;
-  const id = other === null ? (ids[at] + 1) % V : index(other, V, "poke_with");
+async function changes(model, ids, at, other, pause) {
+  const { gpt } = model;
+  const id = other === null ? (ids[at] + 1) % gpt.config.vocab_size : tokenId(model, other, "poke_with");
   const whole = async (all) => {
     let last;
     for (last of gpt.states(all, new KVCache(gpt.config, all.length))) await pause();
@@ -256,11 +263,8 @@ async function ablate(model, { mode = "zero", ...subject }, pause) {
 // ---- rows ----
 
 async function neighbours(model, { token, top = 10 }) {
-  const { gpt, tokenizer, faces } = model;
-  const ids = typeof token === "string" ? tokenizer.encode(token) : [token];
-  if (ids.length !== 1) throw new Error(`token must be one token, got ${ids.length}`);
-  const id = index(ids[0], gpt.config.vocab_size, "token");
-  const matrices = faces.map(({ name, does, matrix, along, square, norm, centred_norm }) => {
+  const id = tokenId(model, token, "token");
+  const matrices = model.faces.map(({ name, does, matrix, along, square, norm, centred_norm }) => {
     const dots = matrix.times(matrix.row(id), 1);
     const found = { name, does };
     const add = (key, values) => {

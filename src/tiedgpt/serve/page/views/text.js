@@ -3,7 +3,7 @@
 // Position i predicts token i + 1. So token i is coloured by the surprisal at position i - 1, and
 // pinning token i shows the prediction that is made after it.
 
-import { call, textOf } from "../api.js";
+import { textOf } from "../api.js";
 import {
   announce, Choice, costOf, count, Facts, fixed, heat, html, likeliest, many, Num, Odds, Panel, Piece, plain, prob, scaleOf, Term, Tokens, useCall, useState,
 } from "../parts.js";
@@ -112,16 +112,10 @@ function Poke({ state }) {
   const { positions, subject, pin, dark, info } = state;
   const [word, setWord] = useState("");
   const [asked, setAsked] = useState(null);
-  const [wrong, setWrong] = useState(null);
-  const change = async (event) => {
+  const isId = info.tokenizer === false && /^\d+$/.test(word);
+  const change = (event) => {
     event.preventDefault();
-    try {
-      const id = word === "" ? null : await idOf(word, info);
-      setWrong(null);
-      setAsked({ of: JSON.stringify(subject), poke: pin, poke_with: id });
-    } catch (error) {
-      setWrong(error.message);
-    }
+    setAsked({ of: JSON.stringify(subject), poke: pin, poke_with: isId ? Number(word) : word || null });
   };
   const isAsked = asked?.of === JSON.stringify(subject);
   const bodyOf = (poke, id) => ({ ...subject, top: 1, poke, poke_with: id });
@@ -133,20 +127,8 @@ function Poke({ state }) {
       <label>Replace <b><${Piece} text=${positions.pieces[pin]} /></b> by
         <input value=${word} placeholder="the next id" onInput=${(event) => setWord(event.target.value)} /></label>
       <button>Change token ${pin}</button></form>
-    ${wrong && html`<p class="status error" role="status">${wrong}</p>`}
     ${found.data?.poked && html`<${Moved} found=${found.data} dark=${dark} />`}
   <//>`;
-}
-
-async function idOf(word, info) {
-  if (info.tokenizer === false) {
-    if (/^\d+$/.test(word.trim())) return Number(word);
-    throw new Error("This model has no tokenizer: write one token id.");
-  }
-  const { tokens } = await call("/tokenize", { prompt: word });
-  if (tokens.length !== 1)
-    throw new Error(`“${plain(word)}” is ${tokens.length} tokens: write one that is a single token, perhaps with a blank before it.`);
-  return tokens[0];
 }
 
 function Moved({ found, dark }) {
