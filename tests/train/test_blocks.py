@@ -106,6 +106,27 @@ def test_blocks_are_compiled_by_themselves_on_a_gpu_and_for_rows_of_one_length(m
     assert decide_compile("off", gpu, one_shape=True) == (False, None)
 
 
+@pytest.mark.parametrize("most, sizes", [(2**31, [1 << 30]), (32 << 20, [1 << 30, 32 << 20])])
+def test_memory_is_kept_as_far_as_the_c_library_allows(monkeypatch, most, sizes):
+    asked = []
+
+    def set_malloc(option, value):
+        asked.append((option, value))
+        return value <= most or option == blocks.M_TRIM_THRESHOLD
+
+    monkeypatch.setattr(blocks, "_set_malloc", set_malloc)
+    blocks.keep_memory()
+    mapped = [(blocks.M_MMAP_THRESHOLD, size) for size in sizes]
+    assert asked == [*mapped, (blocks.M_TRIM_THRESHOLD, 2**31 - 1)]
+
+
+def test_memory_is_left_to_a_library_that_takes_no_size(monkeypatch):
+    asked = []
+    monkeypatch.setattr(blocks, "_set_malloc", lambda *one: asked.append(one))
+    blocks.keep_memory()
+    assert {option for option, _ in asked} == {blocks.M_MMAP_THRESHOLD}
+
+
 @pytest.mark.slow
 @pytest.mark.filterwarnings("ignore")  # the compiler warns of its own code
 def test_a_compiled_run_that_was_stopped_equals_one_that_was_not(trial):

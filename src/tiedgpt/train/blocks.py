@@ -61,6 +61,7 @@ def return_memory_at_once() -> None:
     below in holes: a step with recomputed blocks then took twice the memory that it used.
     """
     _set_malloc(M_MMAP_THRESHOLD, 1 << 20)
+    _set_malloc(M_TRIM_THRESHOLD, 128 << 10)
 
 
 def keep_memory() -> None:
@@ -69,14 +70,15 @@ def keep_memory() -> None:
     By itself it returns them, and the next step waits for the system to hand out the same pages
     again: in a virtual machine a fifth of the time of a step of `little`.
     """
-    _set_malloc(M_MMAP_THRESHOLD, 1 << 30)
-    _set_malloc(M_TRIM_THRESHOLD, 2**31 - 1)
+    largest = 1 << 30, 32 << 20  # older ones take no more than 32 MB
+    if any(_set_malloc(M_MMAP_THRESHOLD, size) for size in largest):
+        _set_malloc(M_TRIM_THRESHOLD, 2**31 - 1)
 
 
-def _set_malloc(option: int, value: int) -> None:
+def _set_malloc(option: int, value: int) -> bool:
+    """Return whether glibc took a value."""
     mallopt = getattr(ctypes.CDLL(None), "mallopt", None) if sys.platform == "linux" else None
-    if mallopt is not None:
-        mallopt(option, value)
+    return mallopt is not None and bool(mallopt(option, value))
 
 
 class TrainedBlock(Block):
