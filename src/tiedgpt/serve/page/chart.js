@@ -196,7 +196,7 @@ export function Scatter({ x, y, names, order, seen, onSee, onPick = onSee, says,
       onKeyDown=${keyed} onPointerMove=${over} onPointerDown=${(event) => onPick(near(event))}>
     <canvas ref=${canvas} style=${{ width: `${width}px`, height: `${height}px` }}></canvas>
     <svg width=${width} height=${height} aria-hidden="true">
-      ${(xTicks ?? ticks(xs, Math.max(4, width / 110)).map((t) => [t, t])).map(([t, name]) => html`<text key=${t} x=${px(t)} y=${height - 22}
+      ${(xTicks ?? ticks(xs, Math.max(5, width / 110)).map((t) => [t, t])).map(([t, name]) => html`<text key=${t} x=${px(t)} y=${height - 22}
         text-anchor="middle">${name}</text>`)}
       ${ticks(ys, height / 60).filter((t) => py(t) > 26).map((t) => html`<text x=${EDGE.left - 8} y=${py(t) + 4} text-anchor="end">${t}</text>`)}
       <text class="axis" x=${width - EDGE.right} y=${height - 5} text-anchor="end">${names[0]} →</text>
