@@ -17,7 +17,7 @@ from playwright.sync_api import sync_playwright
 from tests.serve.browsing import CHROMIUM, OPTIONS, serving, settled
 
 TEXT = "Return a new dictionary with the same"
-HEIGHTS = {"start": 1360, "dot": 680, "layers": 830, "heads": 1230}
+HEIGHTS = {"start": 1400, "dot": 680, "layers": 880, "heads": 1400}
 """The views, and the pixels from the top that are shown."""
 VISITED = "localStorage.setItem('tiedgpt-visited', 'yes')"
 
@@ -36,7 +36,7 @@ def main(run: str) -> None:
                 page.goto("about:blank")
                 page.goto(f"{url}/#{urlencode({'view': view, 'text': TEXT})}")
                 settled(page)
-                picture = Image.open(BytesIO(page.screenshot())).convert("RGB").quantize(128)
+                picture = Image.open(BytesIO(page.screenshot())).convert("RGB").quantize(256)
                 picture.save(images / f"page-{view}{suffix}.png", optimize=True)
         browser.close()
 
