@@ -17,7 +17,7 @@ from playwright.sync_api import sync_playwright
 from tests.serve.browsing import CHROMIUM, OPTIONS, serving, settled
 
 TEXT = "Return a new dictionary with the same"
-HEIGHTS = {"start": 1400, "dot": 680, "layers": 880, "heads": 1400}
+HEIGHTS = {"start": 1400, "dot": 760, "layers": 880, "heads": 1400}
 """The views, and the pixels from the top that are shown."""
 VISITED = "localStorage.setItem('tiedgpt-visited', 'yes')"
 
@@ -35,7 +35,9 @@ def main(run: str) -> None:
                 page.set_viewport_size({"width": 1120, "height": height})
                 page.goto("about:blank")
                 page.goto(f"{url}/#{urlencode({'view': view, 'text': TEXT})}")
-                settled(page)
+                for _ in range(3):  # one answer may be what the next question waits for
+                    settled(page)
+                    page.wait_for_timeout(500)
                 picture = Image.open(BytesIO(page.screenshot())).convert("RGB").quantize(256)
                 picture.save(images / f"page-{view}{suffix}.png", optimize=True)
         browser.close()
