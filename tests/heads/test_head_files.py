@@ -18,6 +18,7 @@ from tiedgpt.heads import (
     SpanFinder,
     TokenClassifier,
 )
+from tiedgpt.heads.predictions import KINDS
 
 with warnings.catch_warnings():
     warnings.simplefilter("ignore")
@@ -229,3 +230,11 @@ def test_head_tensors_of_wrong_shapes_are_named(make, tmp_path):
         save_file(state, tmp_path / "model.safetensors", {"format": "pt"})
         with pytest.raises(CorruptInputError, match=r"score\.weight"):
             SequenceClassifier.from_pretrained(tmp_path)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_head_that_labels_is_no_language_model_and_the_hint_says_what_asks_it(kind, tmp_path):
+    kind(GPT(GPTConfig(**SHAPE)), **OPTIONS[kind]).save_pretrained(tmp_path)
+    with pytest.raises(UserError, match="not a language model") as caught:
+        GPT.from_pretrained(tmp_path)
+    assert "tiedgpt classify" in caught.value.hint

@@ -208,7 +208,7 @@ def _config(
             raise UserError(
                 f"{path} is a classifier on a GPT (it has {printable(name)[:MAX_NAME]}), not a "
                 "language model",
-                hint="load it with tiedgpt.heads, such as SequenceClassifier.from_pretrained",
+                hint="label texts with `tiedgpt classify`, or load it in Python with tiedgpt.heads",
             )
     fields = {name: value for name, value in gpt.fields.items() if name != TIE_KEY}
     for name, sizes in ((EMBEDDING, ("vocab_size", "n_embd")), ("wpe.weight", ("n_positions",))):
