@@ -175,9 +175,7 @@ class NetworkOptions:
         "Parameters to freeze, separated by commas: wte, h.0, h.*.attn, body (all but the "
         "head). +h.11 is trained again; the last match decides.",
     )
-    dropout: float | None = option(
-        None, "Dropout of embeddings, residual branches and, in `tiedgpt train`, attention."
-    )
+    dropout: float | None = option(None, "Dropout of embeddings and residual branches.")
 
 
 @dataclass(frozen=True, kw_only=True, eq=False, repr=False)
@@ -500,7 +498,7 @@ class TrainOptions(RunOptions):
             attention_windows=None if self.window is None else (0, self.window),
             norm=PRESETS.get(self.named_size, {}).get("norm", "pre"),
             embd_pdrop=dropout,
-            attn_pdrop=dropout,
+            attn_pdrop=0.0,  # with dropout, attention loses its fast kernels
             resid_pdrop=dropout,
             bos_token_id=bos,
             eos_token_id=eos,

@@ -96,9 +96,8 @@ def _configure_start(config: GPTConfig, options: AnyOptions) -> GPTConfig:
         )
     if dropout is None:
         return config
-    # Fine-tuning drops no attention weights: with dropout, attention loses its fast kernels.
-    attention = 0.0 if isinstance(options, TuneOptions) else dropout
-    return replace(config, embd_pdrop=dropout, attn_pdrop=attention, resid_pdrop=dropout)
+    # with dropout, attention loses its fast kernels
+    return replace(config, embd_pdrop=dropout, attn_pdrop=0.0, resid_pdrop=dropout)
 
 
 def prepare(
