@@ -56,3 +56,17 @@ def flag(field: Field[Any]) -> str:
         return str(field.metadata["metavar"] or field.name.upper())
     no = "no-" if field.default is True else ""
     return f"--{no}{field.metadata.get('long') or field.name.replace('_', '-')}"
+
+
+REMOVED_OPTIONS = {
+    "best_of": "use n with a seed, and choose among the completions by their log-probabilities",
+    "typical_p": "use top_p or min_p",
+    "bad_words": "use a logits processor (processors=)",
+    "speculate": "generate without it: the packed engine needs no drafts",
+    "logprob_token_ids": "use `tiedgpt inspect positions`, or Engine.score",
+    "fork": "use --start RUN, which begins from the weights of a run",
+    "untie_at": "see examples/own_loop.py for an untied head in a training of one's own",
+    "devices": "docs/guides/scale.md has the arithmetic for a cluster",
+    "timeout": "torchrun restarts a job whose process hangs or dies",
+}
+"""Options that the fourth edition removed, with what to use instead."""

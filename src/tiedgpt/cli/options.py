@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any, NoReturn, TypeVar, get_args, get_origin, get_type_hints
 
 from tiedgpt.errors import EXIT_USAGE, TiedGPTError
-from tiedgpt.options import flag, is_argument
+from tiedgpt.options import REMOVED_OPTIONS, flag, is_argument
 
 Options = TypeVar("Options")
 PLACEHOLDERS = {int: "N", float: "X", str: "TEXT", Path: "FILE"}
@@ -245,6 +245,8 @@ def _explain_unknown(argument: str, options: type, verb: str) -> UsageError:
     from tiedgpt.infer.options import OTHER_NAMES
 
     typed = argument.partition("=")[0]
+    if remedy := REMOVED_OPTIONS.get(typed.lstrip("-").replace("-", "_")):
+        return UsageError(f"`tiedgpt {verb}` no longer has {typed}", remedy)
     flags = {field.name: flag(field) for field in known if not is_argument(field)}
     other = OTHER_NAMES.get(typed.lstrip("-").replace("-", "_"), "")
     near = f"did you mean {flags[other]}? " if other in flags else _suggest(typed, flags.values())
