@@ -136,6 +136,18 @@ def test_packing_can_be_switched_off_for_examples_and_on_for_text(make):
         assert (row[at - 1] == eos).all()
 
 
+def test_the_largest_number_of_turns_is_recorded_in_the_template_and_in_run_toml(make):
+    run = make("messages", steps=1)
+    run.train()
+    assert read_template(run.run.model).max_turns == 2
+    assert run.data.counts["train_examples"]["max_turns"] == 2
+
+
+def test_prompts_with_completions_tune_a_model_for_generate(make):
+    assert any("tiedgpt generate" in note for note in make("completion").data.notes)
+    assert not any("tiedgpt generate" in note for note in make("messages").data.notes)
+
+
 def test_what_is_trained_is_counted_and_said(place, tmp_path, monkeypatch, capfd):
     monkeypatch.chdir(tmp_path)
     command = ["tune", str(place / "messages.jsonl"), "--from", str(place / "base"), "--steps", "1"]

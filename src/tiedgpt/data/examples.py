@@ -57,6 +57,8 @@ class Example:
     """(N,)"""
     counted: list[bool]
     """(N,): whether a token is trained. The first has nothing before it and never is."""
+    turns: int = 1
+    """Number of replies, trained or not."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,7 +76,7 @@ class ExampleReader:
     `tokenizer` has the special tokens that the kind of the examples needs. They may be new: the
     model then needs rows for them (`tie.add_tokens`). `template` may be the tokenizer's directory:
     what is written there is used, or ChatML. `remarks` tells, by the names in `REMARKS`, what the
-    last iteration left out or found odd.
+    last iteration left out or found odd; `max_turns`, the largest number of replies in an example.
 
     Raises:
         UserError: an example is longer than `context`, with `too_long="error"`; or none is left.
@@ -97,6 +99,7 @@ class ExampleReader:
         self.corpus, self.context, self.template = corpus, context, CHATML
         self.too_long, self.skip_bad = too_long, skip_bad
         self.remarks: dict[str, Remark] = {}
+        self.max_turns = 0
         self.kind: Kind = next(self._records())[1]
         needed = [END_OF_TEXT] if tokenizer.eos_token_id is None else []
         if self.kind == "messages":
@@ -107,7 +110,7 @@ class ExampleReader:
 
     def __iter__(self) -> Iterator[Example]:
         """Yield the examples in the order of the files."""
-        self.remarks = {}
+        self.remarks, self.max_turns = {}, 0
         n_examples = 0
         for place, _, record in self._records():
             try:
@@ -117,6 +120,7 @@ class ExampleReader:
                 continue
             if (fitting := self._fitting(example)) is not None:
                 n_examples += 1
+                self.max_turns = max(self.max_turns, fitting.turns)
                 yield fitting
         if not n_examples:
             raise UserError(f"no example is left to train on: {'; '.join(self.notes())}")
@@ -148,8 +152,11 @@ class ExampleReader:
             raise UserError(f"no line is an example ({why}): a line is {EXPECTED}")
 
     def _encode(self, place: str, record: Mapping[str, Any]) -> Example:
+        turns = 1
         if self.kind == "messages":
-            pieces = list(self.template.pieces(_messages(record)))
+            messages = list(_messages(record))
+            pieces = list(self.template.pieces(messages))
+            turns = self.template.count_turns(messages)
         else:
             names = ("text",) if self.kind == "text" else ("prompt", "completion")
             pieces = [Piece(_string(record, name), counted=name != "prompt") for name in names]
@@ -159,7 +166,7 @@ class ExampleReader:
         ids, counted = encode_pieces(pieces, self.tokenizer)
         if not any(counted[1:]):
             raise UserError("nothing in it is trained: it has no reply, or no text")
-        return Example(place, ids, counted)
+        return Example(place, ids, counted, turns)
 
     def _fitting(self, example: Example) -> Example | None:
         """Return the example if it fits the context, what fits of it, or None."""
@@ -173,7 +180,9 @@ class ExampleReader:
             )
         cut = self.too_long == "cut" and any(example.counted[1:room])
         self._remark("cut" if cut else "dropped", place)
-        return Example(place, example.ids[:room], example.counted[:room]) if cut else None
+        if not cut:
+            return None
+        return Example(place, example.ids[:room], example.counted[:room], example.turns)
 
     def _bad(self, error: CorruptInputError) -> None:
         if not self.skip_bad:

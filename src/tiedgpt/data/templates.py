@@ -64,6 +64,11 @@ class Template:
     """What begins a conversation."""
     tokens: tuple[str, ...] = ()
     """The special tokens in it, beside `<|endoftext|>`; a tokenizer may lack them."""
+    max_turns: int | None = None
+    """Largest number of replies in a conversation that the model was tuned on; None: unknown.
+
+    A model with `max_turns == 1` has never seen an earlier turn in its prompt.
+    """
 
     def __post_init__(self) -> None:
         ends, replies = (END_OF_TEXT, *self.tokens), [r for r in self.roles.values() if r.counted]
@@ -96,6 +101,10 @@ class Template:
         yield from self.pieces(messages)
         yield from self._split(self._reply().prefix)
 
+    def count_turns(self, messages: Iterable[Mapping[str, Any]]) -> int:
+        """Return the number of messages that the model writes in a conversation."""
+        return sum(self.roles[message["role"]].counted for message in messages)
+
     def end_ids(self, tokenizer: Tokenizer) -> list[int]:
         """Return the ids that end a reply: the tokenizer's end of text, and the template's."""
         *_, end = self._split(self._reply().after)
@@ -112,7 +121,8 @@ class Template:
 
     def jinja(self) -> str:
         """Return the template as transformers executes it, its data in the first line."""
-        data = json.dumps(asdict(self)).replace("#", "\\u0023")  # no `#}` ends the comment early
+        fields = {name: value for name, value in asdict(self).items() if value is not None}
+        data = json.dumps(fields).replace("#", "\\u0023")  # no `#}` ends the comment early
         lines = ["{#- tiedgpt template " + data + " -#}", self._shown(self.begin)]
         lines += ["{%- for message in messages -%}", "{%- if false -%}"]
         for name, role in self.roles.items():

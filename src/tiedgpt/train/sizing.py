@@ -164,8 +164,8 @@ def finish_plan(
         if steps < least:
             steps, epochs = least, least * rows / data.epoch_rows
             reason = (
-                f"{data.n_examples:,} examples are few: {steps:,} steps see each of them about "
-                f"{epochs:,.0f} times; --epochs or --steps decide otherwise"
+                f"few examples: {steps:,} steps see each about {epochs:,.0f} times; --epochs or "
+                "--steps decide otherwise"
             )
     elif unit == "minutes":
         minutes = amount

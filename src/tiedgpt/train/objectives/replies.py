@@ -107,14 +107,21 @@ class ReplySources(Sources):
         self.train, self.held_out, self.holds_out = _split(train, held_out)
         if not self.holds_out:
             self.notes.append(
-                f"{len(self.held_out):,} different examples are few: all are trained on and none "
-                "is held out, so the validation score says how well they are memorized, and not "
-                "how well others are answered; --val names examples to validate on"
+                f"fewer than {FEW} different examples ({len(self.held_out):,}): all are trained on "
+                "and none is held out; this score measures memorization, not new prompts; --val "
+                "names examples to validate on"
             )
         n_tokens = len(self.tokenizer)
         self.start = Pretrained(options.start, keep_head=True, n_tokens=n_tokens)
         self.new_ids = tuple(range(len(tokenizer), n_tokens))
-        self.template = reader.template if reader.kind == "messages" else None
+        self.template, self.max_turns = None, reader.max_turns
+        if reader.kind == "messages":
+            self.template = replace(reader.template, max_turns=reader.max_turns)
+        elif reader.kind == "completion":
+            self.notes.append(
+                "lines with prompt and completion tune a model for `tiedgpt generate`; for "
+                '`tiedgpt chat`, write {"messages": [...]} lines'
+            )
 
     def digest(self) -> str:
         """Return a sha256 of everything, to know changed data by."""
@@ -169,7 +176,9 @@ class ReplySources(Sources):
             }
             for name, side in sides.items()
         }
-        train, n_held_out = counts["train_examples"], len(self.held_out) if self.holds_out else 0
+        train = counts["train_examples"]
+        train["max_turns"] = self.max_turns
+        n_held_out = len(self.held_out) if self.holds_out else 0
         more = f"{n_held_out:,} more to validate on" if n_held_out else "validated on the same ones"
         return ReplyData(
             batches=lambda batch_size, seed: pack(self.train, batch_size, seed).batch,
