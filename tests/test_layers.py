@@ -11,7 +11,8 @@ import tiedgpt
 
 SOURCE = Path(tiedgpt.__file__).parent
 LAYERS = {
-    "errors": -2, "options": -2, "files": -1, "core": 0, "text": 1, "weights": 2, "data": 2,
+    "errors": -2, "options": -2, "files": -1, "runtime": -1,
+    "core": 0, "text": 1, "weights": 2, "data": 2,
     "heads": 3, "tie": 3, "plots": 3, "infer": 3, "tune": 4, "inspect": 4, "evaluate": 4,
     "train": 5, "serve": 6, "lessons": 6, "cli": 7,
 }  # fmt: skip
@@ -90,7 +91,7 @@ def test_the_core_fits_in_a_readers_head():
 
 QUICK = {
     "the package": "import tiedgpt",
-    "errors and files": "import tiedgpt.errors, tiedgpt.files",
+    "errors and files": "import tiedgpt.errors, tiedgpt.files, tiedgpt.runtime",
     "a config": "from tiedgpt import GPTConfig; GPTConfig.preset('gpt3-175b').parameter_count()",
     "a tokenizer": "from tiedgpt import Tokenizer; Tokenizer.train(['abc'], 300).encode('abc')",
     "data": "import tiedgpt.data",

@@ -14,6 +14,7 @@ from tiedgpt import __version__
 from tiedgpt.cli.console import table, waiting
 from tiedgpt.cli.options import parse
 from tiedgpt.options import option
+from tiedgpt.runtime import count_cores
 from tiedgpt.weights.registry import Format, formats
 
 NEEDED = (
@@ -78,8 +79,7 @@ def examine() -> dict[str, Any]:
             report[package] = metadata.version(package)
         except (metadata.PackageNotFoundError, ImportError) as error:
             missing.append(f"{package} ({error})")
-    affinity = getattr(os, "sched_getaffinity", None)
-    report["cores"] = len(affinity(0)) if affinity else os.cpu_count()
+    report["cores"] = count_cores()
     if not missing:
         report |= _examine_torch()
     report["free disk here"] = f"{shutil.disk_usage('.').free / 1e9:.1f} GB"

@@ -3,7 +3,7 @@
 from tiedgpt.data.corpus import Corpus, Document, FileCorpus, documents
 from tiedgpt.data.encode import Counts, EncodedCorpus, encode_corpus, open_encoded
 from tiedgpt.data.examples import EncodedExamples, Example, ExampleReader
-from tiedgpt.data.executors import count_cores, in_processes, on_ray
+from tiedgpt.data.executors import in_processes, on_ray
 from tiedgpt.data.order import IGNORED, Batches, in_order, permutation
 from tiedgpt.data.packing import PackedBatches
 from tiedgpt.data.preparation import Preparation
@@ -13,6 +13,7 @@ from tiedgpt.data.readers import has_records
 from tiedgpt.data.shards import Shards, ShardWriter
 from tiedgpt.data.split import Split, plan_split
 from tiedgpt.data.templates import TEMPLATES, Template, read_template, write_template
+from tiedgpt.runtime import count_cores
 
 __all__ = [
     "IGNORED",

@@ -21,11 +21,6 @@ from tiedgpt.data.prepare import Encode, encode_here, encode_unit
 from tiedgpt.errors import NoRoomError, UserError
 
 
-def count_cores() -> int:
-    """Return the number of cores that this process may use."""
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-
-
 def in_processes(workers: int) -> Encode:
     """Return what encodes in so many processes, or in this one, if that is 1 or there is one unit.
 

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from tiedgpt.core.loss import IGNORED
 from tiedgpt.core.model import GPT
-from tiedgpt.tie.heads import inference
+from tiedgpt.runtime import eval_mode
 
 
 @dataclass(frozen=True)
@@ -40,7 +40,7 @@ def totals(
     """
     device = next(model.parameters()).device
     total = np.zeros(1)
-    with inference(model):
+    with eval_mode(model):
         for arrays in batches:
             batch = tuple(torch.from_numpy(array).to(device) for array in arrays)
             with torch.autocast(device.type, autocast, enabled=autocast is not None):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from tiedgpt.errors import NoRoomError
+from tiedgpt.runtime import free_memory
 
 
 def require_memory(n_bytes: int, what: str, free: int | None = None) -> None:
@@ -20,15 +21,3 @@ def no_room(n_bytes: int, what: str, free: int | None = None) -> NoRoomError:
         f"{what} takes {n_bytes / 1e9:.2f} GB of memory{known}",
         hint="use fewer sequences at a time, or shorter ones",
     )
-
-
-def free_memory() -> int | None:
-    """Return how many bytes are available, or None if the system does not say."""
-    try:
-        with open("/proc/meminfo") as file:
-            for line in file:
-                if line.startswith("MemAvailable:"):
-                    return int(line.split()[1]) * 1024
-    except OSError:
-        pass
-    return None

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import os
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import SupportsIndex
 
 from tiedgpt.errors import UserError
+from tiedgpt.runtime import count_cores
 
 USUAL = 16
 """More threads do not help when one token is read at a time: memory is the limit."""
@@ -17,8 +17,7 @@ MOST = 256
 
 def default_threads() -> int:
     """Return how many cores this process may use, at most 16."""
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
-    return max(1, min(USUAL, cores or 1))
+    return min(USUAL, count_cores())
 
 
 def check_threads(threads: object) -> int:

@@ -23,6 +23,7 @@ from tiedgpt.infer.room import no_room, require_memory
 from tiedgpt.infer.sampling import Choice, NextToken
 from tiedgpt.infer.session import Logits, check_length, check_read
 from tiedgpt.infer.threads import torch_threads
+from tiedgpt.runtime import free_memory
 
 DTYPES = {"auto": None, "fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 """By the name of a precision; "auto" is what the weights are in."""
@@ -57,7 +58,7 @@ class TorchRunner:
         n_bytes = position_bytes(self.model) * n_slots * capacity
         what = f"a cache of {n_slots} sequences of {capacity} tokens"
         if device.type != "cpu":
-            require_memory(n_bytes, what, _free(device))
+            require_memory(n_bytes, what, free_memory(device))
         try:
             cache = _zeros(self.config, n_slots, capacity, self.model.wte.weight)
         except MemoryError:
@@ -183,14 +184,6 @@ class TorchSession:
             a, b = self._cache_rows.index(gap), self._cache_rows.index(row)
             self._cache_rows[a], self._cache_rows[b] = row, gap
         return 0
-
-
-def _free(device: torch.device) -> int | None:
-    """Return the free bytes of a GPU, with those that torch keeps for reuse."""
-    if device.type != "cuda":
-        return None
-    kept = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
-    return torch.cuda.mem_get_info(device)[0] + kept
 
 
 def _exchange(cache: KVCache, a: int, b: int) -> None:

@@ -23,7 +23,8 @@ from tiedgpt.inspect.results import NOT_IN_JSON, SHOWN_ROWS, Figure, Result, lin
 from tiedgpt.inspect.subjects import Model, Text, numpy, open_subject, piece
 from tiedgpt.plots.panel import Panel
 from tiedgpt.plots.table import number_cell, number_table, token_cells, visible
-from tiedgpt.tie.heads import find_head_layers, inference, is_tied, require_gpt
+from tiedgpt.runtime import eval_mode
+from tiedgpt.tie.heads import find_head_layers, is_tied, require_gpt
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -99,7 +100,7 @@ def gradient_split(
     matrices = _matrices(gpt)
     wte, head = gpt.wte.weight, list(matrices.values())[-1]
     ids, targets = subject.ids[:, :-1], subject.ids[0, 1:]
-    with inference(gpt), _only(gpt, matrices.values()), torch.enable_grad():
+    with eval_mode(gpt), _only(gpt, matrices.values()), torch.enable_grad():
         h = gpt.body(ids)
         cut = h.detach().requires_grad_()
         loss = gpt.head_loss(cut[0], targets)

@@ -42,7 +42,7 @@ from tiedgpt.inspect.results import (
 from tiedgpt.inspect.subjects import Model, Text, index, join, numpy, open_subject
 from tiedgpt.plots.panel import Grid, Panel
 from tiedgpt.plots.table import number_cell, number_table, token_cells, visible
-from tiedgpt.tie.heads import inference
+from tiedgpt.runtime import eval_mode
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -129,7 +129,7 @@ def lens(
     subject = open_subject(model, tokenizer, text)
     gpt, ids, targets = subject.model, subject.ids, subject.targets
     at = index(position, ids.shape[1], "position")
-    with inference(gpt):
+    with eval_mode(gpt):
         layers, states = _states(gpt, ids, after_attention)
         columns: dict[str, Tensor] = {}
         for rows in chunks(ids.shape[1]):
@@ -253,7 +253,7 @@ def attention(
         shares = several[..., 0].mean(1), several.diagonal(dim1=1, dim2=2).mean(1)
         numbers.append(torch.stack([entropy_bits(several).mean(1), *shares]))
 
-    with inference(gpt), ExitStack() as hooks:
+    with eval_mode(gpt), ExitStack() as hooks:
         for block in blocks:
             hooks.enter_context(block.attn.c_attn.register_forward_hook(partial(look, block.attn)))
         states = join(gpt.states(subject.ids))
@@ -355,7 +355,7 @@ def ablate(
 
     blocks: Any = gpt.h
     lost = np.zeros((n_layer, n_head + 2))
-    with inference(gpt):
+    with eval_mode(gpt):
         *states, last = gpt.states(ids)
         whole = _losses(gpt, last, ids)[0]
         for layer, (state, block) in enumerate(zip(states, blocks, strict=True)):

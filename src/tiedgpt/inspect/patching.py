@@ -25,7 +25,7 @@ from tiedgpt.inspect.results import SHOWN_ROWS, Figure, Result, token_axis
 from tiedgpt.inspect.subjects import Model, Text, numpy, open_subject, token_id
 from tiedgpt.plots.panel import Grid, Panel
 from tiedgpt.plots.table import number_cell, number_table, token_cells, visible
-from tiedgpt.tie.heads import inference
+from tiedgpt.runtime import eval_mode
 
 Measure = Callable[[Tensor], Tensor]
 PARTS = ("residual", "attention", "mlp", "heads")
@@ -129,7 +129,7 @@ def patch(
     each_head = torch.eye(n_head, dtype=torch.bool).repeat_interleave(width, 1)[:, None]  # (H,1,D)
     masks = {part: each_position for part in PARTS} | {"heads": each_head}
     scores: dict[str, Any] = {p: np.zeros((n_layer, len(mask))) for p, mask in masks.items()}
-    with inference(gpt):
+    with eval_mode(gpt):
         kept = _activations(gpt, clean.ids)
         *entering, last = gpt.states(other.ids)
         for layer, state in enumerate(entering):

@@ -23,7 +23,7 @@ from tiedgpt.inspect.results import (
 from tiedgpt.inspect.subjects import Model, Subject, Text, index, numpy, open_subject, token_id
 from tiedgpt.plots.panel import Line, Panel
 from tiedgpt.plots.table import number_cell, number_table, token_cells, visible
-from tiedgpt.tie.heads import inference
+from tiedgpt.runtime import eval_mode
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -114,7 +114,7 @@ def positions(
     subject = open_subject(model, tokenizer, text)
     gpt, ids, targets = subject.model, subject.ids, subject.targets
     found: dict[str, Tensor] = {}
-    with inference(gpt):
+    with eval_mode(gpt):
         h = gpt.body(ids)
         poked, other = (None, h) if poke is None else _poke(subject, poke, poke_with)
         for rows in chunks(ids.shape[1]):
@@ -257,7 +257,7 @@ def dot(
     """
     subject = open_subject(model, tokenizer, text)
     gpt, at = subject.model, index(position, subject.ids.shape[1], "position")
-    with inference(gpt):
+    with eval_mode(gpt):
         state = gpt.body(subject.ids)[:, at : at + 1]
         logits = logits_of(gpt, state).double()
         measured = measure(logits, subject.targets[:1], top)

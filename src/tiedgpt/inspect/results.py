@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import json
 from abc import ABC, abstractmethod
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 
 from tiedgpt.plots.panel import Grid, Line, Panel
 from tiedgpt.plots.table import visible
-from tiedgpt.tie.findings import to_json_data
+from tiedgpt.runtime import to_json_data
 
 NOT_IN_JSON = {"json": False}
 """Metadata of a field that is for Python only: it would be megabytes of text."""
@@ -35,7 +35,7 @@ class Columns:
 
         Numbers keep all digits of the array's own type.
         """
-        return json.dumps(_plain(self), ensure_ascii=False, allow_nan=False)
+        return json.dumps(to_json_data(self), ensure_ascii=False, allow_nan=False)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -68,18 +68,3 @@ def token_axis(pieces: tuple[str, ...]) -> dict[str, Any]:
         "x_label": "token, and its position",
         "x_names": [f"{visible(piece)} {at}" for at, piece in enumerate(pieces)],
     }
-
-
-def _plain(value: Any) -> Any:
-    if isinstance(value, Columns):
-        kept = (field.name for field in fields(value) if field.metadata.get("json", True))
-        return {name: _plain(getattr(value, name)) for name in kept}
-    if isinstance(value, tuple):
-        return [_plain(entry) for entry in value]
-    if not isinstance(value, np.ndarray):
-        return to_json_data(value)
-    if not np.issubdtype(value.dtype, np.floating):
-        return value.tolist()
-    if value.dtype != np.float64:  # 0.1, not 0.10000000149011612
-        value = value.astype(str).astype(np.float64)
-    return np.where(np.isfinite(value), value, np.array(None)).tolist()

@@ -26,8 +26,8 @@ from tiedgpt.inspect.results import NOT_IN_JSON, SHOWN_ROWS, Columns, Figure, Re
 from tiedgpt.inspect.subjects import Model, numpy, open_model, piece
 from tiedgpt.plots.panel import Grid, Line, Panel
 from tiedgpt.plots.table import number_table, token_cells
+from tiedgpt.runtime import eval_mode
 from tiedgpt.text import Tokenizer
-from tiedgpt.tie.heads import inference
 
 Counts = np.ndarray | str | os.PathLike[str]
 """(V,) how often each token occurs; or a run, a folder of token shards, or a text to count in."""
@@ -212,7 +212,7 @@ def vocabulary(
     if n < 0:
         raise UserError(f"must be >= 0, got {n}", option="own_rank_rows")
     sample = torch.linspace(0, size - 1, n, dtype=torch.float64).long()
-    with inference(gpt):
+    with eval_mode(gpt):
         matrices = [_rows(face, final_bias(gpt), counts, sample) for face in finite_faces(gpt)]
     pieces = tuple(piece(found, id) for id in range(size))
     return Vocabulary(

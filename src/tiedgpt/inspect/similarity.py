@@ -20,7 +20,7 @@ from tiedgpt.inspect.results import SHOWN_ROWS, Columns, Figure, Result, lines
 from tiedgpt.inspect.subjects import Model, numpy, open_model, piece, token_id
 from tiedgpt.plots.panel import Grid, Panel
 from tiedgpt.plots.table import number_table, token_cells, visible
-from tiedgpt.tie.heads import inference
+from tiedgpt.runtime import eval_mode
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -86,7 +86,7 @@ def neighbours(
     if top < 1:
         raise UserError(f"must be at least 1, got {top}", option="top")
     id = token_id(token, found, gpt.config.vocab_size, "token")
-    with inference(gpt):
+    with eval_mode(gpt):
         matrices = tuple(_nearest(face, id, top) for face in finite_faces(gpt))
     named = [np.r_[id, near.dot_ids, near.cos_ids, near.centred_cos_ids] for near in matrices]
     words = {j: piece(found, j) for j in np.unique(named).tolist()}

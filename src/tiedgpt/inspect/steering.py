@@ -29,7 +29,7 @@ from tiedgpt.inspect.results import SHOWN_ROWS, Figure, Result, lines
 from tiedgpt.inspect.subjects import Model, index, numpy, open_model, open_subject, piece
 from tiedgpt.plots.panel import Panel
 from tiedgpt.plots.table import number_cell, number_table, token_cells
-from tiedgpt.tie.heads import inference
+from tiedgpt.runtime import eval_mode
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -93,7 +93,7 @@ def direction(
     gpt, found = open_model(model, tokenizer, needed=True)
     n_layer = gpt.config.n_layer
     at = n_layer // 2 if layer is None else index(layer, n_layer, "layer")
-    with inference(gpt):
+    with eval_mode(gpt):
         up = _states_of(gpt, found, toward, at, "toward")
         down = _states_of(gpt, found, away, at, "away")
         vector, middle = up.mean(0) - down.mean(0), (up.mean(0) + down.mean(0)) / 2

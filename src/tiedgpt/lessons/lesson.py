@@ -7,12 +7,12 @@ import os
 import textwrap
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from tiedgpt.errors import TiedGPTError, UserError
 from tiedgpt.plots.table import aligned
-from tiedgpt.tie.findings import to_json_data
+from tiedgpt.runtime import eval_mode, to_json_data
 
 if TYPE_CHECKING:
     from torch import nn
@@ -125,9 +125,9 @@ class Lesson:
 
     def to_json(self) -> str:
         """Return everything but the text as one JSON object; NaN as null."""
-        values = asdict(self)
+        values = to_json_data(self)
         del values["blocks"]
-        return json.dumps(to_json_data(values), ensure_ascii=False, allow_nan=False)
+        return json.dumps(values, ensure_ascii=False, allow_nan=False)
 
     def __str__(self) -> str:
         title = textwrap.fill(f"{self.topic}: {self.question}", WIDTH)
@@ -180,11 +180,10 @@ def explain(
     about = TOPICS[topic]
     from tiedgpt.lessons import topics  # torch, which listing the topics does not need
     from tiedgpt.lessons.subject import open_subject
-    from tiedgpt.tie.heads import inference
 
     subject = open_subject(model, tokenizer, text, progress)
     lesson = Lesson(topic, about.question, about.places, about.commands, **subject.describe())
-    with inference(subject.module):
+    with eval_mode(subject.module):
         getattr(topics, topic)(subject, lesson)
     return lesson
 

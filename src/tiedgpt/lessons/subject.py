@@ -21,10 +21,11 @@ from tiedgpt.data import Shards
 from tiedgpt.errors import UserError
 from tiedgpt.inspect.subjects import open_model, piece
 from tiedgpt.plots.table import visible
+from tiedgpt.runtime import eval_mode
 from tiedgpt.text import Tokenizer
 from tiedgpt.tie import audit, untie
 from tiedgpt.tie.audits import Audit
-from tiedgpt.tie.heads import copy_sharing, inference
+from tiedgpt.tie.heads import copy_sharing
 from tiedgpt.weights.tokenizer_files import tokenizer_for
 
 TEXT = "The result is a list of the words in the string. If there are none, the list is empty."
@@ -185,7 +186,7 @@ def _validation_parts(model: Any) -> list[Tensor]:
 def _read_typical(subject: Subject, parts: list[Tensor]) -> Subject:
     """Let a subject read the part that has the median loss."""
     losses = []
-    with inference(subject.module):
+    with eval_mode(subject.module):
         for subject.ids in parts:
             losses.append(float(subject.loss(subject.logits())))
     subject.ids = parts[sorted(range(len(parts)), key=losses.__getitem__)[len(parts) // 2]]

@@ -15,7 +15,7 @@ from tiedgpt.data import Shards
 from tiedgpt.errors import TiedGPTError, UserError
 from tiedgpt.inspect.registry import INSPECTIONS, Inspection
 from tiedgpt.plots.panel import smoothed
-from tiedgpt.tie.findings import to_json_data
+from tiedgpt.runtime import to_json_data
 from tiedgpt.train.metrics import read_history
 
 if TYPE_CHECKING:

@@ -9,11 +9,12 @@ from __future__ import annotations
 
 import os
 import sys
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from tiedgpt.errors import EXIT_OK, CheckFailedError, UserError
-from tiedgpt.tie.findings import Finding, findings, to_json_data
+from tiedgpt.runtime import to_json_data
+from tiedgpt.tie.findings import Finding, findings
 from tiedgpt.weights.checkpoint import Checkpoint
 from tiedgpt.weights.comparison import Comparison
 from tiedgpt.weights.decision import SOUND, Kind, TieDecision, decide_tie
@@ -68,7 +69,7 @@ class Audit:
 
     def as_dict(self) -> dict[str, Any]:
         """Return plain data for JSON."""
-        return to_json_data(asdict(self) | {"exit_code": self.exit_code})
+        return to_json_data(self) | {"exit_code": self.exit_code}
 
 
 def audit(

@@ -7,10 +7,8 @@ Nothing is decided here: what `decide_tie` returned is put in words.
 
 from __future__ import annotations
 
-import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any
 
 from tiedgpt.files import format_bytes
 from tiedgpt.weights.checkpoint import TIE_KEY, Checkpoint
@@ -38,17 +36,6 @@ def findings(checkpoint: Checkpoint, decision: TieDecision) -> Iterator[Finding]
         for finding in tell(checkpoint, decision):
             title, explain = printable(finding.title), printable(finding.explain)
             yield Finding(finding.kind, title, explain)
-
-
-def to_json_data(value: Any) -> Any:
-    """Return a value that JSON can hold; numbers that are not finite become null."""
-    if isinstance(value, float) and not math.isfinite(value):
-        return None
-    if isinstance(value, (tuple, list)):
-        return [to_json_data(item) for item in value]
-    if isinstance(value, Mapping):
-        return {key: to_json_data(item) for key, item in value.items()}
-    return value
 
 
 def format_shape(shape: tuple[int, ...]) -> str:

@@ -8,8 +8,6 @@ its own, so nothing can untie it.
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterator
-from contextlib import contextmanager
 from textwrap import shorten
 from typing import TypeVar
 
@@ -19,6 +17,7 @@ from torch import Tensor, nn
 from tiedgpt.core.embedding import TiedEmbedding
 from tiedgpt.core.model import GPT
 from tiedgpt.errors import UserError
+from tiedgpt.runtime import eval_mode
 
 Module = TypeVar("Module", bound=nn.Module)
 
@@ -112,7 +111,7 @@ def require_logits(model: GPT, head: nn.Module) -> None:
     size, width = model.wte.weight.shape
     h = model.wte.weight.new_zeros(1, 1, width)
     try:
-        with inference(head):
+        with eval_mode(head):
             logits = head(h)
         got = tuple(logits.shape) if isinstance(logits, Tensor) else type(logits).__name__
         problem = f"got {got}; resize the vocabulary before a head is put in"
@@ -123,18 +122,6 @@ def require_logits(model: GPT, head: nn.Module) -> None:
             f"{format_module(head)} must turn h (1, 1, {width}) of {h.dtype} on {h.device} into "
             f"logits (1, 1, {size}): {problem}"
         )
-
-
-@contextmanager
-def inference(module: nn.Module) -> Iterator[None]:
-    """Switch to eval mode, and afterwards each module back to its own mode."""
-    training = [part for part in module.modules() if part.training]
-    module.eval()
-    try:
-        yield
-    finally:
-        for part in training:
-            part.training = True
 
 
 def copy_sharing(module: Module) -> Module:

@@ -18,8 +18,9 @@ from typing import TYPE_CHECKING, Any
 
 from tiedgpt.errors import TiedGPTError
 from tiedgpt.files import format_bytes
+from tiedgpt.runtime import to_json_data
 from tiedgpt.tie.audits import open_source
-from tiedgpt.tie.findings import format_shape, to_json_data
+from tiedgpt.tie.findings import format_shape
 from tiedgpt.weights.checkpoint import Checkpoint
 from tiedgpt.weights.decision import TieDecision, decide_tie
 from tiedgpt.weights.roles import POSITIONS, Roles, rank_name
@@ -127,8 +128,7 @@ class Ledger:
 
     def as_dict(self) -> dict[str, Any]:
         """Return plain data for JSON."""
-        rows = [vars(row) for row in self.rows]
-        return to_json_data(vars(self) | {"rows": rows, "explain": self.explain})
+        return to_json_data(self) | {"explain": self.explain}
 
 
 @dataclass(frozen=True)

@@ -22,11 +22,11 @@ from torch import Tensor, nn
 
 from tiedgpt.core.model import GPT
 from tiedgpt.errors import NoRoomError, UserError
+from tiedgpt.runtime import eval_mode
 from tiedgpt.tie.heads import (
     find_head_layers,
     find_second_names,
     find_unembeds,
-    inference,
     require_gpt,
     require_logits,
 )
@@ -258,7 +258,7 @@ def _measure_new_tokens(
         raise UserError(
             f"must be rows of equally many ids (B, T): {error}", option="sample"
         ) from None
-    with inference(model):
+    with eval_mode(model):
         parts = model.body(ids).flatten(0, 1).split(N_STATES)  # (N, D)
         masses = [model.logits(h).float().softmax(-1)[:, n_old:].sum(-1) for h in parts]
     mass, share = torch.cat(masses), 1 - n_old / model.config.vocab_size

@@ -25,7 +25,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.autograd import profiler
 
-from tiedgpt.data.executors import count_cores
+from tiedgpt.runtime import count_cores
 from tiedgpt.train.objective import Data, Model, body_of, predicts_tokens
 from tiedgpt.train.parallel import World
 from tiedgpt.train.plan import Plan

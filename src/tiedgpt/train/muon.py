@@ -24,7 +24,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from tiedgpt.train.fast.matmul import has_bf16
+from tiedgpt.runtime import has_bf16
 
 Pair = tuple[Tensor, dict[str, Any]]
 """A parameter and the group that it belongs to."""

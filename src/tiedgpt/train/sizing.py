@@ -19,10 +19,9 @@ import torch
 from tiedgpt.core.config import GPTConfig
 from tiedgpt.errors import DivergedError, NoRoomError, UserError
 from tiedgpt.files import format_bytes
-from tiedgpt.infer.room import free_memory
+from tiedgpt.runtime import free_memory, has_bf16
 from tiedgpt.train.blocks import decide_compile, prepare_blocks
 from tiedgpt.train.choice import choose
-from tiedgpt.train.fast.matmul import has_bf16
 from tiedgpt.train.measures import TensorMemory, held_memory
 from tiedgpt.train.objective import Data, Objective, Pair
 from tiedgpt.train.optim import make_optimizers
@@ -382,8 +381,8 @@ def make_longer(run: RunDirectory, options: AnyOptions, times: float) -> dict[st
 
 def measure_free(device: torch.device) -> float:
     """Return the free bytes of a device; infinitely many where the system does not tell."""
-    found = torch.cuda.mem_get_info(device)[0] if device.type == "cuda" else free_memory()
-    return math.inf if found is None else found
+    free = free_memory(device)
+    return math.inf if free is None else free
 
 
 @dataclass(frozen=True)

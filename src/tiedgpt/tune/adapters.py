@@ -27,7 +27,8 @@ from tiedgpt.core.embedding import TiedEmbedding
 from tiedgpt.core.model import GPT
 from tiedgpt.errors import CheckFailedError, UserError
 from tiedgpt.heads import Head
-from tiedgpt.tie.heads import find_second_names, inference, is_tied, predicts_through_wte
+from tiedgpt.runtime import eval_mode
+from tiedgpt.tie.heads import find_second_names, is_tied, predicts_through_wte
 from tiedgpt.tune.freezing import TWO_CHOICES, Model, Moving, gpt_of, moving
 
 BLOCKS = ("attn.c_attn", "attn.c_proj", "mlp.c_fc", "mlp.c_proj")
@@ -219,7 +220,7 @@ def merge(model: Model) -> float:
         raise UserError("the model has no adapters to merge: see tiedgpt.tune.lora")
     ids = _fixed_ids(gpt, layers)
     bound = BOUNDS.get(gpt.wte.weight.dtype, 1e-5)
-    with inference(model):
+    with eval_mode(model):
         before = gpt(ids)
         originals = {name: layer.weight.clone() for name, layer in layers.items()}
         classes = {name: type(layer) for name, layer in layers.items()}

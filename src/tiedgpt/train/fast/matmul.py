@@ -24,14 +24,6 @@ LEAST_NUMBERS = 20_480
 """Of the input; PyTorch computes a convolution of fewer by itself."""
 
 
-def has_bf16(device: torch.device) -> bool:
-    """Whether the device has instructions for bf16; emulated, it is up to five times as slow."""
-    if device.type == "cuda":
-        return torch.cuda.is_bf16_supported(including_emulation=False)
-    features = torch.cpu.get_capabilities()
-    return any(features.get(name) for name in ("avx512_bf16", "amx_bf16", "bf16"))
-
-
 def linear(
     x: Tensor, weight: Tensor, bias: Tensor | None = None, *, out: Tensor | None = None
 ) -> Tensor:

@@ -27,8 +27,8 @@ from tiedgpt.errors import CorruptInputError, UserError
 from tiedgpt.evaluate.perplexity import totals
 from tiedgpt.files import read_json_lines
 from tiedgpt.heads import Head, pad
+from tiedgpt.runtime import eval_mode
 from tiedgpt.text import Tokenizer
-from tiedgpt.tie.heads import inference
 from tiedgpt.train.objective import (
     Arrays,
     Basis,
@@ -174,7 +174,7 @@ class Labelled(Objective):
         """Return what the head says of an example held out, of another one at each step."""
         example, row = data.validation[step % len(data.validation)]
         batch = on_device(self.collate([row]), body_of(model).wte.weight.device)
-        with inference(model):
+        with eval_mode(model):
             verdict = "rightly" if self.is_right(model, batch).all() else "wrongly"
             return f"{verdict} {self.answer(model, example, batch)}"
 

@@ -1,0 +1,94 @@
+"""Facts about the machine and the process, and conversions that several layers need.
+
+Like `errors`, this module imports nothing heavy and every layer may import it. torch is imported
+inside the functions that need it.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import fields, is_dataclass
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    import torch
+    from torch import nn
+
+
+def count_cores() -> int:
+    """Return the number of cores that this process may use."""
+    if hasattr(os, "sched_getaffinity"):
+        return len(os.sched_getaffinity(0))
+    return os.cpu_count() or 1
+
+
+def free_memory(device: torch.device | None = None) -> int | None:
+    """Return the free bytes of a GPU, or of the system without `device` or for a CPU.
+
+    For a GPU this includes the memory that torch holds for reuse. Returns None where the system
+    does not report a number.
+    """
+    if device is not None and device.type == "cuda":
+        import torch
+
+        reusable = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
+        return torch.cuda.mem_get_info(device)[0] + reusable
+    try:
+        with open("/proc/meminfo") as file:
+            for line in file:
+                if line.startswith("MemAvailable:"):
+                    return int(line.split()[1]) * 1024
+    except OSError:
+        pass
+    return None
+
+
+def has_bf16(device: torch.device) -> bool:
+    """Whether a device has bf16 instructions. Emulated bf16 is up to five times as slow."""
+    import torch
+
+    if device.type == "cuda":
+        return torch.cuda.is_bf16_supported(including_emulation=False)
+    features = torch.cpu.get_capabilities()
+    return any(features.get(name) for name in ("avx512_bf16", "amx_bf16", "bf16"))
+
+
+@contextmanager
+def eval_mode(module: nn.Module) -> Iterator[None]:
+    """Switch a module to eval mode inside the block and restore the mode of each submodule."""
+    training = [part for part in module.modules() if part.training]
+    module.eval()
+    try:
+        yield
+    finally:
+        for part in training:
+            part.training = True
+
+
+def to_json_data(value: Any) -> Any:
+    """Return a value that JSON can hold: dataclasses as objects, arrays as nested lists.
+
+    Numbers that are not finite become null. A dataclass field with the metadata `json=False` is
+    left out. Numbers of an array keep the digits of its dtype: 0.1, not 0.10000000149011612.
+    """
+    import numpy as np
+
+    if isinstance(value, float) and not math.isfinite(value):
+        return None
+    if isinstance(value, (tuple, list)):
+        return [to_json_data(item) for item in value]
+    if isinstance(value, Mapping):
+        return {key: to_json_data(item) for key, item in value.items()}
+    if is_dataclass(value) and not isinstance(value, type):
+        names = (field.name for field in fields(value) if field.metadata.get("json", True))
+        return {name: to_json_data(getattr(value, name)) for name in names}
+    if not isinstance(value, np.ndarray):
+        return value
+    if not np.issubdtype(value.dtype, np.floating):
+        return value.tolist()
+    if value.dtype != np.float64:
+        value = value.astype(str).astype(np.float64)
+    return np.where(np.isfinite(value), value, np.array(None)).tolist()
