@@ -17,7 +17,7 @@ import tempfile
 import time
 from pathlib import Path
 
-SUFFIXES = {"transformers": "", "gguf": ".gguf", "onnx": ".onnx", "nanogpt": ".pt", "llmc": ".bin"}
+SUFFIXES = {"transformers": "", "gguf": ".gguf", "onnx": ".onnx", "nanogpt": ".pt"}
 LOAD = """
 import sys, time, torch, tiedgpt.weights.load
 from pathlib import Path

@@ -93,39 +93,6 @@ class Karpathy(nn.Module):
         return self.lm_head(parts["ln_f"](x))
 
 
-class FirstMinGPT(nn.Module):
-    """minGPT of 2020: names of its own; queries, keys and values apart; the exact GELU."""
-
-    def __init__(self, args: dict) -> None:
-        super().__init__()
-        width, length = args["n_embd"], args["block_size"]
-        self.n_head = args["n_head"]
-        self.tok_emb = nn.Embedding(args["vocab_size"], width)
-        self.pos_emb = nn.Parameter(torch.zeros(1, length, width))
-        self.blocks = nn.Sequential(*(nn.Module() for _ in range(args["n_layer"])))
-        for block in self.blocks:
-            block.ln1, block.ln2 = nn.LayerNorm(width), nn.LayerNorm(width)
-            block.attn = nn.Module()
-            for name in ("key", "query", "value", "proj"):
-                setattr(block.attn, name, nn.Linear(width, width))
-            block.attn.register_buffer("mask", torch.ones(length, length).tril()[None, None])
-            block.mlp = nn.Sequential(
-                nn.Linear(width, 4 * width), nn.GELU(), nn.Linear(4 * width, width), nn.Dropout(0)
-            )
-        self.ln_f = nn.LayerNorm(width)
-        self.head = nn.Linear(width, args["vocab_size"], bias=False)
-        loud(self)
-
-    def forward(self, ids: Tensor) -> Tensor:
-        x = self.tok_emb(ids) + self.pos_emb[:, : ids.shape[1]]
-        for block in self.blocks:
-            y = block.ln1(x)
-            q, k, v = block.attn.query(y), block.attn.key(y), block.attn.value(y)
-            x = x + block.attn.proj(attend(q, k, v, self.n_head))
-            x = x + block.mlp(block.ln2(x))
-        return self.head(self.ln_f(x))
-
-
 @torch.no_grad()
 def loud(model: nn.Module) -> None:
     """Draw weights so large that a mistake shows."""

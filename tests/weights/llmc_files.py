@@ -1,10 +1,9 @@
-"""llm.c's checkpoints in this test's own words, from what its train_gpt2.cu writes and reads.
+"""llm.c's checkpoints in this test's own words, from what its train_gpt2.cu writes.
 
 256 int32: magic, version, T, V, L, H, C, Vp; then sixteen arrays, the padded rows of wte among
 them. Nothing of tiedgpt is used.
 """
 
-import math
 from pathlib import Path
 
 import numpy as np
@@ -27,13 +26,6 @@ ORDER = (
 def shape_of(units: str, sizes: dict[str, int]) -> tuple[int, ...]:
     known = sizes | {f"{n}C": n * sizes["C"] for n in (3, 4)}
     return tuple(known[unit] for unit in units.split(","))
-
-
-def number_of(name: str, sizes: dict[str, int]) -> int:
-    """How many numbers a tensor by OpenAI's name takes in the file."""
-    bare = name.split(".", 2)[2] if name.startswith("h.") else name
-    units = next(units for _, units, theirs in ORDER if theirs == bare)
-    return math.prod(shape_of(units.removeprefix("L,"), sizes))
 
 
 def write_checkpoint(
@@ -70,20 +62,3 @@ def to_bfloat16(array: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     bits = np.ascontiguousarray(array).view("<u4").astype(np.uint64)
     upper = ((bits + 0x7FFF + ((bits >> 16) & 1)) >> 16).astype("<u2")
     return upper, (upper.astype("<u4") << 16).view("<f4")
-
-
-def read_checkpoint(path: Path) -> tuple[dict[str, int], dict[str, np.ndarray]]:
-    """Read as llm.c's readers do: the sizes, and sixteen arrays by llm.c's names."""
-    raw = path.read_bytes()
-    header = np.frombuffer(raw, "<i4", 256)
-    assert header[0] == 20240326 and header[1] in (3, 5) and not header[8:].any()
-    sizes = dict(zip(("T", "V", "L", "H", "C", "Vp"), map(int, header[2:8]), strict=True))
-    dtype = np.dtype("<f4") if header[1] == 3 else np.dtype("<u2")
-    at, arrays = 1024, {}
-    for name, units, _ in ORDER:
-        shape = shape_of(units, sizes)
-        array = np.frombuffer(raw, dtype, math.prod(shape), at).reshape(shape)
-        at += array.nbytes
-        arrays[name] = array if header[1] == 3 else (array.astype("<u4") << 16).view("<f4")
-    assert at == len(raw)
-    return sizes, arrays

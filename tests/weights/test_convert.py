@@ -21,8 +21,7 @@ pytestmark = pytest.mark.filterwarnings("ignore::tiedgpt.weights.load.Checkpoint
 
 TEXT = "the cat sat on the mat and the dog sat on the log, naïve café 2 + 2 = 4\n" * 40
 SUFFIXES = {
-    "transformers": "", "gguf": ".gguf", "onnx": ".onnx", "nanogpt": ".pt", "llmc": ".bin",
-    "packed": "",
+    "transformers": "", "gguf": ".gguf", "onnx": ".onnx", "nanogpt": ".pt", "packed": "",
 }  # fmt: skip
 OPTIONS = {"nanogpt": {"approximate_gelu": True}, "packed": {"precision": "fp32"}}
 
@@ -101,12 +100,11 @@ def test_another_gelu_is_asked_for_and_told(tiny, tokenizer, tmp_path):
     GPT(
         replace(tiny.config, vocab_size=len(tokenizer), activation_function="gelu", eos_token_id=0)
     ).save_pretrained(tmp_path / "exact")
-    for name in ("gguf", "llmc"):
-        path = tmp_path / f"x{SUFFIXES[name]}"
-        with pytest.raises(UserError, match="approximate_gelu"):
-            to(tmp_path / "exact", path, name, tokenizer)
-        written = to(tmp_path / "exact", path, name, tokenizer, approximate_gelu=True)
-        assert written.exact and "computes gelu_new" in written.notes[0]
+    with pytest.raises(UserError, match="approximate_gelu"):
+        to(tmp_path / "exact", tmp_path / "x.gguf", "gguf", tokenizer)
+    path = tmp_path / "x.gguf"
+    written = to(tmp_path / "exact", path, "gguf", tokenizer, approximate_gelu=True)
+    assert written.exact and "computes gelu_new" in written.notes[0]
 
 
 def test_what_transformers_has_no_class_for_is_told(tiny, tmp_path):
@@ -139,27 +137,27 @@ def test_what_does_not_come_back_as_it_was_is_not_kept(source, tokenizer, tmp_pa
             loaded.model.wpe.weight[0, 0] += 1
         return loaded
 
-    (tmp_path / "x.bin").write_bytes(b"before")
+    (tmp_path / "x.onnx").write_bytes(b"before")
     loaded = load(source)
     monkeypatch.setattr(convert_module, "load", damaged)
     with pytest.raises(CheckFailedError, match="not hold the model"):
-        convert(loaded, tmp_path / "x.bin", "llmc", tokenizer=None, overwrite=True)
-    assert (tmp_path / "x.bin").read_bytes() == b"before"
+        convert(loaded, tmp_path / "x.onnx", "onnx", tokenizer=None, overwrite=True)
+    assert (tmp_path / "x.onnx").read_bytes() == b"before"
     assert not list(tmp_path.glob(".*"))
 
 
 def test_nothing_is_replaced_unasked(source, tokenizer, tmp_path):
-    (tmp_path / "x.bin").write_bytes(b"mine")
+    (tmp_path / "x.onnx").write_bytes(b"mine")
     (tmp_path / "d").mkdir()
     (tmp_path / "d" / "mine").touch()
     with pytest.raises(UserError, match="there already"):
-        to(source, tmp_path / "x.bin", "llmc", tokenizer)
+        to(source, tmp_path / "x.onnx", "onnx", tokenizer)
     with pytest.raises(UserError, match="new or empty"):
         to(source, tmp_path / "d", "transformers", tokenizer)
     with pytest.raises(UserError, match="is no file that could be replaced"):
         to(source, tmp_path / "d", "gguf", tokenizer)
-    to(source, tmp_path / "x.bin", "llmc", tokenizer, overwrite=True)
-    assert (tmp_path / "x.bin").stat().st_size > 4
+    to(source, tmp_path / "x.onnx", "onnx", tokenizer, overwrite=True)
+    assert (tmp_path / "x.onnx").stat().st_size > 4
 
 
 def test_the_command_prints_what_it_found_and_proved(source, tmp_path, capsys):

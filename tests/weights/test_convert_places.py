@@ -25,7 +25,7 @@ def test_a_model_stays_what_it_was_when_it_is_written_coarser(saved, tmp_path):
         assert torch.equal(tensor, before[name]) and tensor.dtype == before[name].dtype
 
 
-@pytest.mark.parametrize("to, name", [("transformers", "d"), ("onnx", "m.onnx"), ("llmc", "m.bin")])
+@pytest.mark.parametrize("to, name", [("transformers", "d"), ("onnx", "m.onnx")])
 def test_sixteen_bits_written_in_thirty_two_come_back_bit_for_bit(tiny, tmp_path, to, name):
     tiny.bfloat16().save_pretrained(tmp_path / "bf16")
     loaded = load(tmp_path / "bf16")
@@ -42,9 +42,9 @@ def test_a_tokenizer_of_more_tokens_than_rows_is_refused(saved, tmp_path):
 def test_places_that_cannot_be_are_told_in_a_line(saved, tmp_path, capsys):
     (tmp_path / "file").write_text("x")
     os.mkfifo(tmp_path / "pipe")
-    places = ["new/..", "file/m.bin", "q" * 300, "pipe"]
+    places = ["new/..", "file/m.onnx", "q" * 300, "pipe"]
     for place in places:
-        rest = ["convert", str(saved), str(tmp_path / place), "--to", "llmc", "--overwrite"]
+        rest = ["convert", str(saved), str(tmp_path / place), "--to", "onnx", "--overwrite"]
         assert main(rest) == 1
         assert capsys.readouterr().err.startswith("error: ")
     assert sorted(path.name for path in tmp_path.iterdir()) == ["file", "pipe", "saved"]
@@ -53,12 +53,12 @@ def test_places_that_cannot_be_are_told_in_a_line(saved, tmp_path, capsys):
 
 def test_termination_leaves_nothing_half_written(saved, tmp_path, monkeypatch, capsys):
     def stopped(*_):
-        assert list(tmp_path.glob(".m.bin.tmp-*"))
+        assert list(tmp_path.glob(".m.onnx.tmp-*"))
         os.kill(os.getpid(), signal.SIGTERM)
 
     monkeypatch.setattr(converting, "_compare", stopped)
     before = signal.getsignal(signal.SIGTERM)
-    assert main(["convert", str(saved), str(tmp_path / "m.bin"), "--to", "llmc"]) == 75
+    assert main(["convert", str(saved), str(tmp_path / "m.onnx"), "--to", "onnx"]) == 75
     assert signal.getsignal(signal.SIGTERM) is before
     assert [path.name for path in tmp_path.iterdir()] == ["saved"]
 
@@ -70,17 +70,17 @@ def test_a_message_is_one_line_whatever_a_path_is_called(tmp_path: Path, capsys)
 
 
 def test_what_a_killed_conversion_left_is_swept_and_a_running_ones_is_not(saved, tmp_path):
-    gone, running = f".x.bin.tmp-{2**22 - 1}-ab", f".x.bin.tmp-{os.getpid()}-ab"
+    gone, running = f".x.onnx.tmp-{2**22 - 1}-ab", f".x.onnx.tmp-{os.getpid()}-ab"
     for name in (gone, running, ".other.tmp-1-ab"):
         (tmp_path / name).mkdir()
-    convert(load(saved), tmp_path / "x.bin", "llmc", tokenizer=None)
+    convert(load(saved), tmp_path / "x.onnx", "onnx", tokenizer=None)
     kept = {path.name for path in tmp_path.iterdir()}
-    assert kept == {running, ".other.tmp-1-ab", "saved", "x.bin"}
+    assert kept == {running, ".other.tmp-1-ab", "saved", "x.onnx"}
 
 
 @pytest.mark.parametrize(
     ("to", "name"),
-    [("transformers", "a.safetensors"), ("transformers", "a.gguf"), ("packed", "a.bin")],
+    [("transformers", "a.safetensors"), ("transformers", "a.gguf"), ("packed", "a.pt")],
 )
 def test_a_directory_is_not_given_the_suffix_of_a_file(saved, tmp_path, to, name):
     with pytest.raises(UserError, match="writes a directory"):

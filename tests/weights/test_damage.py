@@ -6,7 +6,6 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
-import numpy as np
 import pytest
 import torch
 from hypothesis import HealthCheck, given, settings
@@ -14,15 +13,12 @@ from hypothesis import strategies as st
 
 from tests.tie.checkpoints import matrix, write_gguf, write_onnx
 from tests.weights.fixtures.make_tensorflow import DIRECTORY
-from tests.weights.gpt1_release import block_shapes, write_release
 from tests.weights.karpathy import ARGS, Karpathy
 from tests.weights.llmc_files import write_checkpoint
-from tests.weights.test_llmc_tokenizer import TOKENS, written
 from tiedgpt import GPT, GPTConfig, Tokenizer
 from tiedgpt.errors import TiedGPTError
 from tiedgpt.weights.formats.gguf.vocabulary import read_tokenizer
 from tiedgpt.weights.formats.gguf.writer import write as write_our_gguf
-from tiedgpt.weights.formats.llmc import read_tokens
 from tiedgpt.weights.formats.nanogpt.data_pickle import read_data_pickle
 from tiedgpt.weights.formats.onnx.writer import write as write_our_onnx
 from tiedgpt.weights.formats.packed import open_packed
@@ -59,12 +55,6 @@ def save_gguf(path: Path) -> None:
     tokenizer = Tokenizer.train(["the quick brown fox, it's 12 dogs " * 20], 300)
     ids = {"vocab_size": len(tokenizer), "eos_token_id": tokenizer.eos_token_id}
     write_our_gguf(small(**ids), path, tokenizer=tokenizer)
-
-
-def save_release(path: Path) -> None:
-    shapes = [(5, 4), (11, 4), *block_shapes(4)]
-    random = np.random.default_rng(1)
-    write_release(path.parent, [random.standard_normal(shape) for shape in shapes], n_pieces=2)
 
 
 def copy_bundle(path: Path) -> None:
@@ -112,12 +102,6 @@ SAMPLES = {
         ("a.bin",),
         lambda path: write_checkpoint(path, 5, **{"T": 6, "V": 5, "L": 2, "H": 2, "C": 4, "Vp": 8}),
         header=40,
-    ),
-    "llm.c's tokenizer": Sample(
-        ("a.bin",), lambda path: path.write_bytes(written(TOKENS)), read_tokens
-    ),
-    "GPT-1": Sample(
-        ("params_shapes.json", "params_0.npy", "params_1.npy"), save_release, header=140
     ),
     "TensorFlow": Sample(("model.ckpt.index", "model.ckpt.data-00000-of-00001"), copy_bundle),
     "packed": Sample(

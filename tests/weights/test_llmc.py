@@ -1,22 +1,25 @@
-"""llm.c's checkpoints: what the header says is checked before anything is made of it."""
+"""llm.c's checkpoints: the header is checked first, then they load as the GPT-2 that they are."""
 
 import struct
 
 import numpy as np
 import pytest
+import torch
+from torch.testing import assert_close
 
 from tests.weights.llmc_files import HEADER, write_checkpoint
-from tiedgpt.errors import CorruptInputError
-from tiedgpt.weights.formats.llmc import count, parameters
+from tiedgpt import GPT
+from tiedgpt.errors import CorruptInputError, UserError
+from tiedgpt.weights.load import load
 from tiedgpt.weights.sources import open_checkpoint
 
-SIZES = {"T": 6, "V": 5, "L": 2, "H": 2, "C": 4, "Vp": 8}
+SMALL = {"T": 6, "V": 5, "L": 2, "H": 2, "C": 4, "Vp": 8}
 
 
 @pytest.mark.parametrize("version", [1, 3, 5])
 def test_tensors_lie_where_the_format_puts_them(tmp_path, version):
     path = tmp_path / "model.bin"
-    sizes = SIZES | ({"Vp": 5} if version == 1 else {})
+    sizes = SMALL | ({"Vp": 5} if version == 1 else {})
     numbers = write_checkpoint(path, version, **sizes)
     checkpoint = open_checkpoint(path)
     assert checkpoint.container == "llm.c"
@@ -27,11 +30,6 @@ def test_tensors_lie_where_the_format_puts_them(tmp_path, version):
         assert tensor.shape == expected.shape
         found = tensor.rows(0, tensor.matrix_shape[0]).reshape(tensor.shape)
         assert np.array_equal(found, expected), name
-
-
-def test_the_count_by_formula_is_that_of_the_tensors():
-    sizes = (3, 8, 40, 5)
-    assert count(*sizes) == sum(int(np.prod(shape)) for _, shape in parameters(*sizes))
 
 
 def header(*numbers: int, body: int = 0) -> bytes:
@@ -63,3 +61,67 @@ def test_hostile_headers_are_refused(name, tmp_path):
     path.write_bytes(HOSTILE[name])
     with pytest.raises(CorruptInputError, match=r"x\.bin"):
         open_checkpoint(path)
+
+
+SIZES = {"T": 24, "V": 97, "L": 3, "H": 4, "C": 32, "Vp": 128}
+
+
+def theirs():
+    """transformers' GPT-2, whose weights llm.c's own script exports."""
+    from transformers import GPT2Config, GPT2LMHeadModel
+
+    torch.manual_seed(5)
+    config = GPT2Config(
+        vocab_size=97, n_positions=24, n_embd=32, n_layer=3, n_head=4, bos_token_id=0,
+        eos_token_id=0,
+    )  # fmt: skip
+    model = GPT2LMHeadModel(config).eval()
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            parameter.normal_(1.0 if "ln_" in name and "weight" in name else 0.0, 0.2)
+    return model
+
+
+def state_of(model) -> dict[str, torch.Tensor]:
+    """Its weights by OpenAI's names, as (out, in)."""
+    state = {}
+    for name, tensor in model.transformer.state_dict().items():
+        turned = name.startswith("h.") and tensor.ndim == 2
+        state[name] = tensor.T.contiguous() if turned else tensor
+    return state
+
+
+@pytest.mark.parametrize("version", [1, 3])
+def test_logits_are_those_of_transformers(tmp_path, version, ids):
+    model = theirs()
+    sizes = SIZES | ({"Vp": 97} if version == 1 else {})
+    write_checkpoint(tmp_path / "model.bin", version, state_of(model), **sizes)
+    loaded = load(tmp_path / "model.bin")
+    config = loaded.model.config
+    assert loaded.layout == "llm.c, llm.c"
+    assert config.vocab_size == 97 and config.n_head == 4 and config.tie_word_embeddings
+    assert config.activation_function == "gelu_new"
+    with torch.no_grad():
+        assert_close(loaded.model(ids), model(ids).logits, rtol=1e-4, atol=1e-4)
+
+
+def test_bfloat16_is_read_bit_by_bit(tmp_path):
+    numbers = write_checkpoint(tmp_path / "model.bin", 5, state_of(theirs()), **SIZES)
+    model = GPT.from_pretrained(tmp_path / "model.bin")
+    for name, parameter in model.named_parameters():
+        assert parameter.dtype == torch.bfloat16
+        expected = torch.from_numpy(numbers[name])[: len(parameter)]
+        assert torch.equal(parameter.float(), expected), name
+
+
+def test_what_the_format_fixes_cannot_be_given_otherwise(tmp_path):
+    write_checkpoint(tmp_path / "model.bin", 3, **SIZES)
+    for name, value in {"n_head": 2, "activation_function": "gelu", "bias": False}.items():
+        with pytest.raises(UserError, match=f"{name}={value!r} contradicts"):
+            GPT.from_pretrained(tmp_path / "model.bin", **{name: value})
+
+
+def test_heads_that_do_not_divide_the_width_are_refused(tmp_path):
+    write_checkpoint(tmp_path / "model.bin", 3, **(SIZES | {"H": 5}))
+    with pytest.raises(CorruptInputError, match="n_head=5"):
+        GPT.from_pretrained(tmp_path / "model.bin")

@@ -8,11 +8,9 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from tests.weights.gpt1_release import block_shapes, write_release
-from tests.weights.karpathy import FirstMinGPT
+from tests.weights.llmc_files import write_checkpoint
 from tiedgpt import GPT
 from tiedgpt.errors import CorruptInputError
-from tiedgpt.weights.formats.llmc import write as write_llmc
 from tiedgpt.weights.formats.onnx.writer import write as write_onnx
 from tiedgpt.weights.load import load
 from tiedgpt.weights.sources import open_checkpoint
@@ -70,34 +68,10 @@ def test_a_plain_pickle_is_refused_as_before(tmp_path):
         GPT.from_pretrained(tmp_path / "x.pt")
 
 
-def test_what_a_file_says_of_itself_holds_over_a_config_beside_it(tiny, tmp_path):
-    write_llmc(tiny, tmp_path / "model.bin")
+def test_what_a_file_says_of_itself_holds_over_a_config_beside_it(tmp_path):
+    write_checkpoint(tmp_path / "model.bin", 3, T=24, V=97, L=1, H=4, C=32, Vp=128)
     (tmp_path / "config.json").write_text('{"num_heads": 2, "vocab_size": 5}')
     assert GPT.from_pretrained(tmp_path / "model.bin").config.n_head == 4
-
-
-def test_hparams_that_are_no_object_are_passed_over(tmp_path):
-    torch.manual_seed(0)
-    arrays = [torch.randn(shape).numpy() for shape in [(8, 16), (50, 16), *block_shapes(16)]]
-    write_release(tmp_path, arrays, n_pieces=2)
-    (tmp_path / "config.json").write_text('{"hparams": 7, "encoder_size": []}')
-    assert GPT.from_pretrained(tmp_path, n_head=2).config.vocab_size == 50
-
-
-@pytest.mark.parametrize(
-    "name, said",
-    [
-        ("wte.weight", "wte.weight twice"),
-        ("h.0.ln_1.weight", "h.0.ln_1.weight twice"),
-        ("blocks.00.ln1.weight", "h.00.ln_1.weight is not a GPT's"),
-    ],
-)
-def test_the_first_mingpts_tensors_stand_once(tmp_path, name, said):
-    args = {"n_layer": 1, "n_head": 2, "n_embd": 8, "block_size": 6, "vocab_size": 11}
-    state = FirstMinGPT(args).state_dict()
-    torch.save(state | {name: state["blocks.0.ln1.weight"]}, tmp_path / "x.pt")
-    with pytest.raises(CorruptInputError, match=said):
-        GPT.from_pretrained(tmp_path / "x.pt", n_head=2, resolve="untie")
 
 
 def test_a_missing_or_extra_layer_is_named(rewrite):

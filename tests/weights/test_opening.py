@@ -83,7 +83,7 @@ def test_what_is_no_state_dict_is_refused(tmp_path):
 def test_a_tensor_that_claims_more_than_its_storage_is_refused(tmp_path):
     huge = torch.ones(1).expand(2**40, 2**20)
     torch.save({"wte.weight": huge}, tmp_path / "a.pt")
-    with pytest.raises(CorruptInputError, match="lies"):
+    with pytest.raises(CorruptInputError, match=r"a\.pt contradicts itself: 'wte\.weight'"):
         open_checkpoint(tmp_path / "a.pt")
 
 
@@ -160,11 +160,6 @@ def test_zip_bombs_are_refused(tmp_path):
     path = zipped(tmp_path / "b.pt", {"data.pkl": sound, "byteorder": bytes((64 << 20) + 1)})
     with pytest.raises(CorruptInputError, match="not what torch"):
         open_checkpoint(path)
-    nested = ()
-    for _ in range(60):
-        nested = (nested, nested)
-    with pytest.raises(CorruptInputError, match="nests tuples"):
-        open_checkpoint(zipped(tmp_path / "c.pt", {"data.pkl": pickle.dumps(nested, protocol=2)}))
 
 
 def test_expanded_and_complex_tensors(tmp_path):

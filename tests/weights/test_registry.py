@@ -68,7 +68,7 @@ def model(request):
 
 def test_a_toy_format_goes_in_and_out_and_keeps_the_tie(toy, model, tmp_path, capsys):
     model.save_pretrained(tmp_path / "hf")
-    toy_file, back = tmp_path / "model.toy", tmp_path / "back.bin"
+    toy_file, back = tmp_path / "model.toy", tmp_path / "back.onnx"
     main(["convert", str(tmp_path / "hf"), str(toy_file)])
     loaded = GPT.from_pretrained(toy_file)
     parameters = dict(loaded.named_parameters())
@@ -106,14 +106,14 @@ def test_a_format_may_not_take_the_name_of_another():
     assert [format.name for format in formats()].count("gguf") == 1
 
 
-@pytest.mark.parametrize("name", ["out.ggfu", "out.gguff", "out.onx", "out.bim", "out.txt"])
+@pytest.mark.parametrize("name", ["out.ggfu", "out.gguff", "out.onx", "out.ptt", "out.txt"])
 def test_an_unknown_suffix_is_refused_with_the_known_ones(name, saved, tmp_path, capsys):
     assert main(["convert", str(saved), str(tmp_path / name)]) == 1
     message = " ".join(capsys.readouterr().err.split())
     assert not (tmp_path / name).exists()
-    assert all(suffix in message for suffix in (".gguf", ".onnx", ".pt", ".bin", "--to"))
+    assert all(suffix in message for suffix in (".gguf", ".onnx", ".pt", "--to"))
     meant = {"out.ggfu": "out.gguf", "out.gguff": "out.gguf", "out.onx": "out.onnx"}
-    assert f"did you mean {meant.get(name, 'out.bin')}?" in message or name == "out.txt"
+    assert f"did you mean {meant.get(name, 'out.pt')}?" in message or name == "out.txt"
 
 
 def test_a_directory_may_have_a_dot_in_its_name(saved, tmp_path):

@@ -1,6 +1,5 @@
 """The tokenizer that comes with each kind of checkpoint is found, by content."""
 
-import json
 import pickle
 import shutil
 import struct
@@ -11,7 +10,6 @@ import pytest
 import torch
 from safetensors.numpy import save_file
 
-from tests.weights.test_llmc_tokenizer import written
 from tiedgpt import GPT, GPTConfig
 from tiedgpt.errors import CorruptInputError, UserError
 from tiedgpt.text import Tokenizer
@@ -50,7 +48,6 @@ def weights(tmp_path) -> dict[str, Path]:
     (tmp_path / "model.onnx").write_bytes(b"\x08\x08")
     (tmp_path / "model.ckpt.index").write_bytes(b"\0")
     (tmp_path / "model.safetensors.index.json").write_text('{"weight_map": {}}')
-    (tmp_path / "params_0.npy").write_bytes(b"\x93NUMPY")
     return {file.name: file for file in tmp_path.iterdir()}
 
 
@@ -122,65 +119,6 @@ def test_trained_model_of_gpt2s_vocabulary_says_what_to_do(tmp_path):
         with pytest.raises(UserError, match=r"from_pretrained\('gpt2'\)") as error:
             Tokenizer.from_pretrained(source)
         assert "meta.pkl" in str(error.value) and len(str(error.value)) < 600
-
-
-def test_llmcs_tokens_are_a_bpe_again(tmp_path, bpe):
-    tokens = [bpe.token_bytes(id) for id in range(len(bpe))]
-    (tmp_path / "gpt2_tokenizer.bin").write_bytes(written(tokens, end=len(bpe) - 1))
-    (tmp_path / "gpt2_124M.bin").write_bytes(struct.pack("<2i", 20240326, 3))
-    for source in (tmp_path, *tmp_path.iterdir()):
-        tokenizer = Tokenizer.from_pretrained(source)
-        assert (tokenizer.kind, len(tokenizer)) == ("bpe", len(bpe))
-        assert tokenizer.encode(TEXT + "é👍") == bpe.encode(TEXT + "é👍")
-        assert tokenizer.bos_token_id == tokenizer.eos_token_id == len(bpe) - 1
-        special = tokenizer.encode("<|endoftext|>", allow_special=True)
-        assert special == [tokenizer.eos_token_id]
-
-
-def test_llmcs_tokens_of_gpt2_encode_as_openais_files(tmp_path):
-    from os import environ
-
-    folder = environ.get("TIEDGPT_GPT2_BPE")
-    if not folder:
-        pytest.skip("TIEDGPT_GPT2_BPE names no folder with GPT-2's encoder.json and vocab.bpe")
-    real = Tokenizer.from_pretrained(folder)
-    tokens = [real.token_bytes(id) for id in range(50_257)]
-    for version, end in ((1, 0), (2, 50_256)):
-        (tmp_path / "gpt2_tokenizer.bin").write_bytes(written(tokens, version, end))
-        tokenizer = Tokenizer.from_pretrained(tmp_path)
-        assert (len(tokenizer), tokenizer.eos_token_id) == (50_257, 50_256)
-        stored = [json.loads(each._rust.to_str())["model"] for each in (tokenizer, real)]
-        assert stored[0]["merges"] == stored[1]["merges"]
-        assert stored[0]["vocab"] == stored[1]["vocab"]
-    text = "Hello world,  naïve 日本 👍\r\n\n\t don't 1234<|endoftext|>" + TEXT * 400
-    assert tokenizer.encode(text) == real.encode(text)
-    assert tokenizer._codec._twin is not None, "it encodes as fast as the real one"
-
-
-def test_llmcs_tokens_may_be_characters(tmp_path):
-    tokens = [character.encode() for character in sorted(set(TEXT + "é"))]
-    file = tmp_path / "gpt2_tokenizer.bin"
-    file.write_bytes(written(tokens, end=0))
-    tokenizer = Tokenizer.from_pretrained(tmp_path)
-    assert (tokenizer.kind, len(tokenizer), tokenizer.eos_token_id) == ("char", len(tokens), 0)
-    file.write_bytes(written([*tokens, b"<|endoftext|>"], end=len(tokens)))
-    tokenizer = Tokenizer.from_pretrained(tmp_path)
-    assert tokenizer.eos_token_id == len(tokens) == len(tokenizer) - 1
-    assert tokenizer.encode("be") == [tokens.index(b"b"), tokens.index(b"e")]
-
-
-@pytest.mark.parametrize("tokens", [[b"a", b"bc", b"d"], [b"a", b"\xff"], [b"<s>", b"a"]])
-def test_llmcs_tokens_of_no_known_kind_are_refused(tmp_path, tokens):
-    (tmp_path / "gpt2_tokenizer.bin").write_bytes(written(tokens, end=0))
-    with pytest.raises(UserError, match="neither a byte-level BPE's"):
-        Tokenizer.from_pretrained(tmp_path)
-
-
-def test_two_tokenizers_of_llmc_are_one_too_many(tmp_path):
-    for name in ("a.bin", "b.bin"):
-        (tmp_path / name).write_bytes(written([b"a"], end=0))
-    with pytest.raises(UserError, match=r"holds 2 tokenizers \(a\.bin, b\.bin\): name one"):
-        Tokenizer.from_pretrained(tmp_path)
 
 
 def test_the_only_gguf_file_of_a_directory_brings_its_tokenizer(tmp_path, bpe):

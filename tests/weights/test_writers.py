@@ -32,7 +32,7 @@ VARIANTS = {
     "exact gelu": {"activation_function": "gelu"},
     "odd width": {"n_embd": 33, "n_head": 3, "n_inner": 70, "tie_word_embeddings": False},
 }  # fmt: skip
-ADDS_BIASES = ("gguf", "llmc")
+ADDS_BIASES = ("gguf",)
 """Formats that hold zeros for missing biases, which come back as biases."""
 REFUSED = {
     "norm": "post", "attention_windows": (0, 5), "layer_norm_epsilon": 1e-5 / 2, "n_inner": 48,

@@ -86,7 +86,7 @@ class Arguments(ModelOptions):
     )
     approximate_gelu: bool = option(
         False,
-        "nanoGPT computes the exact GELU; GGUF and llm.c compute GPT-2's tanh form. Write a "
+        "nanoGPT computes the exact GELU; GGUF computes GPT-2's tanh form. Write a "
         "model with the other form anyway; its outputs will differ slightly.",
     )
     overwrite: bool = option(False, "Replace DEST if it is an existing file.")

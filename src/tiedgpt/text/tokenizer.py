@@ -66,10 +66,10 @@ class Tokenizer:
         """Read the tokenizer that comes with a checkpoint: from a directory, a file or the hub.
 
         Read are `tokenizer.json`; `vocab.json` with `merges.txt`; `encoder.json` with `vocab.bpe`
-        and GPT-1's two, as OpenAI names them; nanoGPT's `meta.pkl`; llm.c's `gpt2_tokenizer.bin`;
-        the one inside a GGUF file. A file of weights stands for its directory. A path that exists
-        wins over a hub name. Raises UserError if there is no tokenizer or it is of another kind,
-        CorruptInputError if a file is damaged.
+        and GPT-1's two, as OpenAI names them; nanoGPT's `meta.pkl`; the one inside a GGUF file. A
+        file of weights stands for its directory. A path that exists wins over a hub name. Raises
+        UserError if there is no tokenizer or it is of another kind, CorruptInputError if a file is
+        damaged.
         """
         from tiedgpt.weights.tokenizer_files import open_tokenizer
 

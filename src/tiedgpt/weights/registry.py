@@ -26,15 +26,10 @@ if TYPE_CHECKING:
     from tiedgpt.weights.checkpoint import Checkpoint, Claim, GPTCheckpoint
 
 MODULES = (
-    "transformers", "packed", "mingpt", "nanogpt", "state_dict", "openai_gpt1", "gguf", "llmc",
-    "onnx", "openai_gpt2",
+    "transformers", "packed", "mingpt", "nanogpt", "state_dict", "gguf", "llmc", "onnx",
+    "openai_gpt2",
 )  # fmt: skip
 """Modules of `weights/formats/`, each with its record in FORMAT."""
-GPT2_ALONE = {
-    "norm": "pre", "attention_windows": None, "layer_norm_epsilon": 1e-5,
-    "tie_word_embeddings": True, "n_inner": None,
-}  # fmt: skip
-"""`Writer.fixed` of programs that know GPT-2 with its own sizes alone."""
 HEAD_BYTES = 32
 """Bytes of a file by which formats recognize it."""
 

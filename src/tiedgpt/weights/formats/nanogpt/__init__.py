@@ -18,7 +18,7 @@ from tiedgpt.weights.containers import detect, open_container
 from tiedgpt.weights.formats.nanogpt.data_pickle import BEGINS
 from tiedgpt.weights.formats.state_dict import has_biases, has_linear_layout, has_prefix
 from tiedgpt.weights.formats.transformers import BODY_PREFIX, LM_HEAD, our_tensors
-from tiedgpt.weights.registry import GPT2_ALONE, Format, TokenizerFile, Writer
+from tiedgpt.weights.registry import Format, TokenizerFile, Writer
 from tiedgpt.weights.tensors import printable
 
 if TYPE_CHECKING:
@@ -185,9 +185,12 @@ WRITER = Writer(
     program="nanoGPT",
     suffix=".pt",
     options=("approximate_gelu",),
-    fixed=GPT2_ALONE,
+    fixed={
+        "norm": "pre", "attention_windows": None, "layer_norm_epsilon": 1e-5,
+        "tie_word_embeddings": True, "n_inner": None,
+    },
     activation="gelu",
-)
+)  # fmt: skip
 FORMAT = Format(
     name="nanogpt",
     title="nanoGPT",

@@ -1,8 +1,7 @@
 """OpenAI's GPT-2 release: a TensorFlow checkpoint (`tensorflow_bundle.py`) and hparams.json.
 
 The variables have the names of openai/gpt-2, src/model.py: `model/h0/attn/c_attn/w`, with g for a
-gain, b for a bias, and w for the kernel of a convolution, (1, in, out). GPT-1's variables
-(`openai_gpt1.py`) have the same names.
+gain, b for a bias, and w for the kernel of a convolution, (1, in, out).
 """
 
 from __future__ import annotations
@@ -22,14 +21,9 @@ from tiedgpt.weights.tensors import StoredTensor, printable
 HPARAMS = {"n_vocab": "vocab_size", "n_ctx": "n_positions", "n_embd": "n_embd",
            "n_head": "n_head", "n_layer": "n_layer"}  # fmt: skip
 """Keys of hparams.json -> ours."""
-TOKENS, POSITIONS = "model/wte", "model/wpe"
-ONE_MATRIX = "model/we"
-"""GPT-1's tokens and positions in one matrix (`openai_gpt1.py`)."""
-VARIABLE = r"model/(?:wte|wpe|we|ln_f/[gb]|h\d+/(?:ln_[12]/[gb]|(?:attn|mlp)/c_[a-z]+/[wb]))"
-NOT_OF_THE_MODEL = re.compile(rf"model/clf/[wb]|(?:.*/)?({VARIABLE})/\w+")
-"""GPT-1's classifier; and a variable's name, followed by that of an optimizer's state for it."""
-FUNCTIONS = {"activation_function": "gelu_new", "layer_norm_epsilon": 1e-5}
-"""What both of OpenAI's programs compute; no file says it."""
+VARIABLE = r"model/(?:wte|wpe|ln_f/[gb]|h\d+/(?:ln_[12]/[gb]|(?:attn|mlp)/c_[a-z]+/[wb]))"
+OPTIMIZER_STATE = re.compile(rf"(?:.*/)?({VARIABLE})/\w+")
+"""A variable's name, followed by that of an optimizer's state for it."""
 RELEASED_VOCABULARY, END_OF_TEXT = 50257, 50256
 
 
@@ -41,29 +35,19 @@ def is_index(path: Path, head: bytes) -> bool:
 def open_bundle(path: Path) -> Checkpoint:
     """Read the index of a TensorFlow checkpoint, and hparams.json; raises as `read_bundle`."""
     tensors, files = tensorflow_bundle.read_bundle(path)
-    return Checkpoint(
-        path, "TensorFlow", tensors, read_hparams(path.parent), files=files,
-        claim=Claim(source="a TensorFlow checkpoint does not say whether the head is tied"),
-    )  # fmt: skip
-
-
-def read_hparams(directory: Path) -> dict[str, Any]:
-    """Return what a directory's hparams.json says, under the names of our fields."""
-    file = directory / "hparams.json"
+    file = path.parent / "hparams.json"
     hparams = read_json(file) if file.is_file() else {}
-    return {HPARAMS[key]: value for key, value in hparams.items() if key in HPARAMS}
+    config = {HPARAMS[key]: value for key, value in hparams.items() if key in HPARAMS}
+    claim = Claim(source="a TensorFlow checkpoint does not say whether the head is tied")
+    return Checkpoint(path, "TensorFlow", tensors, config, files=files, claim=claim)
 
 
 def to_gpt(checkpoint: Checkpoint) -> GPTCheckpoint:
     """Return the GPT; an optimizer's state and counters are left out, and a note says so."""
-    if ONE_MATRIX in checkpoint.tensors:
-        from tiedgpt.weights.formats import openai_gpt1
-
-        return openai_gpt1.to_gpt(checkpoint)
     variables, notes = drop_training_state(checkpoint.tensors)
     fields, foreign = config_fields(checkpoint.config)
     tensors = rename_variables(variables)
-    assumed: dict[str, Any] = dict(FUNCTIONS)
+    assumed: dict[str, Any] = {"activation_function": "gelu_new", "layer_norm_epsilon": 1e-5}
     if EMBEDDING in tensors and tensors[EMBEDDING].shape[:1] == (RELEASED_VOCABULARY,):
         assumed |= {"bos_token_id": END_OF_TEXT, "eos_token_id": END_OF_TEXT}
     fields["norm"] = "pre"
@@ -76,16 +60,14 @@ def drop_training_state(
     """Return the language model's variables, and a note on the tensors that were left out."""
     kept, left_out = {}, []
     for name, tensor in tensors.items():
-        match = NOT_OF_THE_MODEL.fullmatch(name)
-        if tensor.shape == () or (match and (match[1] is None or match[1] in tensors)):
+        match = OPTIMIZER_STATE.fullmatch(name)
+        if tensor.shape == () or (match and match[1] in tensors):
             left_out.append(printable(name)[:80])
         else:
             kept[name] = tensor
     if not left_out:
         return kept, []
-    return kept, [
-        f"left out {len(left_out)} tensors of the training or a classifier, such as {left_out[0]}"
-    ]
+    return kept, [f"left out {len(left_out)} tensors of the training, such as {left_out[0]}"]
 
 
 def rename_variables(variables: Mapping[str, StoredTensor]) -> dict[str, StoredTensor]:
