@@ -1,8 +1,9 @@
 """A training loop of your own: plain PyTorch, with a GPT in the middle.
 
-    python examples/own_loop.py [TEXT] [STEPS]
+    python examples/own_loop.py [TEXT] [STEPS] [UNTIE_AT]
 
-Without a text, it trains on the made-up diary of `small_model.py`.
+Without a text, it trains on the made-up diary of `small_model.py`. With UNTIE_AT, the model is
+untied after that many steps: the head begins as a copy of W, and W only reads from then on.
 """
 
 import sys
@@ -13,10 +14,12 @@ import torch
 from small_model import diary
 from tiedgpt import GPT, GPTConfig, Tokenizer
 from tiedgpt.infer import Engine
+from tiedgpt.tie import untie
 from tiedgpt.train import fast_training
 
 text = Path(sys.argv[1]).read_text() if sys.argv[1:] else diary(2000)
 steps = int(sys.argv[2]) if sys.argv[2:] else 200
+untie_at = int(sys.argv[3]) if sys.argv[3:] else None
 
 tokenizer = Tokenizer.train([text], vocab_size=400)
 ids = torch.tensor(tokenizer.encode(text))
@@ -40,6 +43,11 @@ def batch(tokens: torch.Tensor, size: int = 16) -> tuple[torch.Tensor, torch.Ten
 
 
 for step in range(steps):
+    if step == untie_at:
+        print(untie(model))
+        optimizer.add_param_group({"params": [model.head.weight]})
+        moments = optimizer.state[model.wte.weight]  # the head goes on with a copy of W's
+        optimizer.state[model.head.weight] = {name: x.clone() for name, x in moments.items()}
     inputs, targets = batch(train)
     with fast_training(model):  # optional: same loss and gradients, faster
         loss = model.loss(inputs, targets)

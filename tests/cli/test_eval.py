@@ -57,9 +57,8 @@ def test_a_model_may_be_a_file(directory, text, tmp_path, name, capsys):  # noqa
     assert scores[0] == pytest.approx(scores[1], rel=1e-4)
 
 
-@pytest.mark.parametrize("option", ["--out", "--fork"])
-def test_a_run_that_is_a_file_is_refused(text, capsys, option):
-    assert main(["train", str(text), option, str(text), "--steps", "1"]) == 1
+def test_a_run_that_is_a_file_is_refused(text, capsys):
+    assert main(["train", str(text), "--out", str(text), "--steps", "1"]) == 1
     assert str(text) in capsys.readouterr().err
 
 

@@ -55,7 +55,7 @@ def shortened(command: list[str]) -> list[str]:
             skip = word in DROPPED
             if not skip:
                 kept.append(word)
-    fresh = verb == "train" and not {"--start", "--fork"} & set(command)
+    fresh = verb == "train" and "--start" not in command
     return [*kept, *TINY[verb], *(["--size", "nano"] if fresh else [])]
 
 

@@ -15,7 +15,7 @@ from tiedgpt import Tokenizer
 
 EXAMPLES = ROOT / "examples"
 SCRIPTS = {
-    "own_loop.py": ["diary.txt", "4"],
+    "own_loop.py": ["diary.txt", "4", "2"],
     "own_task.py": ["20"],
     "distil.py": ["4"],
     "tied_vs_untied.py": ["2", "words.txt"],
@@ -24,7 +24,7 @@ SCRIPTS = {
     "score_texts.py": [],
 }
 SAYS = {
-    "own_loop.py": "held out   loss",
+    "own_loop.py": "NOT tied: wte.weight only reads",
     "own_task.py": "saved in runs/addition/model",
     "distil.py": "distilled  ",
     "tied_vs_untied.py": "figure: runs/tied-vs-untied/comparison.svg",

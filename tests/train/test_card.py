@@ -149,12 +149,11 @@ def test_the_command_of_a_run_that_was_planned_again_warms_up_for_as_many_steps(
     [
         {"steps": 6, "warmup": 6, "cooldown": 0},  # a slow run that is cut to its warm-up
         {"steps": 3, "warmup": 0, "cooldown": 3},
-        {"steps": 7, "warmup": 2, "cooldown": 5, "untie_at": 6},
     ],
 )
 def test_the_command_of_a_run_cut_short_is_one_that_can_be_given(trained, counts):
     record = RunDirectory(trained).read_record()
-    record["options"] |= {"schedule": "wsd", "untie_at": 0.5 if "untie_at" in counts else None}
+    record["options"] |= {"schedule": "wsd"}
     record["training"] |= counts
     again = parse(Arguments, "train", shlex.split(exact_command(record))[2:], "").options
     shares = {

@@ -107,7 +107,7 @@ def test_the_formulas_hold_for_what_a_step_allocates(trial, dtype, dropout):
     memory = TensorMemory(CPU)
     with memory.counting():
         model = run.objective.build().train()
-        _, rules = make_optimizers(run.objective, model, plan, 0)
+        _, rules = make_optimizers(run.objective, model, plan)
     for _ in range(2):
         with memory.counting():
             train_step(model, rules, run.data.batches(16, 0)(0), plan, objective=run.objective)

@@ -71,7 +71,7 @@ def resident_growth(path, config, *plans):
     for plan in plans:
         began = held_memory(CPU)
         model = trial.objective.build().train()
-        _, rules = make_optimizers(trial.objective, model, plan, 0)
+        _, rules = make_optimizers(trial.objective, model, plan)
         batch_of = trial.data.batches(plan.batch_size, plan.seed)
         for step in range(2):
             train_step(model, rules, batch_of(step), plan)

@@ -49,7 +49,7 @@ def test_experiments_need_no_names_and_more_steps_go_on(folder, capfd):
     assert sum("final" in line for line in both) == 1
     record = tomllib.loads(Path("runs/cats-tiny-1/run.toml").read_text())
     assert record["training"]["steps"] == record["options"]["steps"] == 10
-    assert (record["training"]["since"], record["training_before"]["steps"]) == (6, 6)
+    assert record["training"]["since"] == 6 and "training_before" not in record
     losses = [line["lr"] for line in both if "lr" in line]
     assert losses[5] < losses[6] and losses[-1] < losses[6]
 
@@ -68,6 +68,13 @@ def test_experiments_need_no_names_and_more_steps_go_on(folder, capfd):
     assert [run["run"] for run in listed][-1] == "runs/cats-tiny-4"
     assert listed[-1]["finished"] and listed[-1]["val_loss"] > 0
     assert main(["runs", "nowhere"]) == 1
+
+
+def test_other_options_for_a_run_are_named_and_so_is_starting_from_it(folder, capfd):
+    assert train("--steps", "2", "--out", "one") == 0
+    assert train("--steps", "2", "--seed", "1", "--out", "one") == 1
+    said = capfd.readouterr().err
+    assert "--seed was 0 and is 1" in said and "--start one" in said
 
 
 def write_run(path: Path, options: TrainOptions, architecture="GPT2LMHeadModel") -> None:

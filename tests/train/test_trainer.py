@@ -1,6 +1,5 @@
 import dataclasses
 import json
-import shutil
 
 import numpy as np
 import pytest
@@ -12,7 +11,7 @@ from tiedgpt.errors import CorruptInputError, DivergedError, UserError
 from tiedgpt.infer import Engine
 from tiedgpt.train import loop as trainer_module
 from tiedgpt.train.checkpoint import list_checkpoints, verify
-from tiedgpt.train.events import Ended, Evaluated, Replanned, Skipped, Started, Stepped, Untied
+from tiedgpt.train.events import Ended, Evaluated, Replanned, Skipped, Started, Stepped
 from tiedgpt.train.sizing import make_longer
 from tiedgpt.train.step import train_step
 from tiedgpt.train.storage import RunDirectory, read_plan
@@ -273,8 +272,7 @@ def test_a_plan_made_longer_tells_its_own_time_and_not_why_a_size_was_chosen(tri
     run = trial()
     run.train()
     more = lengthen(run, options, minutes=3.0, reason="it is the best").plan
-    assert (more.steps, more.minutes, more.reason) == (12, 6.0, "")
-    assert more.before is not None and more.before.reason == "it is the best"
+    assert (more.steps, more.minutes, more.reason, more.since) == (12, 6.0, "", 6)
 
 
 @pytest.mark.parametrize("patience", [None, 3])
@@ -312,9 +310,7 @@ def find(events, kind):
 
 @pytest.mark.parametrize("a_step", [2.0, 0.5])
 def test_a_run_is_planned_again_until_it_ends_with_the_time(trial, options, clock, a_step):
-    run, again = (
-        trial(name, steps=40, minutes=1.0, eval_every=5, save_every=7) for name in ("run", "again")
-    )
+    run = trial(steps=40, minutes=1.0, eval_every=5, save_every=7)
     run.write_record(options)
     clock(a_step)
     events = run.train()
@@ -323,19 +319,41 @@ def test_a_run_is_planned_again_until_it_ends_with_the_time(trial, options, cloc
     assert replanned_at <= 4, "after a tenth of the steps, or of the time"
     assert event.plan.steps == events[-1].step
     assert 0.8 * 60 < event.plan.steps * a_step < 60
-    assert f"{first.plan.steps} steps instead of 40" in first.notes[0]
+    note = "{} of 40 steps fit" if a_step == 2.0 else "{} steps instead of 40"
+    assert note.format(first.plan.steps) in first.notes[0]
     lrs = [step.lr for step in find(events, Stepped)]
     assert lrs[:replanned_at] == [run.plan.rate(step) for step in range(replanned_at)]
     assert lrs[-1] == event.plan.rate(event.plan.steps - 1) < 0.05 * run.plan.lr
 
     _, made = read_plan(run.run.read_record())
     assert made == event.plan and made.since == event.step
-    assert made.at(0) == run.plan
-    assert made.at(replanned_at) == (later[0].plan.before if later else made)
-    again.plan = dataclasses.replace(made, minutes=None)  # as it was, stopped before and after it
-    for stop in (3, replanned_at + 4, None):
-        again.train(stop)
-    assert_same(run, again)
+    assert [path.name for path in list_checkpoints(run.run.checkpoints)][-1] == (
+        f"step-{event.plan.steps:06d}"
+    )
+
+
+def test_a_run_killed_after_a_new_plan_goes_on_by_it_without_repeating_a_step(
+    trial, options, clock
+):
+    whole, killed = (trial(name, steps=40, minutes=1.0, eval_every=5) for name in ("one", "two"))
+    for run in (whole, killed):
+        run.write_record(options)
+    clock(2.0)
+    whole.train()
+    step = None
+    for event in trainer_module.Trainer(
+        killed.run, killed.objective, killed.data, killed.plan, torch.device("cpu")
+    ).run():
+        if isinstance(event, Replanned):
+            step = event.step
+        if step is not None and isinstance(event, Stepped) and event.step == step + 1:
+            break  # as if the process had been killed
+    _, plan = read_plan(killed.run.read_record())
+    assert plan.since == step and plan.steps < 40
+    killed.plan = dataclasses.replace(plan, minutes=None)
+    events = killed.train()
+    assert events[0].step == step
+    assert find(events, Stepped)[0].lr == plan.rate(step)
 
 
 def test_a_plan_whose_pace_was_right_stays_as_it_is(trial, clock):
@@ -350,29 +368,6 @@ def test_a_slow_run_planned_again_still_trains_its_whole_warmup(trial, clock):
     (event,) = find(events, Replanned)
     assert event.plan.steps == event.plan.warmup == events[-1].step == 6
     assert event.plan.cooldown == 0
-
-
-def test_a_run_without_time_for_it_is_untied_before_its_last_step(trial, clock):
-    clock(30.0)
-    run = trial(steps=40, minutes=1.0, eval_every=40, untie_at=38)
-    events = run.train()
-    (event,), (untied,) = find(events, Replanned), find(events, Untied)
-    assert untied.step == event.plan.untie_at == events[-1].step - 1 < 38
-    assert not run.model().config.tie_word_embeddings
-
-
-def test_a_run_made_longer_keeps_all_plans_that_it_went_by(trial, options):
-    run = trial(steps=9)
-    now = dataclasses.replace(run.plan, steps=6, lr=2e-3, since=3, before=run.plan)
-    run = dataclasses.replace(run, plan=now)
-    run.train()
-    rates = [run.plan.rate(step) for step in range(6)]
-    assert rates[:3] == [run.plan.before.rate(step) for step in range(3)]
-    longer = lengthen(run, options)  # which writes the record
-    assert [longer.plan.rate(step) for step in range(6)] == rates
-    shutil.rmtree(run.run.checkpoints / "step-000006")  # an older one is resumed
-    steps = find(longer.train(), Stepped)
-    assert [step.lr for step in steps if step.step <= 6] == rates[steps[0].step - 1 :]
 
 
 def test_the_end_survives_the_loss_of_the_best_weights(trial, scores, monkeypatch):

@@ -93,7 +93,7 @@ def _local_names(directory: Path) -> list[str]:
     from tiedgpt.train.storage import RunDirectory
 
     options: dict[str, Any] = RunDirectory(directory.parent).read_record().get("options", {})
-    models = [options[name] for name in ("start", "fork", "tokenizer") if name in options]
+    models = [options[name] for name in ("start", "tokenizer") if name in options]
     local = [name for name in models if name.count("/") != 1 or name.startswith((".", "runs/"))]
     local += [name for name in models if Path(name).exists()]  # else one of the hub
     return [name for name in (*options.get("data", ()), options.get("val", ""), *local) if name]

@@ -83,7 +83,7 @@ class Display:
         facts = {
             kind: f"{source}: {amount}",
             "tokens": data.description["tokens"],
-            "model": f"{options.start or options.fork or plan.size}: "
+            "model": f"{options.start or plan.size}: "
             + _count_parameters(config, objective)
             + ("" if objective.n_trained is None else f"; {objective.n_trained:,} are trained"),
             "chosen": plan.reason,
@@ -123,7 +123,6 @@ class Display:
         changes = {
             f"each batch in {parts} micro-batches": parts > 1,
             "activation checkpointing": plan.recompute == "blocks",
-            f"untied after {plan.untie_at or 0:,} steps": plan.untie_at is not None,
         }
         return "; ".join(
             [
@@ -177,8 +176,6 @@ class Display:
                     f"({event.skipped_in_all:,} skipped so far)"
                 )
                 self._skipped = f"{event.skipped_in_all:,} skipped  "
-            case events.Untied():
-                self.err.print(f"step {event.step:>7,}  untied: the head begins as a copy of W")
             case events.Evaluated():
                 line = Text.assemble(
                     (f"step {event.step:>7,}  ", "bold"),

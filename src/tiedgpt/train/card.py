@@ -30,7 +30,7 @@ from tiedgpt.weights.formats.transformers.writer import OUR_CARD
 SCORES = {"val_loss": "loss (nats)", "val_bits_per_byte": "bits per byte"}
 PLANNED = ("steps", "batch_size", "micro_batch", "optimizer", "lr", "dtype", "compile")
 """Numbers of the plan that a command can give, whatever a machine would have chosen."""
-SHARES = ("warmup", "cooldown", "untie_at")
+SHARES = ("warmup", "cooldown")
 """Numbers of the plan that a command gives as shares of the steps."""
 EVALUATIONS_SHOWN = 12
 
@@ -79,7 +79,7 @@ def model_card(
 
 {OUR_CARD}
 
-{_describe_model(model, training.get("untie_at"), description.get("predicts", ""))}
+{_describe_model(model, description.get("predicts", ""))}
 
 ## Data
 
@@ -193,7 +193,7 @@ def _exact_share(count: int, steps: int) -> float:
     return next(share for share in shares if round(share * steps) == count)
 
 
-def _describe_model(model: Model, untied_at: int | None, predicts: str) -> str:
+def _describe_model(model: Model, predicts: str) -> str:
     """Return the model's shape and what predicts."""
     gpt = body_of(model)
     config, count = gpt.config, sum(parameter.numel() for parameter in model.parameters())
@@ -203,8 +203,7 @@ def _describe_model(model: Model, untied_at: int | None, predicts: str) -> str:
         untied = count + gpt.wte.weight.numel()
         tie = f"**Tied**: {predicts}; an untied model would have {untied:,}"
     else:
-        tie = "**Untied**" + (f" after {untied_at:,} steps" if untied_at is not None else "")
-        tie += f": {predicts}"
+        tie = f"**Untied**: {predicts}"
     return (
         f"A GPT of {config.n_layer} blocks of width {config.n_embd} with {config.n_head} heads and "
         f"{config.n_positions} positions: {count:,} parameters.\n{tie}."

@@ -144,20 +144,17 @@ def load_newest(
     directory: Path,
     objective: Objective,
     model: nn.Module,
-    optimizers_at: Callable[[int], Sequence[torch.optim.Optimizer]],
+    optimizers: Sequence[torch.optim.Optimizer],
     *,
     is_verified: bool = False,
 ) -> tuple[dict[str, Any] | None, list[str]]:
     """Bring back the newest good checkpoint; return its state (None: there is none) and notes.
 
-    A damaged one is passed over, with a note, and kept under another name. Before one is
-    loaded, `optimizers_at` is told after how many steps it was written, and returns the optimizers;
-    it may change the model's parameters. `is_verified` says that another process has just found
-    the newest good.
+    A damaged one is passed over, with a note, and kept under another name. `is_verified` says that
+    another process has just found the newest good.
     """
 
     def load(path: Path) -> dict[str, Any]:
-        optimizers = optimizers_at(read_step(path))
         load_weights(path, objective, model)
         load_moments(path, model, optimizers)
         _set_random_state(path)
@@ -169,27 +166,6 @@ def load_newest(
     notes = [f"{note}; it is kept as {set_aside(bad)}" for bad, note in damaged.items()]
     _point_to(path)
     return state, notes
-
-
-def begin_fork(
-    directory: Path,
-    objective: Objective,
-    model: nn.Module,
-    optimizers: Sequence[torch.optim.Optimizer],
-) -> list[str]:
-    """Put the newest good checkpoint of another run into the model and its optimizers; say so.
-
-    The directory is only read. Moments of a parameter that goes by another rule now are left out.
-    """
-
-    def load(path: Path) -> int:
-        load_weights(path, objective, model)
-        return load_moments(path, model, optimizers)
-
-    path, kept, damaged = load_first_good(directory, load)
-    total = sum(1 for _ in model.parameters())
-    state = f"the optimizer's state of {kept} of {total} parameters"
-    return [*damaged.values(), f"begins with {path}: its weights, and {state}"]
 
 
 def load_first_good(

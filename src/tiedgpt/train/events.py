@@ -86,13 +86,6 @@ class Skipped:
 
 
 @dataclass(frozen=True)
-class Untied:
-    """W only reads from now on; a head of its own, its copy, predicts."""
-
-    step: int
-
-
-@dataclass(frozen=True)
 class Replanned:
     """The steps that are left were planned again, by the pace so far."""
 
@@ -128,14 +121,5 @@ class Ended:
 
 
 Event = (
-    Note
-    | AlreadyFinished
-    | Planned
-    | Started
-    | Stepped
-    | Skipped
-    | Untied
-    | Replanned
-    | Evaluated
-    | Ended
+    Note | AlreadyFinished | Planned | Started | Stepped | Skipped | Replanned | Evaluated | Ended
 )

@@ -36,7 +36,7 @@ from tiedgpt.train.options import TrainOptions, parse_bytes
 from tiedgpt.train.pace import step_seconds
 from tiedgpt.train.parallel import Parallel, World
 from tiedgpt.train.plan import Dtype, Plan, Recompute
-from tiedgpt.train.prepare import fork_options, prepare
+from tiedgpt.train.prepare import prepare
 from tiedgpt.train.sizing import (
     choose_dtype,
     choose_size,
@@ -213,7 +213,7 @@ def forecast(
     fleet = replace(fleet, parallel=parallel or "ddp")
     with tempfile.TemporaryDirectory() as temporary:
         sources = open_sources(options)
-        own = sources.adapt(fork_options(options, {}))
+        own = sources.adapt(options)
         run = RunDirectory(Path(temporary) / "run")
         objective, data = prepare(run, own, sources, None, progress)
         first = objective, data

@@ -11,7 +11,6 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Callable, Iterator, Mapping
-from pathlib import Path
 from typing import Any, TypeVar
 
 import torch
@@ -20,7 +19,6 @@ from tiedgpt.errors import DivergedError, TiedGPTError
 from tiedgpt.train.blocks import compile_now, prepare_blocks
 from tiedgpt.train.card import write_card
 from tiedgpt.train.checkpoint import (
-    begin_fork,
     list_checkpoints,
     load_newest,
     load_weights,
@@ -35,12 +33,11 @@ from tiedgpt.train.events import (
     Skipped,
     Started,
     Stepped,
-    Untied,
 )
 from tiedgpt.train.measures import Measures
 from tiedgpt.train.metrics import PART
 from tiedgpt.train.objective import Data, Model, Objective, Score, body_of
-from tiedgpt.train.optim import Optimizers, make_optimizers, set_rate, untie_in_training
+from tiedgpt.train.optim import make_optimizers, set_rate
 from tiedgpt.train.pace import Checks
 from tiedgpt.train.parallel import World
 from tiedgpt.train.plan import Plan
@@ -65,10 +62,10 @@ class Trainer:
         for event in Trainer(run, objective, data, plan, device).run():
             ...
 
-    `fork` is the directory of another run's checkpoints, whose newest this one begins with. `track`
-    is given each line of metrics.jsonl when it is written. In a `world` of several processes all
-    make a trainer and see the same events; the first one writes. A plan with a time follows the
-    clock to the `deadline`, in seconds of `time.perf_counter`; without one the time begins now.
+    `track` is given each line of metrics.jsonl when it is written. In a `world` of several
+    processes all make a trainer and see the same events; the first one writes. A plan with a time
+    follows the clock to the `deadline`, in seconds of `time.perf_counter`; without one the time
+    begins now.
     """
 
     def __init__(
@@ -79,14 +76,13 @@ class Trainer:
         plan: Plan,
         device: torch.device,
         *,
-        fork: Path | None = None,
         stop_requested: Callable[[], bool] = lambda: False,
         track: Callable[[Mapping[str, Any]], None] | None = None,
         world: World | None = None,
         deadline: float | None = None,
     ) -> None:
         self.directory, self.objective, self.data, self.plan = run, objective, data, plan
-        self.fork, self.stop_requested, self.track = fork, stop_requested, track
+        self.stop_requested, self.track = stop_requested, track
         self.world = world or World(device)
         self.step = self.saved_at = 0
         self.deadline = deadline
@@ -105,7 +101,6 @@ class Trainer:
             yield self._begin()
             while not self._is_done() and not self.world.any(self.stop_requested()):
                 yield from self._replan()
-                yield from self._untie()
                 yield self._next_step()
                 self.health.require_sound(self.step)
                 yield from self._pause()
@@ -124,13 +119,14 @@ class Trainer:
         if not list_checkpoints(run.checkpoints):
             self.objective.begin(model)
         self.model: Model = world.place(prepare_blocks(model, plan))
-        self._arrange(0)
+        self.groups, optimizers = make_optimizers(self.objective, self.model, plan)
+        self.optimizers = world.optimizers(optimizers)
         state, notes = world.main_first(
             lambda: load_newest(
                 run.checkpoints,
                 self.objective,
                 self.model,
-                self._arrange,
+                self.optimizers,
                 is_verified=not world.is_main,
             )
         )
@@ -139,9 +135,6 @@ class Trainer:
             self.step = self.saved_at = state["step"]
             if (last_loss := world.on_main(lambda: run.read_end_loss(self.step))) is not None:
                 self.health.reopen(self.step, last_loss)
-        elif self.fork is not None:
-            notes += begin_fork(self.fork, self.objective, self.model, self.optimizers)
-            self._write_checkpoint()
         world.on_main(lambda: run.cut_metrics(self.step))
         self.batch_of = self.data.batches(plan.batch_size, plan.seed)
         if plan.compile == "on" and world.size == 1 and self.step < plan.steps:
@@ -152,14 +145,11 @@ class Trainer:
             self.checks = Checks(plan, self.step, self.deadline)
         return Started(self.model, self.groups, self.step, notes)
 
-    def _arrange(self, step: int) -> Optimizers:
-        """Tie or untie the model, and make optimizers, for the state after `step` steps."""
-        self.groups, rules = make_optimizers(self.objective, self.model, self.plan, step)
-        self.optimizers = self.world.optimizers(rules)
-        return self.optimizers
-
     def _replan(self) -> Iterator[Replanned]:
-        """Plan the steps that are left anew, where they would not end with the time."""
+        """Change the number of steps if they would not end with the time.
+
+        The state is saved first, so that no step has to be repeated by another plan.
+        """
         checks, before = self.checks, self.plan
         if checks is None:
             return
@@ -171,26 +161,14 @@ class Trainer:
         plan = replan(before, self.data, self.step, left, pace, self.world.size)
         if plan is None:
             return
+        self._save()
         self.plan = plan
         if self.world.is_main and (tables := self.directory.read_record()):
             self.directory.write_record(tables | plan_tables(plan))
-        note = (
-            f"planned again with {max(left, 0):,.0f} s left: {plan.steps:,} steps instead of "
-            f"{before.steps:,}, by the pace so far"
-        )
+        note = f"slower than planned: {plan.steps:,} of {before.steps:,} steps fit into the time"
+        if plan.steps > before.steps:
+            note = f"faster than planned: {plan.steps:,} steps instead of {before.steps:,}"
         yield Replanned(self.step, plan, [note])
-
-    def _untie(self) -> Iterator[Untied]:
-        """Give the model a head of its own before the step that the plan says."""
-        if self.step != self.plan.untie_at:
-            return
-        self.world.release()
-        self.groups, self.optimizers = untie_in_training(
-            self.objective, self.model, self.optimizers, self.plan
-        )
-        untied = "a head of its own, W's copy, predicts from here"
-        self._write({"step": self.step + 1, "untied": untied})
-        yield Untied(self.step)
 
     def _next_step(self) -> Stepped | Skipped:
         """Do a step, or skip it where its loss or gradient is not finite."""
@@ -235,7 +213,7 @@ class Trainer:
         """Between two steps, evaluate and save where the plan says so, or validation improved."""
         if self.step >= self.plan.steps:
             return
-        plan, improved = self.plan.at(self.step - 1), False
+        plan, improved = self.plan, False
         if self.step % plan.eval_every == 0 and self.step < plan.steps:
             score = self._evaluate(plan.eval_batches)
             sample = self._on_full_model(
@@ -306,7 +284,6 @@ class Trainer:
         path = checkpoint_path(self.directory.checkpoints, best)
         try:
             verify(path)
-            make_optimizers(self.objective, self.model, self.plan, best)
             load_weights(path, self.objective, self.model)
         except TiedGPTError as error:
             self.notes.append(f"the weights that validated best, of step {best}, are lost: {error}")
@@ -359,11 +336,10 @@ class Trainer:
         where = self._on_full_model(
             lambda model: find_not_finite(self.objective, model, batch, self.plan)
         )
-        kept, advice = "nothing was saved yet", ""
+        kept = "nothing was saved yet"
         if self.saved_at:
             kept = f"the state after step {self.saved_at} is kept in {run.checkpoints}"
-            advice = f", or continue from there with --fork {run.path}"
         return DivergedError(
             f"{error} at step {self.step}{where}; rate {rate:.3g}, {self.health}; {kept}",
-            hint=f"train again with a lower --lr in another --out{advice}",
+            hint="train again with a lower --lr in another --out",
         )

@@ -6,15 +6,12 @@ once, so whatever is decided about it is decided here, by name, and shown.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
 
-from tiedgpt.core.model import GPT
-from tiedgpt.tie.surgery import tie, untie
 from tiedgpt.train.muon import Muon
 from tiedgpt.train.objective import Model, body_of, predicts_tokens
 from tiedgpt.train.plan import Plan, Rule
@@ -113,40 +110,8 @@ def set_rate(optimizers: Optimizers, rate: float) -> None:
 
 
 def make_optimizers(
-    objective: Objective, model: Model, plan: Plan, step: int
+    objective: Objective, model: Model, plan: Plan
 ) -> tuple[list[Group], Optimizers]:
-    """Tie or untie the model, as the plan says of the state after `step` steps.
-
-    Returns the groups and fresh optimizers over its parameters. Weights are copied where a head
-    comes in, and W stays where one goes: the caller is about to load both.
-    """
-    if plan.untie_at is not None:
-        assert isinstance(model, GPT)
-        if plan.is_untied(step) and model.head is None:
-            untie(model)
-        elif not plan.is_untied(step) and model.head is not None:
-            tie(model, keep="input")
+    """Return the parameter groups of a model and fresh optimizers over them."""
     groups = objective.parameter_groups(model, plan)
     return groups, optimizers(groups, lr=plan.lr)
-
-
-def untie_in_training(
-    objective: Objective, model: Model, before: Sequence[torch.optim.Optimizer], plan: Plan
-) -> tuple[list[Group], Optimizers]:
-    """Give the model a head of its own (`--untie-at`); return the groups and the optimizers.
-
-    The head begins as W's copy, with a copy of what the optimizer holds of W. The next step
-    predicts as the tied model would have; then each matrix has its own gradient, and the head
-    decays.
-    """
-    assert isinstance(model, GPT)
-    held = {p: state for optimizer in before for p, state in optimizer.state.items()}
-    groups, made = make_optimizers(objective, model, plan, plan.steps)
-    assert isinstance(model.head, torch.nn.Linear)
-    of_w = held.get(model.wte.weight, {})
-    held[model.head.weight] = {name: value.clone() for name, value in of_w.items()}
-    for optimizer in made:
-        for parameter in (p for group in optimizer.param_groups for p in group["params"]):
-            if held.get(parameter):
-                optimizer.state[parameter] = held[parameter]
-    return groups, made

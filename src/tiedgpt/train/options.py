@@ -43,8 +43,8 @@ DURATIONS = ("steps", "minutes", "epochs")
 EVALUATIONS = 10
 """Of a run, before its end."""
 FRESH_ONLY = ("size", "width", "vocab_size", "tokenizer", "window", "bias")
-"""Options of a fresh model; one to --start or --fork from has its own."""
-TEXT_ONLY = ("text_field", "keep_end_of_text", "untie_at", "sample_prompt")
+"""Options of a fresh model; one to --start from has its own."""
+TEXT_ONLY = ("text_field", "keep_end_of_text", "sample_prompt")
 """Options of --task lm."""
 RANGES: tuple[tuple[str, float, float, str], ...] = (
     ("minutes epochs lr grad_clip", math.ulp(0), 1e300, "a positive number"),
@@ -54,7 +54,6 @@ RANGES: tuple[tuple[str, float, float, str], ...] = (
     ),
     ("vocab_size", 1, MAX_VOCABULARY, f"1 to {MAX_VOCABULARY:,}, the ids of 16 bits"),
     ("warmup cooldown", 0, 1, "a share from 0 to 1"),
-    ("untie_at", math.ulp(0), math.nextafter(1, 0), "a share between 0 and 1"),
     ("dropout", 0, math.nextafter(1, 0), "a probability in [0, 1)"),
     ("weight_decay", 0, 1e300, "a number from 0"),
     ("seed", 0, 2**63 - 1, "a whole number from 0 to 2^63 - 1"),
@@ -353,11 +352,6 @@ class TrainOptions(RunOptions):
         "Start from this GPT (directory, file, hub name): its shape, its tokenizer, its weights.",
         metavar="MODEL",
     )
-    fork: str | None = option(
-        None,
-        "Begin a new run with the weights and the optimizer state of this run (its --out).",
-        metavar="RUN",
-    )
     size: str = option(
         AUTO,
         "auto: chosen by text, time and speed (mini with --task or --steps); or nano, tiny, "
@@ -375,10 +369,6 @@ class TrainOptions(RunOptions):
     )
     bias: bool = option(
         True, "Train without biases in linear layers and LayerNorms, as nanoGPT does."
-    )
-    untie_at: float | None = option(
-        None,
-        "Untie after this share of the steps: a copy of W becomes the head, and W only reads.",
     )
     DEFAULTS: ClassVar = {
         "val": "about a tenth of the data",
@@ -400,11 +390,6 @@ class TrainOptions(RunOptions):
     def __post_init__(self) -> None:
         if self.task != "lm" and not self.data:
             raise UserError(f"--task {self.task} needs examples", hint="name a .jsonl file")
-        if self.start is not None and self.fork is not None:
-            raise UserError(
-                "--start begins with a model's weights, --fork with a run's weights and optimizer",
-                hint="give one of them",
-            )
         if self.size not in (AUTO, *SIZES):
             raise UserError(f"no size {self.size!r}", hint=f"there are {AUTO}, {', '.join(SIZES)}")
         super().__post_init__()
@@ -421,21 +406,20 @@ class TrainOptions(RunOptions):
 
     def _require_task_and_origin(self) -> None:
         """Raise `UserError` for options of another task, or of a fresh model where none is made."""
-        origin = self.start or self.fork
         for each in fields(self):
             value, name = getattr(self, each.name), each.name
             if value == each.default:
                 continue
             if self.task != "lm" and name in TEXT_ONLY:
                 raise UserError(f"{flag(each)} {value} is for --task lm")
-            may_differ = name == "tokenizer" and value != "char" and self.fork is None
-            if origin and name in FRESH_ONLY and not may_differ:
-                raise UserError(f"{flag(each)} is for a fresh model: {origin} has its own")
+            may_differ = name == "tokenizer" and value != "char"
+            if self.start and name in FRESH_ONLY and not may_differ:
+                raise UserError(f"{flag(each)} is for a fresh model: {self.start} has its own")
 
     @property
     def continues(self) -> bool:
-        """Whether a model or a run is begun with: no fresh model is made."""
-        return self.start is not None or self.fork is not None
+        """Whether training starts from a model."""
+        return self.start is not None
 
     @property
     def chooses(self) -> bool:

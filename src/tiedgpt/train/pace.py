@@ -42,7 +42,7 @@ def step_seconds(
     It is the lower quartile of many: a busy moment of the machine makes some of them longer.
     """
     model = world.place(prepare_blocks(objective.build().train(), plan))
-    rules = world.optimizers(make_optimizers(objective, model, replace(plan, lr=1e-5), 0)[1])
+    rules = world.optimizers(make_optimizers(objective, model, replace(plan, lr=1e-5))[1])
     batch_of = data.batches(plan.batch_size, plan.seed)
     times: list[float] = []
 

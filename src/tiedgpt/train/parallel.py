@@ -142,10 +142,6 @@ class World:
                 f"a batch of {plan.batch_size} rows for {self.size} processes: start fewer, or "
                 "train with a larger --batch-size"
             )
-        if plan.untie_at is not None and self.n_shards > 1:
-            raise UserError(
-                "--untie-at gives the model a matrix in mid-run", hint="use --parallel ddp"
-            )
 
     def gradient_sync(self, part: MicroBatch) -> AbstractContextManager[Any]:
         """Have forward and backward inside add to the gradients, exchanged once a step."""

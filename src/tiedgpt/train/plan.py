@@ -68,8 +68,6 @@ class Plan:
     schedule: Schedule = "linear"
     cooldown: int = 0
     """Last steps, in which the rate of wsd falls."""
-    untie_at: int | None = None
-    """Steps after which W only reads, and a head that begins as its copy predicts."""
     memory: int | None = None
     """Bytes that training may take in all, where that was asked for."""
     recompute: Recompute = "off"
@@ -86,8 +84,6 @@ class Plan:
     """Why this size, or this number of steps, was chosen, where it was."""
     since: int = 0
     """Steps after which this plan came into force."""
-    before: Plan | None = None
-    """The plan of the steps until then."""
 
     def __post_init__(self) -> None:
         kinds = get_type_hints(Plan)
@@ -95,11 +91,7 @@ class Plan:
         numbers = [value for value in vars(self).values() if isinstance(value, (int, float))]
         sound = sound and all(0 <= number < math.inf for number in numbers) and self.minutes != 0
         if not sound or any(getattr(self, name) < 1 for name in COUNTS):
-            raise CorruptInputError(f"no training goes by this plan: {self}")
-
-    def at(self, step: int) -> Plan:
-        """Return the plan that is in force for a step, from 0."""
-        return self if self.before is None or step >= self.since else self.before.at(step)
+            raise CorruptInputError(f"invalid plan: {self}")
 
     def rate(self, step: int) -> float:
         """Return the learning rate of a step, from 0: it rises linearly to `lr` in `warmup` steps.
@@ -110,20 +102,15 @@ class Plan:
           arXiv 2405.18392);
         - cosine: falls along half a wave to a tenth of the peak (Brown et al. 2020).
         """
-        plan = self.at(step)
-        if step < plan.warmup:
-            return plan.lr * (step + 1) / plan.warmup
-        falling = plan.steps - plan.warmup
-        if plan.schedule == "cosine":
-            wave = (1 + math.cos(math.pi * (step - plan.warmup) / max(1, falling))) / 2
-            return plan.lr * (COSINE_FLOOR + (1 - COSINE_FLOOR) * wave)
-        if plan.schedule == "wsd":
-            falling = plan.cooldown
-        return plan.lr * min(1.0, (plan.steps - step) / max(1, falling))
-
-    def is_untied(self, step: int) -> bool:
-        """Whether the state after `step` steps has the head that the run makes on its way."""
-        return self.untie_at is not None and step > self.untie_at
+        if step < self.warmup:
+            return self.lr * (step + 1) / self.warmup
+        falling = self.steps - self.warmup
+        if self.schedule == "cosine":
+            wave = (1 + math.cos(math.pi * (step - self.warmup) / max(1, falling))) / 2
+            return self.lr * (COSINE_FLOOR + (1 - COSINE_FLOOR) * wave)
+        if self.schedule == "wsd":
+            falling = self.cooldown
+        return self.lr * min(1.0, (self.steps - step) / max(1, falling))
 
     @property
     def autocast(self) -> torch.dtype | None:

@@ -25,7 +25,7 @@ from tiedgpt.train.objective import Progress
 from tiedgpt.train.objectives import open_sources
 from tiedgpt.train.pace import busy_note
 from tiedgpt.train.parallel import Parallel, join_world
-from tiedgpt.train.prepare import fork_options, prepare
+from tiedgpt.train.prepare import prepare
 from tiedgpt.train.sizing import choose_size, make_longer, make_plan, training_device
 from tiedgpt.train.storage import RunDirectory, compare_duration, find_run, make_record, read_plan
 from tiedgpt.train.tune_options import AnyOptions
@@ -73,7 +73,7 @@ def train(
             yield AlreadyFinished(directory.path)
             return
         yield from _hub_notes(options)
-        own = sources.adapt(fork_options(options, tables))
+        own = sources.adapt(options)
         objective, data = world.main_first(
             functools.partial(prepare, directory, own, sources, config, progress)
         )
@@ -93,10 +93,9 @@ def train(
             tables = make_record(options, objective.config, plan, data.counts, digest, world)
             world.on_main(lambda: directory.write_record(tables))
         yield Planned(directory, options, objective, data, plan, world)
-        fork = None if options.fork is None else Path(options.fork) / "checkpoints"
         yield from Trainer(
             directory, objective, data, plan, world.device,
-            fork=fork, stop_requested=stop_requested, track=track, world=world, deadline=deadline,
+            stop_requested=stop_requested, track=track, world=world, deadline=deadline,
         ).run()  # fmt: skip
 
 
@@ -108,7 +107,7 @@ def require_same(options: AnyOptions, directory: RunDirectory) -> float | None:
     if differences and times is None:
         raise UserError(
             f"{out} holds a run with other options ({'; '.join(differences)})",
-            hint=f"give the same options to resume, or another --out, with --fork {out} to begin "
+            hint=f"give the same options to resume, or another --out, with --start {out} to begin "
             "from its weights",
         )
     return times

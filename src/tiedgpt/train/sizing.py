@@ -194,8 +194,6 @@ def draft_numbers(
 
     `dtype` is that of a device which is not here.
     """
-    if options.untie_at is not None and not objective.config.tie_word_embeddings:
-        raise UserError("--untie-at: the model to start from is untied already")
     compiles, _ = decide_compile(options.compile, device, one_shape=data.unit == "tokens")
     chosen = dtype or choose_dtype(device)
     return Plan(
@@ -211,7 +209,6 @@ def draft_numbers(
         can_end_early=options.patience is not None or data.n_held_out >= ENOUGH_HELD_OUT,
         keep=options.keep,
         schedule=options.schedule,
-        untie_at=None if options.untie_at is None else 0,
         memory=None if options.memory is None else parse_bytes(options.memory),
         compile="on" if compiles else "off",
         **options.plan_fields(objective.config, data.row_tokens, data.epoch_rows),
@@ -299,7 +296,7 @@ def set_steps(draft: Plan, options: AnyOptions, steps: int, minutes: float | Non
     evaluations = options.evaluations
     if minutes is not None:
         evaluations = count_evaluations(minutes, evaluations)
-    warmup, untie_at = round(options.warmup * steps), options.untie_at
+    warmup = round(options.warmup * steps)
     cooldown = round(options.cooldown * steps) if options.schedule == "wsd" else 0
     pauses = pause_intervals(steps, options.eval_every, evaluations)
     rows = SAMPLE_SHARE * pauses["eval_every"] * draft.batch_size
@@ -308,7 +305,6 @@ def set_steps(draft: Plan, options: AnyOptions, steps: int, minutes: float | Non
         steps=steps,
         warmup=warmup,
         cooldown=min(cooldown, steps - warmup),
-        untie_at=None if untie_at is None else min(max(1, round(untie_at * steps)), steps - 1),
         eval_batches=max(4, math.ceil(rows / draft.micro_batch)),
         **pauses,
     )
@@ -337,19 +333,15 @@ def replan(
     steps = max(step + 1, plan.warmup, fitting)
     if abs(steps - plan.steps) < SAME_PACE * plan.steps:
         return None
-    scale, untie_at = steps / plan.steps, plan.untie_at
-    if untie_at is not None and untie_at > step:
-        untie_at = max(step, min(round(untie_at * scale), steps - 1))
+    scale = steps / plan.steps
     pauses = pause_intervals(steps)
     return replace(
         plan,
         steps=steps,
         cooldown=min(round(plan.cooldown * scale), steps - plan.warmup),
-        untie_at=untie_at,
         eval_every=max(plan.eval_every, min(pauses["eval_every"], round(plan.eval_every * scale))),
         save_every=pauses["save_every"],
         since=step,
-        before=plan,
     )
 
 
@@ -372,7 +364,6 @@ def make_longer(run: RunDirectory, options: AnyOptions, times: float) -> dict[st
         reason="",
         **pause_intervals(steps, options.eval_every),
         since=step,
-        before=before,
     )
     durations = {name: getattr(options, name) for name in DURATIONS}
     run.write_record({**tables, "options": tables["options"] | durations, **plan_tables(plan)})
@@ -416,7 +407,7 @@ def measure_peak(
     weights = None if objective.start is None else objective.start.gpt
     with memory.counting():
         model = prepare_blocks(objective.build().train(), plan).to(device)
-        _, rules = make_optimizers(objective, model, plan, 0)
+        _, rules = make_optimizers(objective, model, plan)
     fewer = less = most = peak = 0
     scale, a_row = 1.0, 0.0
     for rows in (1, *sorted({min(1 << n, at_most) for n in range(at_most.bit_length() + 1)})):
@@ -445,8 +436,6 @@ def measure_peak(
 def count_lasting(objective: Objective, plan: Plan) -> dict[str, int]:
     """Return the bytes of weights, and of gradients and moments of those that are trained."""
     config, n_trained = objective.config, objective.n_trained
-    if plan.untie_at is not None:
-        config = replace(config, tie_word_embeddings=False)  # as it will be
     count = config.parameter_count()
     trained = count if n_trained is None else n_trained
     by_momentum = plan.optimizer == "muon" and n_trained is None

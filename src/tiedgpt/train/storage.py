@@ -237,27 +237,14 @@ def make_record(
 
 
 def plan_tables(plan: Plan) -> dict[str, dict[str, Any]]:
-    """Return the tables of run.toml that hold a plan and the plans before it, the newest first."""
-    plans = [plan]
-    while (before := plans[-1].before) is not None:
-        plans.append(before)
-    return {_plan_table(n): asdict(replace(each, before=None)) for n, each in enumerate(plans)}
-
-
-def _plan_table(number: int) -> str:
-    """Return the name of the table of the plan that so many came after: 1, `training_before`."""
-    return "training" + "_before" * (number > 0) + f"_{number}" * (number > 1)
+    """Return the table of run.toml that holds a plan."""
+    return {"training": asdict(plan)}
 
 
 def read_plan(tables: dict[str, Any]) -> tuple[GPTConfig, Plan]:
     """Return the config and the plan that `make_record` made."""
     try:
-        before, number = None, 1
-        while _plan_table(number) in tables:
-            number += 1
-        while number := number - 1:
-            before = Plan(**tables[_plan_table(number)], before=before)
-        return GPTConfig(**tables["model"]), Plan(**tables["training"], before=before)
+        return GPTConfig(**tables["model"]), Plan(**tables["training"])
     except (KeyError, TypeError, TiedGPTError) as error:
         wrote = tables.get("versions", {}).get("tiedgpt", "unknown")
         raise CorruptInputError(
@@ -287,12 +274,11 @@ def _format_value(value: Any) -> str:
 
 
 def name_run(options: AnyOptions) -> str:
-    """Return NAME of the data, with -SIZE, -TASK, -fork or -tuned where one of them was given."""
+    """Return NAME of the data, with -SIZE, -TASK or -tuned where one of them was given."""
     first = options.data[0] if options.data else "python-docs"
     stem = "stdin" if first == "-" else Path(os.path.abspath(first)).stem
     name = "".join(c if c.isalnum() or c in "-_." else "-" for c in stem).strip("-.") or "data"
     kind = options.size if options.task == "lm" and options.start is None else options.task
-    kind = kind if options.fork is None else "fork"
     kind = "tuned" if isinstance(options, TuneOptions) else kind
     return name if kind == AUTO else f"{name}-{kind}"
 

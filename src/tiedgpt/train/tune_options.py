@@ -98,8 +98,6 @@ class TuneOptions(RunOptions):
     task: ClassVar[TaskName] = "lm"
     size: ClassVar[str] = AUTO
     tokenizer: ClassVar[str] = "bpe"
-    fork: ClassVar[str | None] = None
-    untie_at: ClassVar[float | None] = None
     continues: ClassVar[bool] = True
     chooses: ClassVar[bool] = False
 

@@ -103,8 +103,6 @@ class PreparedSources(LargeSources):
         require_complete(self.path)
         self.tokenizer = Tokenizer.from_pretrained(self.path / TOKENIZER)
         theirs = options.start if options.tokenizer == "bpe" else options.tokenizer
-        if options.fork is not None:
-            theirs = str(RunDirectory(Path(options.fork)).tokenizer)
         if theirs is not None:
             self._require_equal(theirs)
 
