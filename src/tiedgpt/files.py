@@ -6,6 +6,7 @@ Like `errors`, this imports nothing heavy and everyone may import it.
 from __future__ import annotations
 
 import contextlib
+import difflib
 import errno
 import json
 import os
@@ -26,6 +27,25 @@ PREPARE = "prepare.json"
 """The file by which a directory of prepared data is known, also before it is complete."""
 JSON_LINES = (".jsonl", ".ndjson")
 """Endings of files with a JSON object in each line."""
+
+
+def missing_run(path: Path) -> UserError | None:
+    """Return the error for a path that does not exist in a folder of runs; None for other folders.
+
+    A path without a folder is looked for in runs/.
+    """
+    folder = path.parent if len(path.parts) > 1 else Path("runs")
+    names = [file.parent.name for file in folder.glob("*/run.toml")]
+    if not names:
+        return None
+    similar = [name for name in names if name.startswith(path.name)]
+    similar = similar or difflib.get_close_matches(path.name, names, n=1, cutoff=0.5)
+    hint = (
+        f"did you mean {folder / similar[0]}?"
+        if similar
+        else f"{folder} has {', '.join(sorted(names))}"
+    )
+    return UserError(f"there is no run {path}", hint=hint)
 
 
 @contextlib.contextmanager

@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Any, NoReturn, TypeVar, get_args, get_origin, get_type_hints
 
 from tiedgpt.errors import EXIT_USAGE, TiedGPTError
+from tiedgpt.names import OTHER_NAMES
 from tiedgpt.options import REMOVED_OPTIONS, flag, is_argument
 
 Options = TypeVar("Options")
@@ -242,13 +243,14 @@ def _explain_unknown(argument: str, options: type, verb: str) -> UsageError:
         if any(field.name == "prompt" for field in known):
             hint = hint_at_prompt(argument)
         return UsageError(f"`tiedgpt {verb}` has no place for {argument!r}", hint)
-    from tiedgpt.infer.options import OTHER_NAMES
+    from tiedgpt.infer.options import OTHER_NAMES as generation_names
 
     typed = argument.partition("=")[0]
-    if remedy := REMOVED_OPTIONS.get(typed.lstrip("-").replace("-", "_")):
+    name = typed.lstrip("-").replace("-", "_")
+    if remedy := REMOVED_OPTIONS.get(name):
         return UsageError(f"`tiedgpt {verb}` no longer has {typed}", remedy)
     flags = {field.name: flag(field) for field in known if not is_argument(field)}
-    other = OTHER_NAMES.get(typed.lstrip("-").replace("-", "_"), "")
+    other = (OTHER_NAMES["TrainOptions"] | generation_names).get(name, "")
     near = f"did you mean {flags[other]}? " if other in flags else _suggest(typed, flags.values())
     return UsageError(f"`tiedgpt {verb}` has no option {typed}", near + lists)
 

@@ -1,1 +1,31 @@
-"""The network itself: torch only; knows no files, no text, no training."""
+"""The network itself: torch only; knows no files, no text, no training.
+
+For example:
+
+    from tiedgpt.core import GPT, GPTConfig
+
+    model = GPT(GPTConfig.preset("gpt2", n_layer=2))
+    logits = model(ids)  # (B, T) -> (B, T, V)
+    h = model.body(ids)  # (B, T, D): what the head reads
+    model.wte.unembed(h)  # the logits again: W predicts
+    model.loss(ids[:, :-1], ids[:, 1:]).backward()  # W gets the gradients of both sides
+"""
+
+from typing import TYPE_CHECKING
+
+from tiedgpt.names import lazy_names
+
+if TYPE_CHECKING:
+    from tiedgpt.core.cache import KVCache as KVCache
+    from tiedgpt.core.config import GPTConfig as GPTConfig
+    from tiedgpt.core.embedding import TiedEmbedding as TiedEmbedding
+    from tiedgpt.core.model import GPT as GPT
+
+_HOMES = {
+    "GPT": "core.model",
+    "GPTConfig": "core.config",
+    "KVCache": "core.cache",
+    "TiedEmbedding": "core.embedding",
+}
+__all__ = list(_HOMES)
+__getattr__, __dir__ = lazy_names(__name__, _HOMES)

@@ -9,6 +9,7 @@ from dataclasses import dataclass, fields
 from typing import Any, Literal
 
 from tiedgpt.errors import UserError
+from tiedgpt.names import OTHER_NAMES
 
 ACTIVATIONS = ("gelu_new", "gelu", "relu", "silu")
 
@@ -56,13 +57,14 @@ class GPTConfig:
     eos_token_id: int | None = None
     """Token that ends a text, if there is one."""
 
-    def __new__(cls, *_: Any, **given: Any) -> GPTConfig:
-        """Refuse unknown names with the project's own error, before the dataclass does."""
+    def __new__(cls, *_: Any, **values: Any) -> GPTConfig:
+        """Refuse unknown fields with `UserError`, before the dataclass's own check."""
         known = sorted(field.name for field in fields(cls))
-        for name in given:
+        for name in values:
             if name not in known:
-                hint = "the context is n_positions" if name == "n_ctx" else ", ".join(known)
-                raise UserError(f"GPTConfig has no {name!r}: {hint}")
+                other = OTHER_NAMES["GPTConfig"].get(name)
+                hint = f"use {other}" if other else f"its fields are {', '.join(known)}"
+                raise UserError(f"GPTConfig has no {name!r}", hint=hint)
         return super().__new__(cls)
 
     def __post_init__(self) -> None:

@@ -20,9 +20,10 @@ from tiedgpt.core.embedding import TiedEmbedding
 from tiedgpt.core.layers import Block, layer_norm
 from tiedgpt.core.loss import INTEGERS, chunk_rows, chunked_cross_entropy, require_target_shape
 from tiedgpt.errors import UserError
+from tiedgpt.names import ExplainsNames
 
 
-class GPT(nn.Module):
+class GPT(ExplainsNames, nn.Module):
     """A GPT with OpenAI's names; a fresh one is initialised as in the papers.
 
     Under `with torch.device("meta")` its shapes are built and no weights are drawn.

@@ -1,4 +1,14 @@
-"""Text to token batches: corpora, examples, splits, token shards and the order of batches."""
+"""Text to token batches: corpora, examples, splits, token shards and the order of batches.
+
+For example:
+
+    from tiedgpt.data import documents, encode_corpus, plan_split
+
+    corpus = documents(["my.txt"])  # or folders, globs, .jsonl, .csv, .parquet, hf:OWNER/NAME
+    split = plan_split(corpus)  # a tenth of the text validates
+    encoded = encode_corpus(split, tokenizer, "shards")  # token shards in llm.c's format
+    print(encoded)
+"""
 
 from tiedgpt.data.corpus import Corpus, Document, FileCorpus, documents
 from tiedgpt.data.encode import Counts, EncodedCorpus, encode_corpus, open_encoded

@@ -1,7 +1,18 @@
-"""Generating text: sampling, and the engine that decodes sequences in the slots of a session."""
+"""Generate text: the engine, its options, and the texts that it returns.
 
-from importlib import import_module
-from typing import TYPE_CHECKING, Any
+For example:
+
+    from tiedgpt.infer import Engine
+
+    with Engine("runs/my-1") as engine:
+        print(engine.generate("Once upon", max_new_tokens=20, temperature=0.8, seed=1).text)
+        for token in engine.stream("Once upon"):
+            print(token.text, end="")
+"""
+
+from typing import TYPE_CHECKING
+
+from tiedgpt.names import lazy_names
 
 if TYPE_CHECKING:
     from tiedgpt.infer.engine import Engine as Engine
@@ -14,23 +25,14 @@ if TYPE_CHECKING:
     from tiedgpt.infer.worker import QueueFullError as QueueFullError
 
 _HOMES = {
-    "ClosedError": "worker",
-    "Completion": "sequence",
-    "Engine": "engine",
-    "Generation": "worker",
-    "GenerationConfig": "options",
-    "QueueFullError": "worker",
-    "Scored": "scoring",
-    "Token": "sequence",
+    "ClosedError": "infer.worker",
+    "Completion": "infer.sequence",
+    "Engine": "infer.engine",
+    "Generation": "infer.worker",
+    "GenerationConfig": "infer.options",
+    "QueueFullError": "infer.worker",
+    "Scored": "infer.scoring",
+    "Token": "infer.sequence",
 }
 __all__ = list(_HOMES)
-
-
-def __getattr__(name: str) -> Any:
-    if name not in _HOMES:
-        raise AttributeError(f"module 'tiedgpt.infer' has no attribute {name!r}")
-    return getattr(import_module(f"tiedgpt.infer.{_HOMES[name]}"), name)
-
-
-def __dir__() -> list[str]:
-    return sorted(__all__)
+__getattr__, __dir__ = lazy_names(__name__, _HOMES)

@@ -1,5 +1,12 @@
 """Look inside a GPT: what it predicts at each position, layer by layer, and with which rows of W.
 
+    from tiedgpt.inspect import lens, positions
+
+    print(positions("runs/my-1", text="Once upon a time"))  # or a model, and its tokenizer
+    result = lens(model, tokenizer, "Once upon a time")
+    print(result.to_json())  # or result.figure(), or its fields, which are numpy arrays
+    print(list(INSPECTIONS))  # all of them
+
 `registry.INSPECTIONS` lists the functions. Each takes a `tiedgpt.GPT`, a path, a run directory, a
 hub name or transformers' GPT-2 in memory. It returns a `Result`: numpy arrays in a dataclass, which
 prints as a table, and has `.to_json()` and `.figure()`. Logits are held for 64 positions at most.
@@ -7,10 +14,10 @@ prints as a table, and has `.to_json()` and `.figure()`. Logits are held for 64 
 used.
 """
 
-from importlib import import_module
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from tiedgpt.inspect.registry import INSPECTIONS
+from tiedgpt.names import lazy_names
 
 if TYPE_CHECKING:
     from tiedgpt.inspect.gradients import gradient_split as gradient_split
@@ -27,15 +34,5 @@ if TYPE_CHECKING:
     from tiedgpt.inspect.untied import random_head as random_head
 
 __all__ = [*INSPECTIONS, "steer"]
-
-
-def __getattr__(name: str) -> Any:
-    if name == "steer":
-        return import_module("tiedgpt.inspect.steering").steer
-    if name not in INSPECTIONS:
-        raise AttributeError(f"module 'tiedgpt.inspect' has no attribute {name!r}")
-    return INSPECTIONS[name].function
-
-
-def __dir__() -> list[str]:
-    return sorted(__all__)
+_HOMES = {name: each.module.removeprefix("tiedgpt.") for name, each in INSPECTIONS.items()}
+__getattr__, __dir__ = lazy_names(__name__, _HOMES | {"steer": "inspect.steering"})

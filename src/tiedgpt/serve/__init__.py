@@ -1,5 +1,14 @@
 """A model over HTTP: OpenAI's API on an engine, with prompt log-probabilities that are right.
 
+    import uvicorn
+    from tiedgpt import Engine
+    from tiedgpt.serve.app import create_app
+
+    with Engine("runs/my-1") as engine:
+        uvicorn.run(create_app(engine, name="my-1"))  # what `tiedgpt serve runs/my-1` does
+
+Its modules:
+
     app.py          the application: its routes, and what they share
     schemas.py      the requests, every field with its limits
     errors.py       errors in OpenAI's form

@@ -17,6 +17,7 @@ from tokenizers import models
 
 from tiedgpt.errors import CorruptInputError, UserError
 from tiedgpt.files import replacing, write_json
+from tiedgpt.names import ExplainsNames
 from tiedgpt.text.bpe import ByteLevelBPE, train_bpe
 from tiedgpt.text.characters import Characters, character_tokenizer
 from tiedgpt.text.codec import Codec
@@ -29,7 +30,7 @@ KEPT_SETTINGS = ("chat_template", "model_max_length", "pad_token", "padding_side
 """Settings of a loaded tokenizer that say nothing about ids, and are kept when it is saved."""
 
 
-class Tokenizer:
+class Tokenizer(ExplainsNames):
     """Text to ids and back. Made by `from_pretrained`, `train` or `characters`.
 
     `kind` tells what a token is made of: "bpe" (bytes), "gpt1" (of a word) or "char" (one
@@ -117,6 +118,10 @@ class Tokenizer:
 
     def __reduce__(self) -> tuple[Any, ...]:  # for worker processes
         return Tokenizer, (self._rust, self._settings)
+
+    def __call__(self, *_: Any, **__: Any) -> Any:
+        """Raise the `TypeError` of an object that is not callable, with the method to use."""
+        raise TypeError("'Tokenizer' object is not callable: use tokenizer.encode(text)")
 
     def encode(self, text: str, *, allow_special: bool = False) -> list[int]:
         """`text` -> ids, without a token before or after it.

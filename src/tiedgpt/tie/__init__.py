@@ -1,11 +1,20 @@
 """The tie as a checked contract: count it, audit it, fix it, change it on purpose, guard it.
 
+    from tiedgpt.tie import audit, guard, ledger, tie
+
+    print(audit("model.safetensors").verdict)  # tied, untied, broken, ...: any file or module
+    print(ledger(model))  # every parameter, counted once
+    tie(model)  # share one matrix again
+    with guard(model):  # warn, with the line of code that breaks the tie
+        train(model)
+
 `ledger` and `audit` take a module or any checkpoint; on safetensors, GGUF and ONNX files they work
 without torch. So each name is imported when it is first used.
 """
 
-from importlib import import_module
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
+
+from tiedgpt.names import lazy_names
 
 if TYPE_CHECKING:
     from tiedgpt.tie.audits import audit as audit
@@ -29,15 +38,6 @@ _MODULES = {
     "surgery": ("replace_head", "tie", "untie"),
     "vocabulary": ("add_tokens", "prune", "resize_vocab"),
 }
-__all__ = [name for names in _MODULES.values() for name in names]
-
-
-def __getattr__(name: str) -> Any:
-    for module, names in _MODULES.items():
-        if name in names:
-            return getattr(import_module(f"tiedgpt.tie.{module}"), name)
-    raise AttributeError(f"module 'tiedgpt.tie' has no attribute {name!r}")
-
-
-def __dir__() -> list[str]:
-    return sorted(__all__)
+_HOMES = {name: f"tie.{module}" for module, names in _MODULES.items() for name in names}
+__all__ = list(_HOMES)
+__getattr__, __dir__ = lazy_names(__name__, _HOMES)

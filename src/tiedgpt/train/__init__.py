@@ -1,29 +1,33 @@
 """Training: `train` for a whole run, `Trainer` for its loop, and a state that survives.
 
-The public names are imported when they are first used.
+    from tiedgpt.train import TrainOptions, train
+
+    options = TrainOptions(data=("my.txt",), size="small", steps=500)
+    for event in train(options, out="runs/my-1"):  # what `tiedgpt train` shows
+        print(event)
+    with fast_training(model):  # a loop of your own: same loss and gradients, faster
+        model.loss(ids[:, :-1], ids[:, 1:]).backward()
+
+The names are imported when they are first used.
 """
 
-from importlib import import_module
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
+
+from tiedgpt.names import lazy_names
 
 if TYPE_CHECKING:
-    from tiedgpt.train.fast import fast_training
-    from tiedgpt.train.loop import Trainer
-    from tiedgpt.train.options import TrainOptions
-    from tiedgpt.train.run import train
-    from tiedgpt.train.tune_options import TuneOptions
+    from tiedgpt.train.fast import fast_training as fast_training
+    from tiedgpt.train.loop import Trainer as Trainer
+    from tiedgpt.train.options import TrainOptions as TrainOptions
+    from tiedgpt.train.run import train as train
+    from tiedgpt.train.tune_options import TuneOptions as TuneOptions
 
-__all__ = ["TrainOptions", "Trainer", "TuneOptions", "fast_training", "train"]
-_PLACES = {
-    "TrainOptions": "tiedgpt.train.options",
-    "Trainer": "tiedgpt.train.loop",
-    "TuneOptions": "tiedgpt.train.tune_options",
-    "fast_training": "tiedgpt.train.fast",
-    "train": "tiedgpt.train.run",
+_HOMES = {
+    "TrainOptions": "train.options",
+    "Trainer": "train.loop",
+    "TuneOptions": "train.tune_options",
+    "fast_training": "train.fast",
+    "train": "train.run",
 }
-
-
-def __getattr__(name: str) -> Any:
-    if name not in _PLACES:
-        raise AttributeError(f"module 'tiedgpt.train' has no attribute {name!r}")
-    return getattr(import_module(_PLACES[name]), name)
+__all__ = list(_HOMES)
+__getattr__, __dir__ = lazy_names(__name__, _HOMES)

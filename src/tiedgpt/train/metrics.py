@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from tiedgpt.errors import UserError
+from tiedgpt.files import missing_run
 from tiedgpt.train.options import TrackerName
 
 Axis = Literal["tokens", "steps", "seconds"]
@@ -87,7 +88,8 @@ def read_history(run: Path, name: str | None = None) -> History:
     try:
         text = path.read_text(encoding="utf-8", errors="replace")
     except OSError:
-        raise UserError(
+        missing = None if run.exists() else missing_run(run)
+        raise missing or UserError(
             f"{run} has no metrics.jsonl", hint="name a run's directory (runs/...), or train first"
         ) from None
     return parse_history(name or run.resolve().name, text)

@@ -14,6 +14,7 @@ from typing import Any, ClassVar, Literal, NamedTuple
 
 from tiedgpt.core.config import PRESETS, GPTConfig
 from tiedgpt.errors import UserError
+from tiedgpt.names import explains_arguments
 from tiedgpt.options import argument, flag, option
 from tiedgpt.train.plan import Keep, Rule, Schedule, transferred_rate
 
@@ -319,6 +320,7 @@ def _format(value: Any, default: Any) -> str:
     return ", ".join(value) if isinstance(value, tuple) else str(value)
 
 
+@explains_arguments
 @dataclass(frozen=True, kw_only=True)
 class TrainOptions(RunOptions):
     """Training, of a fresh model or on from another one.

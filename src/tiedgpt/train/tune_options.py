@@ -7,6 +7,7 @@ from typing import Any, ClassVar, Literal
 
 from tiedgpt.core.config import GPTConfig
 from tiedgpt.errors import UserError
+from tiedgpt.names import explains_arguments
 from tiedgpt.options import argument, flag, option
 from tiedgpt.train.options import (
     AUTO,
@@ -37,6 +38,7 @@ ONLY_FOR = {
 }  # fmt: skip
 
 
+@explains_arguments
 @dataclass(frozen=True, kw_only=True)
 class TuneOptions(RunOptions):
     """Fine-tuning of `start` on little data.

@@ -27,6 +27,7 @@ from tiedgpt.core.embedding import TiedEmbedding
 from tiedgpt.core.model import GPT
 from tiedgpt.errors import CheckFailedError, UserError
 from tiedgpt.heads import Head
+from tiedgpt.names import explains_arguments
 from tiedgpt.runtime import eval_mode
 from tiedgpt.tie.heads import find_second_names, is_tied, predicts_through_wte
 from tiedgpt.tune.freezing import TWO_CHOICES, Model, Moving, gpt_of, moving
@@ -123,6 +124,7 @@ class Size:
     """Rows that are trained whole."""
 
 
+@explains_arguments
 def lora(
     model: Model,
     rank: int = 8,

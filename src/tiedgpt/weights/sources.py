@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from tiedgpt.errors import CorruptInputError, UserError
-from tiedgpt.files import read_json, reading
+from tiedgpt.files import missing_run, read_json, reading
 from tiedgpt.weights.checkpoint import TIE_KEY, Checkpoint, Claim, claim_in
 from tiedgpt.weights.registry import formats, head_of, suffixes
 
@@ -166,9 +166,17 @@ def local_directory(
             return path / "model"
         if path.exists():
             return path
+        no_run = missing_run(path)
     except (OSError, RuntimeError, ValueError) as error:  # too long, no such user, a NUL in it
         raise UserError(f"{name[:80]!r} is no path: {error}") from None
-    return _fetch(name, patterns, revision=revision, cache_dir=cache_dir)
+    if no_run is not None and len(path.parts) > 1:
+        raise no_run
+    try:
+        return _fetch(name, patterns, revision=revision, cache_dir=cache_dir)
+    except UserError as error:  # a bare name may also be meant for a run
+        if no_run is not None and (hint := no_run.hint or "").startswith("did you mean"):
+            raise UserError(error.message, hint=hint) from None
+        raise
 
 
 def _fetch(name: str, patterns: Iterable[str] | None, **options: Any) -> Path:

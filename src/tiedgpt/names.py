@@ -1,0 +1,178 @@
+"""Public names that are imported at first use, and answers to the names of other libraries.
+
+A package exports names with `__getattr__, __dir__ = lazy_names(__name__, {"GPT": "core.model"})`.
+`OTHER_NAMES` says what a name of transformers, nanoGPT, peft or vLLM is called here; the error for
+such a name ends with it. The errors stay `AttributeError` and `TypeError`, so that `hasattr`,
+`copy` and `pickle` work as usual.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Mapping
+from importlib import import_module
+from typing import TYPE_CHECKING, Any, TypeVar
+
+Called = TypeVar("Called", bound=Callable[..., Any])
+
+_FROM_PRETRAINED = "use GPT.from_pretrained(source) and Tokenizer.from_pretrained(source)"
+_PEFT_SAVES = "use tiedgpt.tune.save_adapter(model, directory)"
+_TRAINING = {
+    "learning_rate": "lr", "max_steps": "steps", "max_iters": "steps",
+    "num_train_epochs": "epochs", "num_epochs": "epochs", "train_batch_size": "batch_size",
+    "per_device_train_batch_size": "batch_size", "gradient_accumulation_steps": "micro_batch",
+    "block_size": "context", "seq_length": "context", "max_length": "context",
+    "warmup_steps": "warmup", "warmup_ratio": "warmup", "warmup_iters": "warmup",
+    "max_grad_norm": "grad_clip", "eval_steps": "eval_every", "eval_interval": "eval_every",
+    "optim": "optimizer", "precision": "dtype", "early_stopping_patience": "patience",
+}  # fmt: skip
+"""Options of transformers' TrainingArguments and of nanoGPT's train.py."""
+
+OTHER_NAMES: dict[str, dict[str, str]] = {
+    "tiedgpt": {
+        "AutoModelForCausalLM": "use tiedgpt.GPT",
+        "AutoTokenizer": "use tiedgpt.Tokenizer",
+        "GPT2Config": "use tiedgpt.GPTConfig",
+        "GPT2LMHeadModel": "use tiedgpt.GPT",
+        "GPT2Model": "use tiedgpt.GPT and model.body(ids)",
+        "GPT2Tokenizer": "use tiedgpt.Tokenizer",
+        "LLM": "use tiedgpt.Engine",
+        "SamplingParams": "use tiedgpt.infer.GenerationConfig",
+        "Trainer": "use tiedgpt.train.train or tiedgpt.train.Trainer",
+        "TrainingArguments": "use tiedgpt.train.TrainOptions",
+        "from_pretrained": _FROM_PRETRAINED,
+        "generate": "use tiedgpt.Engine(source).generate(prompt)",
+        "load": _FROM_PRETRAINED,
+        "pipeline": "use tiedgpt.Engine(source).generate(prompt)",
+    },
+    "tiedgpt.inspect": {
+        "activation_patching": "use tiedgpt.inspect.patch",
+        "attention_patterns": "use tiedgpt.inspect.attention",
+        "head_ablation": "use tiedgpt.inspect.ablate",
+        "logit_attribution": "use tiedgpt.inspect.dot",
+        "logit_lens": "use tiedgpt.inspect.lens",
+        "nearest_neighbors": "use tiedgpt.inspect.neighbours",
+        "neighbors": "use tiedgpt.inspect.neighbours",
+    },
+    "tiedgpt.tie": {
+        "check": "use tiedgpt.tie.audit(model)",
+        "is_tied": 'use tiedgpt.tie.audit(model).verdict == "tied"',
+        "resize_token_embeddings": "use tiedgpt.tie.resize_vocab(model, size)",
+        "tie_weights": "use tiedgpt.tie.tie(model)",
+        "untie_weights": "use tiedgpt.tie.untie(model)",
+    },
+    "GPT": {
+        "blocks": "use model.h",
+        "crop_block_size": "load the model and build another with a smaller n_positions",
+        "embed": "use model.wte(ids)",
+        "generate": "use tiedgpt.Engine(model).generate(prompt)",
+        "get_input_embeddings": "use model.wte",
+        "get_num_params": "use model.config.parameter_count()",
+        "get_output_embeddings": "use model.head or, where it is None, model.wte.unembed(h)",
+        "hidden_states": "use model.states(ids)",
+        "layers": "use model.h",
+        "lm_head": "where W is tied, model.head is None and model.wte.unembed(h) predicts",
+        "merge_and_unload": "use tiedgpt.tune.merge(model)",
+        "num_parameters": "use model.config.parameter_count() or tiedgpt.tie.ledger(model)",
+        "resize_token_embeddings": "use tiedgpt.tie.resize_vocab(model, size)",
+        "save_adapter": _PEFT_SAVES,
+        "tie_weights": "use tiedgpt.tie.tie(model); a model whose head is None is tied",
+        "transformer": "use the model itself: model.wte, model.wpe, model.h, model.ln_f",
+        "unembed": "use model.wte.unembed(h)",
+    },
+    "Tokenizer": {
+        "add_special_tokens": "use tokenizer.with_special_tokens(tokens)",
+        "add_tokens": "use tokenizer.with_special_tokens(tokens)",
+        "apply_chat_template": "use tiedgpt.data.read_template(source)",
+        "batch_decode": "use [tokenizer.decode(ids) for ids in batch]",
+        "convert_ids_to_tokens": "use tokenizer.token_bytes(id)",
+        "convert_tokens_to_ids": "use tokenizer.encode(token, allow_special=True)",
+        "encode_ordinary": "use tokenizer.encode(text)",
+        "eos_token": "use tokenizer.eos_token_id",
+        "eot_token": "use tokenizer.eos_token_id",
+        "get_vocab": "use tokenizer.token_bytes(id) for each id below tokenizer.vocab_size",
+        "n_vocab": "use tokenizer.vocab_size",
+        "pad_token": "use tiedgpt.heads.pad(ids), which needs no padding token",
+        "pad_token_id": "use tiedgpt.heads.pad(ids), which needs no padding token",
+        "tokenize": "use tokenizer.encode(text), and tokenizer.token_bytes(id) for an id's text",
+    },
+    "GPTConfig": {
+        "block_size": "n_positions", "context_length": "n_positions", "d_model": "n_embd",
+        "dim": "n_embd", "dropout": "embd_pdrop, attn_pdrop and resid_pdrop", "d_ff": "n_inner",
+        "hidden_act": "activation_function", "hidden_size": "n_embd",
+        "intermediate_size": "n_inner", "layer_norm_eps": "layer_norm_epsilon",
+        "max_position_embeddings": "n_positions", "max_seq_len": "n_positions",
+        "n_ctx": "n_positions", "n_heads": "n_head", "n_layers": "n_layer",
+        "n_vocab": "vocab_size", "num_attention_heads": "n_head", "num_heads": "n_head",
+        "num_hidden_layers": "n_layer", "num_layers": "n_layer",
+        "tie_weights": "tie_word_embeddings", "tied": "tie_word_embeddings",
+    },
+    "TrainOptions": _TRAINING,
+    "TuneOptions": _TRAINING,
+    "lora": {
+        "lora_alpha": "alpha", "r": "rank", "lora_rank": "rank", "target_modules": "targets",
+        "modules": "targets",
+    },
+}  # fmt: skip
+"""What names of other libraries are here: by package and attribute, by class and attribute, and by
+class or function and argument."""
+
+
+def lazy_names(
+    package: str, homes: Mapping[str, str]
+) -> tuple[Callable[[str], Any], Callable[[], list[str]]]:
+    """Return a package's `__getattr__` and `__dir__` for public names imported at first use.
+
+    `homes` maps each name to the module below `tiedgpt` that defines it, such as "core.model". A
+    name whose home is empty is a package of that name.
+    """
+
+    def get(name: str) -> Any:
+        if name not in homes:
+            raise AttributeError(_problem(f"module {package!r}", name, package))
+        if not homes[name]:
+            return import_module(f"{package}.{name}")
+        return getattr(import_module(f"tiedgpt.{homes[name]}"), name)
+
+    return get, lambda: sorted(homes)
+
+
+def _problem(owner: str, name: str, *tables: str) -> str:
+    """Return the message for a missing attribute, with its name here if a table knows it."""
+    answers = [OTHER_NAMES[table][name] for table in tables if name in OTHER_NAMES.get(table, {})]
+    return f"{owner} has no attribute {name!r}" + "".join(f": {answer}" for answer in answers[:1])
+
+
+class ExplainsNames:
+    """A class that answers a missing attribute by `OTHER_NAMES`.
+
+    Python calls `__getattr__` after the usual lookup has failed. nn.Module finds parameters and
+    submodules there, so its own method is asked first.
+    """
+
+    if not TYPE_CHECKING:  # type checkers report missing attributes themselves
+
+        def __getattr__(self, name: str) -> Any:
+            try:
+                return super().__getattr__(name)
+            except AttributeError:
+                classes = [base.__name__ for base in type(self).__mro__]
+                owner = f"{classes[0]!r} object"
+                raise AttributeError(_problem(owner, name, *classes)) from None
+
+
+def explains_arguments(called: Called) -> Called:
+    """Return a function or dataclass whose `TypeError` for an argument names the one to use."""
+    function: Any = called.__init__ if isinstance(called, type) else called  # type: ignore[misc]
+    names = OTHER_NAMES[called.__name__]
+
+    @functools.wraps(function)
+    def explained(*arguments: Any, **options: Any) -> Any:
+        for name in options.keys() & names.keys():
+            raise TypeError(f"{called.__name__}() has no argument {name!r}: use {names[name]}=")
+        return function(*arguments, **options)
+
+    if isinstance(called, type):
+        called.__init__ = explained  # type: ignore[misc]
+        return called
+    return explained  # type: ignore[return-value]

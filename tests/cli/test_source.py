@@ -1,0 +1,42 @@
+"""The MODEL or RUN of a command: a misspelt run is answered with the nearest one."""
+
+from pathlib import Path
+
+import pytest
+
+from tiedgpt.cli.main import main
+
+
+@pytest.fixture
+def runs(tmp_path, monkeypatch) -> Path:
+    """Two runs, of which this command reads the names alone."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    for name in ("zh-nano-1", "poems-mini-1"):
+        (tmp_path / "runs" / name).mkdir(parents=True)
+        (tmp_path / "runs" / name / "run.toml").write_text("")
+    (tmp_path / "my.txt").write_text("a b c")
+    return tmp_path / "runs"
+
+
+@pytest.mark.parametrize(
+    "command",
+    [
+        "generate {}", "chat {}", "classify {} my.txt", "eval {} my.txt", "plot {}", "serve {}",
+        "inspect positions {} --text a", "export {} page.html --text a", "explain tie {}",
+        "convert {} out.gguf", "push {} owner/name", "tie show {}", "tie audit {}",
+        "tie fix {} out", "train my.txt --start {}", "tune my.txt --from {}",
+    ],
+)  # fmt: skip
+def test_a_misspelt_run_is_answered_with_the_nearest_one(runs, capfd, command):
+    assert main(command.format("runs/zh-1").split()) == 1
+    err = capfd.readouterr().err
+    assert "there is no run runs/zh-1" in err and "did you mean runs/zh-nano-1?" in err
+
+
+def test_a_run_without_its_folder_and_one_like_no_other_are_answered_too(runs, capfd):
+    assert main(["tie", "audit", "zh-1"]) == 1
+    assert "did you mean runs/zh-nano-1?" in capfd.readouterr().err
+    assert main(["tie", "audit", "runs/qqqqqq"]) == 1
+    err = capfd.readouterr().err
+    assert "there is no run runs/qqqqqq" in err and "poems-mini-1, zh-nano-1" in err
