@@ -61,8 +61,9 @@ def flag(field: Field[Any]) -> str:
 REMOVED_OPTIONS = {
     "best_of": "use n with a seed, and choose among the completions by their log-probabilities",
     "typical_p": "use top_p or min_p",
-    "bad_words": "use a logits processor (processors=)",
+    "bad_words": "use logit_bias for single ids, or a logits processor (processors=)",
     "speculate": "generate without it: the packed engine needs no drafts",
+    "draft_tokens": "generate without it: the packed engine needs no drafts",
     "logprob_token_ids": "use `tiedgpt inspect positions`, or Engine.score",
     "fork": "use --start RUN, which begins from the weights of a run",
     "untie_at": "see examples/own_loop.py for an untied head in a training of one's own",

@@ -42,9 +42,7 @@ def shown(capsys, directory, *flags):
             ["--num-beams", "3", "--early-stopping", "never", "--length-penalty", "2"],
             {"num_beams": 3, "early_stopping": "never", "length_penalty": 2.0},
         ),
-        (["--best-of", "3", "--seed", "1"], {"best_of": 3, "seed": 1}),
         (["--seed", "1", "--stop", "t", "--stop", "e"], {"seed": 1, "stop": ["t", "e"]}),
-        (["--seed", "1", "--bad-words", "dog"], {"seed": 1, "bad_words": ["dog"]}),
     ],
     ids=str,
 )
@@ -57,8 +55,8 @@ def test_flags_mean_what_the_keywords_mean(directory, capsys, flags, options):
 
 
 def test_several_texts_are_separated_and_in_json_they_are_a_list(directory, capsys):
-    flags = ["--n", "2", "--best-of", "3", "--seed", "1"]
-    expected = Engine(directory).generate("the", max_new_tokens=30, n=2, best_of=3, seed=1)
+    flags = ["--n", "2", "--seed", "1"]
+    expected = Engine(directory).generate("the", max_new_tokens=30, n=2, seed=1)
     texts = [f"the{completion.text}" for completion in expected]
     assert shown(capsys, directory, *flags).out == f"\n{'-' * 40}\n".join(texts) + "\n"
     answers = json.loads(shown(capsys, directory, *flags, "--format", "json").out)
@@ -102,7 +100,6 @@ def test_a_form_that_was_cut_off_is_told(directory, capsys):
         (["--stop", ""], "--stop must be"),
         (["--n", "2", "--temperature", "0"], "--n and --temperature 0"),
         (["--n", "2", "--num-beams", "2"], "--num-beams and --n exclude each other"),
-        (["--n", "3", "--best-of", "2"], "--best-of must be at least the number of texts, 3"),
         (["--regex", "a", "--json-schema", "{}"], "--regex and --json-schema exclude each other"),
         (["--length-penalty", "2"], "--length-penalty is for beam search\nhint: use two beams"),
         (["--threads", "0"], "--threads must be an integer from 1"),

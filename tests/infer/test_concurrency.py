@@ -307,7 +307,6 @@ KINDS = [
     {"temperature": 0},
     {"seed": 3, "top_k": 5, "frequency_penalty": 0.5, "top_logprobs": 2},
     {"num_beams": 2},
-    {"temperature": 0, "speculate": "ngram"},
     {"seed": 1, "prompt_logprobs": True},
     {"seed": 1, "context_end": "slide", "max_new_tokens": 30},
 ]

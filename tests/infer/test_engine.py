@@ -198,26 +198,12 @@ def test_an_engine_is_made_from_a_directory(engine, tmp_path):
         ([0, -1], {}, "-1 is no id"),
         ([0, True], {}, "True is no id"),
         ([0, 1.5], {}, "1.5 is no id"),
-        ("x", {"max_new_tokens": 0}, "max_new_tokens must be"),
-        ("x", {"max_new_tokens": True}, "max_new_tokens"),
-        ("x", {"temperature": -1}, "temperature"),
-        ("x", {"seed": -1}, "seed"),
-        ("x", {"stop": [""]}, "stop must be"),
-        ("x", {"context_end": "wrap"}, "wrap"),
         ("x", {"num_beams": 9}, r"takes 9 slots and the engine has 8: .*slots=9"),
         (b"x", {}, "neither a text nor ids"),
         ([b"x"], {}, "must be text or ids"),
         ([None], {}, "must be text or ids"),
         ([["the cat"]], {}, "got a list of prompts, which generate takes"),
         ([True], {}, "must be text or ids"),
-        ("x", {"stop_ids": [1000]}, "stop_ids names 1000"),
-        ("x", {"stop_ids": [True]}, "stop_ids"),
-        ("x", {"logit_bias": {1000: 1.0}}, "logit_bias names 1000"),
-        ("x", {"bad_words": [[1, 1000]]}, "bad_words names 1000"),
-        ("x", {"top_logprobs": -1}, "top_logprobs"),
-        ("x", {"prompt_logprobs": -1}, "prompt_logprobs"),
-        ("x", {"speculate": "oracle"}, "oracle"),
-        ("x", {"draft_tokens": 0}, "draft_tokens"),
         ([0] * 60, {"context_end": "slide", "prompt_logprobs": True}, "prompt_logprobs"),
         ("\ud800", {}, "Unicode"),
     ],
@@ -343,16 +329,12 @@ def test_a_model_that_is_trained_between_requests_is_read_anew(engine):
     assert changing.generate(prompt, max_new_tokens=3, temperature=0) == expected
 
 
-def test_drafts_are_counted(engine):
-    told = Engine(engine.model)
-    told.generate(
-        [1] * 5, max_new_tokens=40, temperature=0, logit_bias={1: 60.0}, speculate="ngram"
-    )
-    stats = told.stats()
-    assert stats["draft_tokens"] >= stats["accepted_tokens"] >= 0
-    assert stats["generated_tokens"] == 40
-    found = told.generate([5], num_beams=3, max_new_tokens=7)
-    assert told.stats()["generated_tokens"] == 40 + len(found.ids)
+def test_stats_count_generated_tokens(engine):
+    counted = Engine(engine.model)
+    counted.generate([1] * 5, max_new_tokens=40, temperature=0, logit_bias={1: 60.0})
+    assert counted.stats()["generated_tokens"] == 40
+    best = counted.generate([5], num_beams=3, max_new_tokens=7)
+    assert counted.stats()["generated_tokens"] == 40 + len(best.ids)
 
 
 def test_streams_take_one_prompt_not_a_list_of_them(engine):

@@ -9,10 +9,10 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tiedgpt import GPTConfig, Tokenizer
+from tiedgpt import GPTConfig
 from tiedgpt.errors import UserError
 from tiedgpt.infer import GenerationConfig
-from tiedgpt.infer.sampling import Choice, adjust_logits, choose, encode_bad_words, filter_logits
+from tiedgpt.infer.sampling import Choice, adjust_logits, choose, filter_logits
 from tiedgpt.infer.sequence import SequenceState
 
 with warnings.catch_warnings():
@@ -58,12 +58,9 @@ def as_transformers(processors, seen, logits):
     top_k=st.sampled_from([None, 1, 5, 200]),
     top_p=st.sampled_from([None, 0.2, 0.9, 1.0]),
     min_p=st.sampled_from([None, 0.05, 0.5]),
-    typical_p=st.sampled_from([None, 0.2, 0.9]),
     penalty=st.sampled_from([1.0, 1.3, 0.8]),
 )
-def test_scores_are_those_of_transformers(
-    seed, temperature, top_k, top_p, min_p, typical_p, penalty
-):
+def test_scores_are_those_of_transformers(seed, temperature, top_k, top_p, min_p, penalty):
     logits = random_logits(seed)
     seen = generator(seed).integers(60, size=7).tolist()
     config = GenerationConfig(
@@ -71,7 +68,6 @@ def test_scores_are_those_of_transformers(
         top_k=top_k,
         top_p=top_p,
         min_p=min_p,
-        typical_p=typical_p,
         repetition_penalty=penalty,
     )
     processors = [theirs.RepetitionPenaltyLogitsProcessor(penalty)]
@@ -79,12 +75,11 @@ def test_scores_are_those_of_transformers(
     processors += [theirs.TopKLogitsWarper(top_k)] if top_k else []
     processors += [theirs.TopPLogitsWarper(top_p)] if top_p and top_p < 1 else []
     processors += [theirs.MinPLogitsWarper(min_p)] if min_p else []
-    processors += [theirs.TypicalLogitsWarper(typical_p)] if typical_p else []
     expected = as_transformers(processors, seen, logits)
     np.testing.assert_allclose(distribution(config, logits, seen), expected, rtol=1e-5)
 
 
-@pytest.mark.parametrize("options", [{"top_k": 40}, {"top_p": 0.9}, {"typical_p": 0.3}])
+@pytest.mark.parametrize("options", [{"top_k": 40}, {"top_p": 0.9}])
 @pytest.mark.parametrize("sharpness", [0.01, 1, 5])
 def test_a_large_vocabulary_is_filtered_as_in_transformers(options, sharpness):
     logits = sharpness * random_logits(3, 50_257)
@@ -92,7 +87,6 @@ def test_a_large_vocabulary_is_filtered_as_in_transformers(options, sharpness):
     warper = {
         "top_k": theirs.TopKLogitsWarper,
         "top_p": theirs.TopPLogitsWarper,
-        "typical_p": theirs.TypicalLogitsWarper,
     }[name]
     expected = as_transformers([warper(value)], [0], logits)
     kept = np.isfinite(distribution(GenerationConfig(**options), logits, []))
@@ -102,20 +96,12 @@ def test_a_large_vocabulary_is_filtered_as_in_transformers(options, sharpness):
 
 
 @given(seed=st.integers(0, 1000))
-def test_bias_and_bad_words_are_those_of_transformers(seed):
-    logits = random_logits(seed)
-    seen = generator(seed).integers(60, size=7).tolist()
-    words = [[3], [seen[-1], 5], [seen[-2], seen[-1], 9], [seen[-1], seen[-2], 11]]
-    bias = {4: 2.5, 9: -1.0}
-    processors = [
-        theirs.SequenceBiasLogitsProcessor([[[token], value] for token, value in bias.items()]),
-        theirs.NoBadWordsLogitsProcessor(words, eos_token_id=59),
-    ]
-    expected = as_transformers(processors, seen, logits)
-    got = adjust_logits(GenerationConfig(logit_bias=bias, bad_words=words), logits, seen)
-    np.testing.assert_allclose(got, expected, rtol=1e-6)
-    assert got[5] == got[9] == -np.inf
-    assert seen[-1] == seen[-2] or np.isfinite(got[11])
+def test_logit_bias_equals_transformers(seed):
+    logits, bias = random_logits(seed), {4: 2.5, 9: -1.0, 11: -math.inf}
+    theirs_bias = [[[token], value] for token, value in bias.items()]
+    expected = as_transformers([theirs.SequenceBiasLogitsProcessor(theirs_bias)], [1], logits)
+    biased = adjust_logits(GenerationConfig(logit_bias=bias), logits, [1])
+    np.testing.assert_allclose(biased, expected, rtol=1e-6)
 
 
 def test_presence_and_frequency_count_what_was_generated_and_not_the_prompt():
@@ -123,18 +109,6 @@ def test_presence_and_frequency_count_what_was_generated_and_not_the_prompt():
     config = GenerationConfig(presence_penalty=0.5, frequency_penalty=0.25)
     scores = adjust_logits(config, logits, [1, 2, 3, 3, 4], n_prompt=2)
     assert scores.tolist() == [0, 0, 0, -1.0, -0.75, 0, 0, 0]
-
-
-def test_a_bad_word_of_text_is_ruled_out_alone_and_after_a_blank():
-    tokenizer = Tokenizer.train(["the cat sat on the mat " * 9], 270)
-    config = encode_bad_words(GenerationConfig(bad_words=["cat"]), 300, tokenizer)
-    assert set(config.bad_words) == {tuple(map(int, tokenizer.encode(t))) for t in ("cat", " cat")}
-    with pytest.raises(UserError, match="need a tokenizer"):
-        encode_bad_words(GenerationConfig(bad_words=["cat"]), 300, None)
-    with pytest.raises(UserError, match="300, no id"):
-        encode_bad_words(GenerationConfig(bad_words=[[5, 300]]), 300, None)
-    with pytest.raises(UserError, match="no token is left"):
-        chosen(GenerationConfig(bad_words=[[0], [1]]), np.zeros(2, np.float32))
 
 
 def sequence(prompt, size=4, **options):

@@ -10,8 +10,7 @@ SEARCHES = {
     "drawn": {"seed": 4, "top_k": 20},
     "beams": {"num_beams": 3},
     "beams that end early": {"num_beams": 3, "early_stopping": True, "length_penalty": -1.0},
-    "best of three": {"best_of": 3, "seed": 4},
-    "one of several that slide": {"best_of": 2, "seed": 4, "context_end": "slide"},
+    "sliding": {"seed": 4, "context_end": "slide"},
     "beams in a form": {"num_beams": 2, "regex": "(cat|dog|sat on ){2,9}"},
 }
 PROMPTS = ["the cat sat on the mat", "dog", [7] * 40, "dog", "the hat. the hat. the"]
@@ -37,10 +36,9 @@ def test_prompts_give_together_what_each_gives_alone(backend, crowded, search):
 
 
 def test_searches_of_every_kind_run_side_by_side(backend):
-    kinds = [options for options in SEARCHES.values() if "best_of" not in options]
     asked = [
         (prompt, {"max_new_tokens": 12, **options})
-        for options in kinds
+        for options in SEARCHES.values()
         for prompt in ("the cat", "dog, the")
     ]
     running = [backend.submit(prompt, **options) for prompt, options in asked]

@@ -80,16 +80,8 @@ class Arguments(SourceOrNewest, EngineOptions, GenerationConfig):
         short="f",
     )
 
-    bad_words: tuple[str, ...] = option(
-        (), "Never generate this word; may be given several times.", "sampling", repeated=True
-    )
     stop: tuple[str, ...] = option(
         (), "End before this string; may be given several times.", "the end", repeated=True
-    )
-    best_of: int | None = option(
-        None,
-        "Sample this many texts and show the --n with the highest mean logprob.",
-        "several texts",
     )
     early_stopping: Literal["no", "yes", "never"] = option(
         "no",
@@ -153,9 +145,9 @@ def run(arguments: list[str]) -> None:
     prompt = read_text("-", "--prompt") if args.prompt == "-" else args.prompt
     if args.prompt == "-" and not prompt:
         note("standard input is empty: beginning a new text")
-    slots = config.n_slots * min(config.n_samples, MOST_SLOTS)
+    slots = config.n_slots * min(config.n, MOST_SLOTS)
     with args.steering_engine(source, slots=slots) as engine:
-        if config.num_beams > 1 or config.n_samples > 1:
+        if config.num_beams > 1 or config.n > 1:
             result = engine.generate(prompt, config)
             completions = result if config.n > 1 else [result]
             if human:

@@ -102,14 +102,14 @@ def complete(
     pending = deque[tuple[PromptLine, int, list[Generation] | UserError]]()
     done = 0
     for line in lines:
-        n, key = line.config.n_samples, repr(line.prompt)
+        n, key = line.config.n, repr(line.prompt)
         draws[key] += n
-        n_seen, done = max(0, skip - done), done + line.config.n
-        if n_seen >= line.config.n:
+        n_seen, done = max(0, skip - done), done + n
+        if n_seen >= n:
             continue
-        while pending and sum(each.config.n_samples for each, *_ in pending) + n > MOST_PENDING:
+        while pending and sum(each.config.n for each, *_ in pending) + n > MOST_PENDING:
             yield from _results(*pending.popleft())
-        one = with_options(line.config, {"n": 1, "best_of": None})
+        one = with_options(line.config, {"n": 1})
         texts: list[Generation] | UserError
         try:
             numbers = range(draws[key] - n, draws[key])
@@ -124,7 +124,7 @@ def complete(
 def _results(
     line: PromptLine, n_seen: int, texts: list[Generation] | UserError
 ) -> Iterator[PromptResult]:
-    """Wait for the texts of a prompt, with `best_of` the best; yield all but the first `n_seen`."""
+    """Wait for the texts of a prompt; yield all but the first `n_seen`."""
     number, prompt, n = line.line, line.prompt, line.config.n
     try:
         if isinstance(texts, UserError):
@@ -134,7 +134,5 @@ def _results(
         failed = PromptResult(number, prompt, "", "error", [], [], str(error))
         yield from [failed] * (n - n_seen)
         return
-    if line.config.best_of is not None:
-        found.sort(key=lambda each: each.mean_logprob, reverse=True)
-    for x in found[n_seen:n]:
+    for x in found[n_seen:]:
         yield PromptResult(number, prompt, x.text, x.finish_reason, x.ids, x.logprobs)

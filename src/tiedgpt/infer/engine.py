@@ -13,7 +13,6 @@ import time
 import weakref
 from collections.abc import Callable, Sequence
 from functools import partial
-from operator import attrgetter
 from typing import TYPE_CHECKING, Any, cast
 
 from tiedgpt.core.config import GPTConfig
@@ -132,19 +131,13 @@ class Engine:
         requests, copies = list[Request](), dict[tuple[int, ...], int]()
         matcher = self._matcher(config)
         for ids in [self._ids(prompt) for prompt in each]:
-            for _ in range(config.n_samples):
+            for _ in range(config.n):
                 n = copies[tuple(ids)] = copies.get(tuple(ids), -1) + 1
                 requests.append(self._request(ids, config, matcher, copies=n))
         completions = self._wait_for(requests, collect=many)
-        if config.best_of is not None or config.n > 1:
-            per, grouped = config.n_samples, list[Any]()
-            for first in range(0, len(completions), per):
-                group = completions[first : first + per]
-                if config.best_of is not None:
-                    best = attrgetter("mean_logprob")
-                    group = sorted(group, key=best, reverse=True)[: config.n]
-                grouped.append(group if config.n > 1 else group[0])
-            completions = grouped
+        if config.n > 1:
+            starts = range(0, len(completions), config.n)
+            completions = [completions[start : start + config.n] for start in starts]
         return completions if many else completions[0]
 
     def stream(
@@ -152,12 +145,12 @@ class Engine:
     ) -> Generation:
         """Yield each new `Token`; `.result()` is the whole `Completion`.
 
-        Options as in `GenerationConfig`, without n, best_of and num_beams. The tokens' texts add up
+        Options as in `GenerationConfig`, without n and num_beams. The tokens' texts add up
         to the completion's: they never split a character or show the start of a stop string.
         """
         config = with_options(config, options)
-        for name in ("num_beams", "best_of", "n"):
-            if (getattr(config, name) or 1) > 1:
+        for name in ("num_beams", "n"):
+            if getattr(config, name) > 1:
                 raise UserError(
                     f"must be 1 to stream, got {getattr(config, name)}",
                     option=name,
@@ -182,7 +175,7 @@ class Engine:
         Raises `QueueFullError` if too many requests wait, `ClosedError` for a closed engine.
         """
         config = with_options(config, options)
-        if config.n_samples > 1:
+        if config.n > 1:
             raise UserError("submit makes one text: submit n times, or use generate")
         return self._submit(prompt, config, wait=False, draw=draw, on_token=on_token)
 
@@ -218,7 +211,7 @@ class Engine:
         """Return counts since the engine was opened.
 
         requests, running, waiting; prompt_tokens, and reused_tokens, those of them that a slot
-        held; generated_tokens; draft_tokens, and accepted_tokens of them; seconds of computing.
+        held; generated_tokens; seconds of computing.
         """
         return self._worker.stats()
 

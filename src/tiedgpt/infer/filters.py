@@ -74,19 +74,6 @@ def top_p(scores: Array, mass: float) -> Ids:
     return _until_mass(-scores, softmax(scores), mass)
 
 
-def typical_p(scores: Array, mass: float) -> Ids:
-    """Return the ids whose surprise is nearest to the expected one, until they reach this mass.
-
-    Meister et al. 2022, "Locally Typical Sampling".
-    """
-    p = softmax(scores)
-    with np.errstate(divide="ignore", invalid="ignore"):
-        surprise = -np.log(p)
-        expected = np.nansum(p * surprise, dtype=np.float64)
-        distance = np.abs(surprise - np.float32(expected))
-    return _until_mass(distance, p, mass)
-
-
 def min_p(scores: Array, share: float) -> Ids:
     """Return the ids that have at least this share of the likeliest one's probability.
 

@@ -12,7 +12,7 @@ from numbers import Real
 from typing import TYPE_CHECKING, Any, Literal, cast
 
 from tiedgpt.errors import UserError
-from tiedgpt.options import option
+from tiedgpt.options import REMOVED_OPTIONS, option
 
 if TYPE_CHECKING:
     import numpy as np
@@ -30,7 +30,7 @@ Prompt = str | Sequence[int]
 GREEDY_BELOW = 1e-5
 """A temperature below this is greedy: dividing by it would overflow."""
 NEUTRAL = {
-    "temperature": 1.0, "top_k": 0, "top_p": 1.0, "min_p": 0.0, "typical_p": 1.0,
+    "temperature": 1.0, "top_k": 0, "top_p": 1.0, "min_p": 0.0,
     "repetition_penalty": 1.0, "presence_penalty": 0.0, "frequency_penalty": 0.0,
 }  # fmt: skip
 """The options of sampling, each with the value that changes nothing."""
@@ -63,11 +63,6 @@ class GenerationConfig:
         "Drop tokens whose probability is below this share of the highest probability.",
         "sampling",
     )
-    typical_p: float | None = option(
-        None,
-        "Locally typical sampling: keep this much probability mass (Meister et al. 2022).",
-        "sampling",
-    )
     repetition_penalty: float = option(
         1.0, "Above 1, tokens already in the prompt or the text become less likely.", "sampling"
     )
@@ -79,12 +74,6 @@ class GenerationConfig:
     )
     logit_bias: Mapping[int, float] = field(default_factory=dict)
     """Added to the logits of these ids; -inf excludes an id."""
-    bad_words: Sequence[str | Sequence[int]] = option(
-        (),
-        "Texts or sequences of ids that are never completed. A text is excluded as it is "
-        "encoded, alone and after a space; encoded with other tokens, it may still appear.",
-        "sampling",
-    )
     processors: Sequence[Processor] = ()
     """Functions that change the logits before all other options, in this order."""
     seed: int | None = option(
@@ -109,16 +98,7 @@ class GenerationConfig:
     """For each new token, return this many of the likeliest tokens with their logprobs."""
     prompt_logprobs: bool | int = False
     """Return the logprob of each prompt token after the first; a number: the likeliest as well."""
-    speculate: Literal["ngram"] | None = option(
-        None, "N-gram speculative decoding: same output, faster on repetitive text.", "speed"
-    )
-    draft_tokens: int = option(10, "Maximum number of tokens to draft per step.", "speed")
     n: int = option(1, "Number of texts per prompt.", "several texts")
-    best_of: int | None = option(
-        None,
-        "Sample this many texts and return the n with the highest mean logprob.",
-        "several texts",
-    )
     num_beams: int = option(1, "Above 1: beam search with this many beams.", "several texts")
     length_penalty: float = option(
         1.0, "Beam search: above 0 favours longer texts, below 0 shorter ones.", "several texts"
@@ -159,7 +139,6 @@ class GenerationConfig:
             self._set("prompt_logprobs", _integer("prompt_logprobs", self.prompt_logprobs, 0))
         self._set("stop", _texts("stop", self.stop))
         self._set("stop_ids", _ids("stop_ids", self.stop_ids))
-        self._set("bad_words", _words(self.bad_words))
         self._set("processors", _processors(self.processors))
         _check_bias(self.logit_bias)
         self._check_together()
@@ -169,19 +148,11 @@ class GenerationConfig:
 
     def _check_together(self) -> None:
         """Raise `UserError`, naming both, for options that contradict each other."""
-        if self.best_of is not None and self.best_of < self.n:
+        if self.n > 1 and self.num_beams > 1:
+            raise UserError("exclude each other", option=("num_beams", "n"), hint="choose one")
+        if self.n > 1 and self.greedy:
             raise UserError(
-                f"must be at least the number of texts, {self.n}, got {self.best_of}",
-                option="best_of",
-            )
-        several = "n" if self.best_of is None else "best_of"
-        if self.n_samples > 1 and self.num_beams > 1:
-            raise UserError("exclude each other", option=("num_beams", several), hint="choose one")
-        if self.n_samples > 1 and self.greedy:
-            raise UserError(
-                "0 would make the same text each time",
-                option=(several, "temperature"),
-                hint="omit one",
+                "0 would make the same text each time", option=("n", "temperature"), hint="omit one"
             )
         for name in ("length_penalty", "early_stopping"):
             if self._is_set(name) and self.num_beams == 1:
@@ -219,11 +190,6 @@ class GenerationConfig:
         return any(self.numbers[name] != NEUTRAL[name] for name in penalties)
 
     @property
-    def n_samples(self) -> int:
-        """How many texts are drawn for each prompt."""
-        return self.n if self.best_of is None else self.best_of
-
-    @property
     def form(self) -> dict[str, Any]:
         """The constraint on the text's form, by the option's name; empty where there is none."""
         given = {name: getattr(self, name) for name in ("regex", "json_schema", "grammar")}
@@ -236,15 +202,13 @@ class GenerationConfig:
 
 
 _INTEGERS = {
-    "max_new_tokens": 1, "top_k": 1, "seed": 0, "top_logprobs": 0, "draft_tokens": 1, "n": 1,
-    "best_of": 1, "num_beams": 1,
+    "max_new_tokens": 1, "top_k": 1, "seed": 0, "top_logprobs": 0, "n": 1, "num_beams": 1,
 }  # fmt: skip
 """Options that are integers, with their least values."""
 _NUMBERS = {
     "temperature": (0, math.inf),
     "top_p": (1e-9, 1),
     "min_p": (0, 1),
-    "typical_p": (1e-9, 1),
     "repetition_penalty": (1e-6, math.inf),
     "presence_penalty": (-math.inf, math.inf),
     "frequency_penalty": (-math.inf, math.inf),
@@ -254,12 +218,11 @@ _NUMBERS = {
 """Options that are finite numbers, with their bounds."""
 _CHOICES: dict[str, tuple[object, ...]] = {
     "context_end": ("stop", "slide"),
-    "speculate": (None, "ngram"),
     "early_stopping": (True, False, "never"),
 }
 _EXCLUDED_BY_BEAMS = (
-    *("temperature", "top_k", "top_p", "min_p", "typical_p", "stop", "stop_ids"),
-    *("context_end", "top_logprobs", "prompt_logprobs", "speculate"),
+    *("temperature", "top_k", "top_p", "min_p", "stop", "stop_ids"),
+    *("context_end", "top_logprobs", "prompt_logprobs"),
 )
 """Options of sampling and streaming, which beam search does not use."""
 _FIELDS = {each.name: each for each in fields(GenerationConfig)}
@@ -285,8 +248,10 @@ def default_of(name: str) -> object:
 
 
 def with_options(config: GenerationConfig | None, options: Mapping[str, Any]) -> GenerationConfig:
-    """Return the config with some options changed; an unknown one is a `TypeError`."""
+    """Return the config with some options changed; raise `TypeError` for an unknown option."""
     for name in options.keys() - _FIELDS.keys():
+        if remedy := REMOVED_OPTIONS.get(name):
+            raise TypeError(f"{name} is no longer an option of generation: {remedy}")
         meant = nearest_name(name, _FIELDS)
         engine = "" if meant in _FIELDS else " It is an option of Engine."
         meant = f": did you mean {meant}?{engine}" if meant else f"; known are {', '.join(_FIELDS)}"
@@ -316,7 +281,8 @@ def _integer(name: str, value: Any, least: int) -> int | None:
     if value is None and name in _FIELDS:
         return None
     if not is_id(value) or not least <= operator.index(value) < 2**63:
-        raise UserError(f"must be an integer >= {least}, got {value!r}", option=name)
+        most = " and < 2**63" if is_id(value) and operator.index(value) >= 2**63 else ""
+        raise UserError(f"must be an integer >= {least}{most}, got {value!r}", option=name)
     return operator.index(value)
 
 
@@ -361,17 +327,6 @@ def _check_bias(bias: Any) -> None:
     for value in bias.values():
         if type(value) is bool or not isinstance(value, Real) or not float(value) < math.inf:
             raise UserError(f"must add numbers below inf, got {value!r}", option="logit_bias")
-
-
-def _words(words: Any) -> tuple[str | tuple[int, ...], ...]:
-    if isinstance(words, str) or not isinstance(words, Sequence):
-        raise UserError(f"must be a list of texts or ids, got {words!r}", option="bad_words")
-    for word in words:
-        if not isinstance(word, str):
-            _ids("bad_words", word)
-        if not len(word):
-            raise UserError(f"must not be empty, got {word!r}", option="bad_words")
-    return tuple(word if isinstance(word, str) else _ids("bad_words", word) for word in words)
 
 
 def _processors(processors: Any) -> tuple[Processor, ...]:

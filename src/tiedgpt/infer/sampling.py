@@ -1,17 +1,16 @@
 """From one position's logits to one token: penalties, filters, and a seeded draw.
 
-The order is that of transformers: bias, penalties, bad words, temperature, top-k, top-p, min-p,
-typical-p. A draw takes one uniform number. This is the numpy reference; `kernels/sampling.py`
-computes the same for a whole batch at once.
+The order is that of transformers: bias, penalties, temperature, top-k, top-p, min-p. A draw takes
+one uniform number. This is the numpy reference; `kernels/sampling.py` computes the same for a whole
+batch at once.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
-from itertools import chain
-from typing import NamedTuple, cast
+from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 
@@ -19,7 +18,6 @@ from tiedgpt.errors import UserError
 from tiedgpt.infer import filters
 from tiedgpt.infer.filters import Array, Ids
 from tiedgpt.infer.options import NEUTRAL, GenerationConfig
-from tiedgpt.text import Tokenizer
 
 
 @dataclass(slots=True)
@@ -27,7 +25,6 @@ class Choice:
     """Everything that the choice of one token depends on."""
 
     config: GenerationConfig
-    """Its bad words are ids; see `encode_bad_words`."""
     logits: Array
     """(V,), after the processors."""
     seen: Sequence[int]
@@ -69,26 +66,13 @@ def _choose(choice: Choice) -> NextToken | UserError:
     return NextToken(token, float(own[token]) - filters.log_normalizer(own))
 
 
-def encode_bad_words(
-    config: GenerationConfig, size: int, tokenizer: Tokenizer | None
-) -> GenerationConfig:
-    """Return a config with bad words as ids; raise `UserError` for ids beyond `size`."""
-    words: list[tuple[int, ...]] = []
-    for word in config.bad_words:
-        if not isinstance(word, str):
-            words.append(tuple(word))
-        elif tokenizer is None:
-            raise UserError("bad_words of text need a tokenizer", hint="give ids")
-        else:  # most vocabularies have other tokens after a blank
-            spelt = (word,) if word[0].isspace() else (word, f" {word}")
-            words += [tuple(tokenizer.encode(text)) for text in spelt]
-    named = {"logit_bias": config.logit_bias, "stop_ids": config.stop_ids}
-    for name, ids in (named | {"bad_words": chain(*words)}).items():
-        if beyond := [token for token in ids if token >= size]:
+def check_ids(config: GenerationConfig, size: int) -> None:
+    """Raise `UserError` for options that name ids beyond the vocabulary."""
+    for name in ("logit_bias", "stop_ids"):
+        if beyond := [token for token in getattr(config, name) if token >= size]:
             raise UserError(
                 f"names {beyond[0]}, no id of a vocabulary of {size} tokens", option=name
             )
-    return replace(config, bad_words=tuple(dict.fromkeys(filter(None, words))))
 
 
 def adjust_logits(
@@ -101,27 +85,16 @@ def adjust_logits(
     generated = seen[n_prompt:]
     repeats = config.repetition_penalty != 1 and len(seen) > 0
     counts = bool(config.presence_penalty or config.frequency_penalty) and len(generated) > 0
-    bias = biases(config, seen)
-    if not (repeats or counts or bias):
+    if not (repeats or counts or config.logit_bias):
         return logits
     scores = logits.copy()
-    filters.add_bias(scores, bias)
+    filters.add_bias(scores, config.logit_bias)
     if repeats:
         filters.penalize_repetition(scores, seen, config.repetition_penalty)
     if counts:
         presence, frequency = config.presence_penalty, config.frequency_penalty
         filters.penalize_counts(scores, generated, presence, frequency)
     return scores
-
-
-def biases(config: GenerationConfig, seen: Sequence[int]) -> dict[int, float]:
-    """Return what is added to the logits of single ids; -inf for the end of a bad word."""
-    bias = dict(config.logit_bias)
-    for word in cast("Sequence[tuple[int, ...]]", config.bad_words):
-        *beginning, last = word
-        if not beginning or list(seen[-len(beginning) :]) == beginning:
-            bias[last] = -math.inf
-    return bias
 
 
 def filter_logits(config: GenerationConfig, scores: Array) -> tuple[Ids | None, Array]:
@@ -145,7 +118,6 @@ _FILTERS: dict[str, Callable[..., Ids | None]] = {
     "top_k": filters.top_k,
     "top_p": filters.top_p,
     "min_p": filters.min_p,
-    "typical_p": filters.typical_p,
 }
 
 
@@ -155,7 +127,6 @@ def no_choice(highest: float) -> UserError | None:
         return None
     if highest == -math.inf:
         return UserError(
-            "no token is left to choose from: logit_bias, bad_words or a constraint rules all of "
-            "them out"
+            "no token is left to choose from: logit_bias or a constraint rules all of them out"
         )
     return UserError("the model's logits are not numbers: its weights are damaged")

@@ -1,6 +1,6 @@
 """Continuous batching: requests that come and go in the slots of a session.
 
-In each step every running request reads a chunk of its prompt, or its newest token with a draft;
+In each step every running request reads a chunk of its prompt, or its newest token;
 then the next tokens of those that have read everything are chosen together. Requests take free
 slots in the order of arrival; ids that a slot already holds are not read again. The result of a
 request does not depend on other requests. A scheduler belongs to one thread.
@@ -182,11 +182,9 @@ class Scheduler:
                     for slot_id in request.slot_ids:
                         self.pool.truncate(slot_id, 0)
             ready = [request for request in self.running if request.is_read]
-            while ready:
-                self._choose(ready)
-                for request in ready:
-                    request.advance()
-                ready = [request for request in ready if request.is_read]  # drafts came true
+            self._choose(ready)
+            for request in ready:
+                request.advance()
         self._release_ended()
 
     def _admit(self) -> None:
@@ -268,14 +266,10 @@ class Scheduler:
     def _learn(self, parts: list[Part], seconds: float) -> None:
         """Record the time of a step."""
         n_decode = sum(read.is_decode for _, read, _ in parts)
-        drafts = [read.n_drafted for _, read, _ in parts if read.n_drafted]
         if n_decode < len(parts):
             prompts = sum(n for _, read, n in parts if not read.is_decode)
             self._pace.note_mixed(seconds, prompts, n_decode)
-        elif drafts:
-            self.pool.price.note_drafted(seconds, sequences=n_decode, drafts=drafts)
         else:
-            self.pool.price.note_plain(seconds, sequences=n_decode)
             self._pace.note_plain(seconds)
 
     def _choose(self, requests: list[Request]) -> None:
@@ -306,8 +300,6 @@ class Scheduler:
             self.pool.release(request.slot_ids)
             if request.sequence is not None:
                 self.counts["generated_tokens"] += len(request.result.ids)
-                self.counts["draft_tokens"] += request.sequence.n_drafted
-                self.counts["accepted_tokens"] += request.sequence.n_accepted
 
 
 class _Pace:

@@ -14,9 +14,8 @@ from tiedgpt.infer import filters
 from tiedgpt.infer.detokenizer import Detokenizer
 from tiedgpt.infer.filters import Array
 from tiedgpt.infer.options import GenerationConfig, Processor
-from tiedgpt.infer.sampling import Choice, NextToken, adjust_logits, encode_bad_words
+from tiedgpt.infer.sampling import Choice, NextToken, adjust_logits, check_ids
 from tiedgpt.infer.slots import SCORED_AT_ONCE, Read, SlotPool, Steps
-from tiedgpt.infer.speculation import Drafter
 from tiedgpt.text import Tokenizer
 
 FinishReason = Literal["stop", "length", "context", "cancelled", "timeout", "error"]
@@ -71,7 +70,7 @@ class Completion:
 
     @property
     def mean_logprob(self) -> float:
-        """The mean of `logprobs`; `best_of` takes the highest."""
+        """The mean of `logprobs`."""
         return sum(self.logprobs) / max(1, len(self.logprobs))
 
 
@@ -94,7 +93,8 @@ class SequenceState:
     ) -> None:
         if config.stop and tokenizer is None:
             raise UserError("stop strings need a tokenizer")
-        self.config = encode_bad_words(config, model.vocab_size, tokenizer)
+        check_ids(config, model.vocab_size)
+        self.config = config
         self.ids = list(prompt)
         self.n_prompt = len(prompt)
         self.start = 0
@@ -103,13 +103,11 @@ class SequenceState:
         self.finish_reason: FinishReason | None = None
         self.emit: Callable[[Token], None] | None = None
         """It is called with each new token when its text is certain."""
-        self.n_drafted = self.n_accepted = 0
         self.logprobs: list[float] = []
         self.top_logprobs: list[Likeliest] = []
         self.prompt_logprobs: list[float] = []
         self.prompt_top_logprobs: list[Likeliest] = []
         self.ends = {model.eos_token_id, *end_ids, *config.stop_ids}
-        self._drafter = Drafter(config.draft_tokens) if config.speculate else None
         self._processors = (*config.processors, *processors)
         self._detokenizer = Detokenizer(tokenizer, prompt[-1], config.stop)
         seeds = None if config.seed is None else [config.seed, copies]
@@ -119,19 +117,6 @@ class SequenceState:
     def new_ids(self) -> list[int]:
         """The generated tokens."""
         return self.ids[self.n_prompt :]
-
-    @property
-    def n_left(self) -> int:
-        """Tokens that may still come."""
-        return self.config.max_new_tokens - (len(self.ids) - self.n_prompt)
-
-    def draft(self, price: Callable[[int], float], room: int) -> list[int]:
-        """Return a draft of at most `room` tokens; [] if none pays."""
-        if self._drafter is None:
-            return []
-        draft = self._drafter.draft(self.ids, price=price, room=min(room, self.n_left - 1))
-        self.n_drafted += len(draft)
-        return draft
 
     def adjust(self, ids: Sequence[int], logits: Array) -> Array:
         """Return the logits (V,) after `ids` with processors, biases and penalties applied."""
@@ -221,8 +206,7 @@ class SequenceState:
 def decode(pool: SlotPool, slot_ids: Sequence[int], sequence: SequenceState) -> Steps[Completion]:
     """Read the prompt, then one chosen token after another, until the text ends.
 
-    Position embeddings are absolute: a window that slides is read again from its first token. A
-    draft is read with the newest token, and its tokens are appended while they are the ones chosen.
+    Position embeddings are absolute: a window that slides is read again from its first token.
     """
     config, session, (slot_id,) = sequence.config, pool.session, slot_ids
     capacity = session.capacity
@@ -230,31 +214,19 @@ def decode(pool: SlotPool, slot_ids: Sequence[int], sequence: SequenceState) -> 
         if len(sequence.ids) - sequence.start > capacity:
             sequence.start = len(sequence.ids) - max(1, capacity // 2)
             pool.truncate(slot_id, 0)
-        n_held = session.lengths[slot_id]
-        at = sequence.start + n_held
-        unread, draft = sequence.ids[at:], list[int]()
+        at = sequence.start + session.lengths[slot_id]
+        unread = sequence.ids[at:]
         is_scored = config.prompt_logprobs is not False and not sequence.start
         is_scored = is_scored and at < sequence.n_prompt
         if is_scored:
             unread = unread[:SCORED_AT_ONCE]
-        elif len(unread) == 1 and config.speculate:
-            draft = sequence.draft(pool.price.of, capacity - n_held - 1)
         is_last = at + len(unread) == len(sequence.ids)
-        every, chooser = bool(draft) or is_scored, sequence if is_last else None
-        read = Read(slot_id, unread + draft, every, len(draft), chooser)
+        read = Read(slot_id, unread, is_scored, sequence if is_last else None)
         yield [read]
         if is_scored and read.logits is not None:
             sequence.add_prompt_logprobs(at, read.logits)
-        for drafted in [*draft, None] if is_last else ():
+        if read.next_token is not None:
             is_full = len(sequence.ids) - sequence.start == capacity
             is_full = is_full and config.context_end == "stop"
-            assert read.next_token is not None
             sequence.append(read.next_token, read.next_logits, is_full=is_full)
-            if sequence.finish_reason is not None or sequence.ids[-1] != drafted:
-                break
-            sequence.n_accepted += 1
-            read.n_accepted += 1
-            yield [read]  # the token after it is chosen
-        if draft and sequence.finish_reason is None:
-            pool.truncate(slot_id, len(sequence.ids) - 1 - sequence.start)
     return sequence.completion()

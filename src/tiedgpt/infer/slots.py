@@ -15,7 +15,6 @@ import numpy as np
 from tiedgpt.infer.room import require_memory
 from tiedgpt.infer.sampling import NextToken
 from tiedgpt.infer.session import Logits, Session
-from tiedgpt.infer.speculation import Price
 
 if TYPE_CHECKING:
     from tiedgpt.errors import UserError
@@ -33,14 +32,10 @@ class Read:
     ids: Sequence[int]
     every: bool = False
     """Whether the logits after every id are needed, or only those after the last."""
-    n_drafted: int = 0
-    """How many of the last ids are a draft."""
     sequence: SequenceState | None = None
     """The sequence that the next token is chosen for; None if no token is chosen."""
     n_left: int = 0
     """How many ids have not been read."""
-    n_accepted: int = 0
-    """How many tokens of the draft were chosen: the next token is chosen after these."""
     logits: Logits | None = None
     """(1, V) after the last id, or (n, V) after every one; they hold until the next read."""
     next_token: NextToken | UserError | None = None
@@ -51,14 +46,14 @@ class Read:
 
     @property
     def is_decode(self) -> bool:
-        """Whether it reads one new token, with or without a draft."""
-        return len(self.ids) - self.n_drafted == 1
+        """Whether it reads one new token."""
+        return len(self.ids) == 1
 
     @property
     def next_logits(self) -> Logits:
         """The logits (V,) that the next token is chosen by."""
         assert self.logits is not None
-        return cast(Logits, self.logits[self.n_accepted - self.n_drafted - 1])
+        return cast(Logits, self.logits[-1])
 
     def add(self, n: int, logits: Logits) -> None:
         """Note that n more ids were read, and the logits after each or after the last."""
@@ -78,7 +73,7 @@ class SlotPool:
 
     def __init__(self, session: Session) -> None:
         n = session.n_slots
-        self.session, self.price = session, Price()
+        self.session = session
         self.cached_ids: list[list[int]] = [[] for _ in range(n)]
         """By slot, the ids whose keys and values it holds; those of a free slot may be reused."""
         self.free = list(range(n))

@@ -161,13 +161,13 @@ class Worker:
     def stats(self) -> dict[str, float]:
         """Return counts; see `Engine.stats`."""
         counts, requests = self._counts, list(getattr(self, "_active", ()))
-        names = ("prompt_tokens", "reused_tokens", "generated_tokens", "draft_tokens")
+        names = ("prompt_tokens", "reused_tokens", "generated_tokens")
         running = sum(request.status is not RequestStatus.WAITING for request in requests)
         return {
             "requests": counts["requests"],
             "running": running,
             "waiting": len(requests) - running,
-            **{name: counts[name] for name in (*names, "accepted_tokens")},
+            **{name: counts[name] for name in names},
             "seconds": counts["nanoseconds"] / 1e9,
         }
 

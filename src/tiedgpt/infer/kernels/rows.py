@@ -20,7 +20,7 @@ BLOCK = 256
 SAMPLE = 64
 """Keys that a pivot is taken from."""
 NONE = np.float32(-np.inf)
-TOP_K, TOP_P, MIN_P, TYPICAL_P = range(4)
+TOP_K, TOP_P, MIN_P = range(3)
 SMALLEST = float(np.finfo(np.float32).tiny)
 
 
@@ -32,7 +32,6 @@ class Candidates(NamedTuple):
     scores: Any
     weights: Any
     """Proportional to the probabilities."""
-    distances: Any
     spare_keys: Any
     spare_weights: Any
 
@@ -175,11 +174,11 @@ def _keep(keys, threshold, ties, n, tokens):
 @njit(error_model="numpy")
 def _filter(row, n, top, changed, tokens):
     """Leave the tokens that may be drawn, with their weights; return how many."""
-    scores, weights, distances = tokens.scores, tokens.weights, tokens.distances
+    scores, weights = tokens.scores, tokens.weights
     factor = np.float32(max(1 / row.temperature, SMALLEST))
     for at in range(0, n, LANES):
         vec.store(tokens.ids, at, vec.count_from(at))
-    for kind in range(4):
+    for kind in range(3):
         keys, threshold, ties, target = scores, NONE, n, 0.0
         if kind == TOP_K:
             if not 0 < row.top_k < n:
@@ -197,33 +196,14 @@ def _filter(row, n, top, changed, tokens):
             total = _sum(weights, n)
             target = row.top_p * total  # tokens of less than this together stay out:
             pivot = np.float32(top + math.log(max((total - target) / n, SMALLEST)) / factor)
-        elif kind == MIN_P:
-            keys, threshold = weights, np.float32(row.min_p)
-        elif row.typical_p < 1:
-            target = row.typical_p * _surprise(scores, weights, n, top, factor, distances)
-            keys, pivot = distances, distances[n // 2]
         else:
-            continue
+            keys, threshold = weights, np.float32(row.min_p)
         if kind != MIN_P:
             threshold, ties = _threshold(keys, n, target, pivot, tokens)
             if kind == TOP_K and threshold > NONE:
                 ties = n
         n = _keep(keys, threshold, ties, n, tokens)
     return n
-
-
-@njit(error_model="numpy")
-def _surprise(scores, weights, n, top, factor, out):
-    """Write minus the distance of each token's surprise from the expected one; return the total."""
-    total, mean = _sum(weights, n), 0.0
-    for i in range(n):
-        if weights[i] > 0:
-            mean += weights[i] * np.float64((scores[i] - top) * factor)
-    center = np.float32(mean / total)
-    for i in range(n):
-        out[i] = -abs((scores[i] - top) * factor - center) if weights[i] > 0 else NONE
-    out[n : n + LANES] = NONE
-    return total
 
 
 @njit(error_model="numpy")
@@ -299,7 +279,7 @@ def _rank(scores, n, target):
 def _fill(row, size, lists, scratch):
     """Choose or rank the token of a row of `size` logits."""
     logits, n = vec.array_at(row.address, size), row.n_tokens
-    tokens = Candidates(scratch[0], scratch[1], scratch[2], scratch[3], scratch[4], scratch[5])
+    tokens = Candidates(scratch[0], scratch[1], scratch[2], scratch[3], scratch[4])
     scores = tokens.scores
     top = _copy(logits, scores)
     log_total = top + math.log(_exponentials(scores, size, top, np.float32(1.0), tokens.weights))
@@ -308,7 +288,7 @@ def _fill(row, size, lists, scratch):
     else:
         changed = n < size or row.bias < row.bias_end or row.seen < row.seen_end
         if changed:
-            _adjust(row, scores, scratch[6].view(np.int32), lists)
+            _adjust(row, scores, scratch[5].view(np.int32), lists)
             top = _copy(scores[:n], scores)
         row.highest = top
         if not math.isfinite(top):

@@ -17,11 +17,11 @@ from tiedgpt.infer.kernels.arguments import LANES, TokenLists
 from tiedgpt.infer.kernels.compile_cache import Kernel
 from tiedgpt.infer.kernels.thread_pool import ThreadPool
 from tiedgpt.infer.options import GenerationConfig
-from tiedgpt.infer.sampling import Choice, NextToken, biases, no_choice
+from tiedgpt.infer.sampling import Choice, NextToken, no_choice
 
 Logits = NDArray[np.float32] | Sequence[NDArray[np.float32]]
 """(N, V), or N arrays (V,); contiguous rows are not copied."""
-SCRATCH = 7
+SCRATCH = 6
 """Arrays of a vocabulary's size that a thread works on."""
 
 
@@ -37,7 +37,6 @@ class Row(NamedTuple):
     top_k: float
     top_p: float
     min_p: float
-    typical_p: float
     repetition_penalty: float
     presence_penalty: float
     frequency_penalty: float
@@ -72,10 +71,8 @@ def choose(pool: ThreadPool, choices: Sequence[Choice]) -> list[NextToken | User
         config, seen_start, bias_start = choice.config, len(seen), len(bias_ids)
         if config.penalizes:
             seen += choice.seen
-        if config.logit_bias or config.bad_words:
-            its = biases(config, choice.seen)
-            bias_ids += its
-            bias += its.values()
+        bias_ids += config.logit_bias
+        bias += config.logit_bias.values()
         rows.append(Row(
             address=_address(array), n_tokens=min(choice.n_tokens, size), uniform=choice.uniform,
             seen=seen_start, generated=min(seen_start + choice.n_prompt, len(seen)),

@@ -1,0 +1,42 @@
+"""Values that no front end accepts: Python, the command line and the server are tested on these."""
+
+import math
+
+BAD_VALUES = {
+    "max_new_tokens": [0, -1, 1.5, True, "5"],
+    "temperature": [-1, math.nan, math.inf, 10**400, True, "1"],
+    "top_k": [0, -1, 2.5],
+    "top_p": [0, 1.1, -1],
+    "min_p": [-0.1, 2, "0.1"],
+    "repetition_penalty": [0, -1],
+    "presence_penalty": [math.inf, "a"],
+    "frequency_penalty": [math.nan],
+    "logit_bias": [{-1: 1.0}, {3: math.nan}, {3: math.inf}, {3: "x"}, [3], {10**8: 1.0}],
+    "processors": [len, [None]],
+    "seed": [-1, 1 << 64, 1.5, "1"],
+    "stop": [[""], "", 3, b"a", [5]],
+    "stop_ids": [3, "3", [True], [-1], [10**8]],
+    "context_end": ["wrap"],
+    "timeout": [-1, math.inf],
+    "top_logprobs": [-1, True],
+    "prompt_logprobs": [-1],
+    "n": [0, -1, 1.0],
+    "num_beams": [0, 1.5],
+    "length_penalty": [math.nan, 51, -51],
+    "early_stopping": ["soon"],
+    "regex": ["[", 5],
+    "json_schema": ["{", '{"type": 5}', "[1]"],
+    "grammar": ["nonsense ::="],
+}
+"""By field of GenerationConfig."""
+BAD_PAIRS = [
+    {"num_beams": 2, "temperature": 0.7},
+    {"num_beams": 2, "top_p": 0.9},
+    {"num_beams": 2, "stop": "x"},
+    {"num_beams": 2, "context_end": "slide"},
+    {"num_beams": 2, "top_logprobs": 2},
+    {"num_beams": 2, "n": 2},
+    {"n": 2, "temperature": 0},
+    {"regex": "a", "grammar": 'start: "a"'},
+]
+"""Options that exclude each other."""
