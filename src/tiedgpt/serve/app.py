@@ -41,7 +41,7 @@ if TYPE_CHECKING:
 
 EXPECTED = {
     name: field.description
-    for request in (CompletionRequest, EmbeddingRequest, Message)
+    for request in (CompletionRequest, ChatRequest, EmbeddingRequest, Message)
     for name, field in request.model_fields.items()
     if field.description
 }

@@ -9,12 +9,12 @@ import time
 import uuid
 from collections.abc import AsyncIterator, Sequence
 from dataclasses import dataclass, field
-from operator import attrgetter
 from typing import TYPE_CHECKING, Any
 
 from fastapi import Request
 from fastapi.responses import JSONResponse, Response
 
+from tiedgpt.errors import UserError
 from tiedgpt.infer import Completion, Engine, GenerationConfig
 from tiedgpt.infer.options import Prompt
 from tiedgpt.serve.errors import APIError, api_error
@@ -109,11 +109,10 @@ class GenerationRequest:
     request: Request
     form: _CompletionForm | _ChatForm
     choices: list[Choice]
-    """All texts to be generated: `samples` for each prompt."""
+    """All texts to be generated: n for each prompt."""
     names: TokenNames
     config: GenerationConfig
     has_logprobs: bool
-    samples: int
 
     @property
     def has_text(self) -> bool:
@@ -141,26 +140,15 @@ class GenerationRequest:
         if self.has_prompt_logprobs:
             entries = prompt_entries(choice, done, self.names)
         if self.has_text and self.has_logprobs:
-            entries += [token_entry(choice, *each) for each in enumerate(choice.tokens)]
+            entries += [token_entry(choice, token) for token in choice.tokens]
         logprobs = self.form.logprobs(entries, self.names) if self.has_logprobs else None
         text = self.names.text(done) if self.has_text else ""
         message = self.form.message(choice.echo + text)
         return self.choice(index, message, logprobs, self.finish_reason(done))
 
-    def best_choices(self) -> list[Choice]:
-        """Return n texts for each prompt: those with the highest mean logprob."""
-        if self.form.body.n == self.samples:
-            return self.choices
-        best = list[Choice]()
-        for first in range(0, len(self.choices), self.samples):
-            group = self.choices[first : first + self.samples]
-            group = sorted(group, key=attrgetter("result.mean_logprob"), reverse=True)
-            best += group[: self.form.body.n]
-        return best
-
     def usage(self, n_new: int) -> dict[str, int]:
         """Count tokens, also for the log; each prompt once, however many texts it has."""
-        n_prompt = sum(len(choice.prompt_ids) for choice in self.choices[:: self.samples])
+        n_prompt = sum(len(choice.prompt_ids) for choice in self.choices[:: self.form.body.n])
         n_new = n_new if self.has_text else 0
         usage = {"prompt_tokens": n_prompt, "completion_tokens": n_new}
         self.request.state.log_fields |= usage
@@ -169,11 +157,6 @@ class GenerationRequest:
 
 async def complete(service: Service, request: Request, body: CompletionRequest) -> Response:
     """Answer /v1/completions."""
-    samples = body.n if body.best_of is None else body.best_of
-    if samples < body.n:
-        raise APIError(400, f"best_of must be at least n={body.n}, got {samples}", param="best_of")
-    if body.stream and samples > body.n:
-        raise APIError(400, "best_of above n cannot be streamed", param="best_of")
     has_logprobs = body.logprobs is not None
     max_tokens = MAX_TOKENS if body.max_tokens is None else body.max_tokens
     config = body.config(
@@ -181,12 +164,11 @@ async def complete(service: Service, request: Request, body: CompletionRequest) 
         prompt_logprobs=(body.logprobs or 0) if body.echo and has_logprobs else False,
     )  # fmt: skip
     names = TokenNames(service.engine.tokenizer, body.return_tokens_as_token_ids)
-    choices = await _encode(service, body, as_list(body.prompt), samples, max_tokens, body.echo)
+    choices = await _encode(service, body, as_list(body.prompt), max_tokens)
     form = _CompletionForm(body)
-    generation = GenerationRequest(
-        service, request, form, choices, names, config, has_logprobs, samples
+    return await _answer(
+        GenerationRequest(service, request, form, choices, names, config, has_logprobs)
     )
-    return await _answer(generation)
 
 
 async def chat(service: Service, request: Request, body: ChatRequest) -> Response:
@@ -194,52 +176,52 @@ async def chat(service: Service, request: Request, body: ChatRequest) -> Respons
     template, tokenizer = service.template, service.engine.tokenizer
     if template is None or tokenizer is None:
         raise APIError(
-            400, "the model has no chat template of ours: use /v1/completions", param="messages",
+            400, "this model has no chat template: use /v1/completions", param="messages",
             code="no_chat_template",
         )  # fmt: skip
     if body.top_logprobs is not None and not body.logprobs:
         raise APIError(400, "top_logprobs needs logprobs to be true", param="top_logprobs")
     from tiedgpt.data.templates import encode_pieces
 
-    messages = [{"role": each.role, "content": each.text} for each in body.messages]
-    ids, _ = await asyncio.to_thread(lambda: encode_pieces(template.prompt(messages), tokenizer))
+    messages = [message.for_template() for message in body.messages]
+    try:
+        ids, _ = await asyncio.to_thread(
+            lambda: encode_pieces(template.prompt(messages), tokenizer)
+        )
+    except UserError as error:
+        raise APIError(400, f"messages: {error}", param="messages") from None
     room = service.engine.runner.config.n_positions - len(ids)
     max_tokens = body.max_completion_tokens or body.max_tokens or max(1, room)
     config = body.config(
         max_new_tokens=max_tokens, top_logprobs=body.top_logprobs or 0,
         stop_ids=template.end_ids(tokenizer),
     )  # fmt: skip
-    choices, names = await _encode(service, body, [ids], body.n, max_tokens), TokenNames(tokenizer)
-    form, samples = _ChatForm(body), body.n
-    generation = GenerationRequest(
-        service, request, form, choices, names, config, body.logprobs, samples
+    choices, names = await _encode(service, body, [ids], max_tokens), TokenNames(tokenizer)
+    form = _ChatForm(body)
+    return await _answer(
+        GenerationRequest(service, request, form, choices, names, config, body.logprobs)
     )
-    return await _answer(generation)
 
 
 async def _encode(
     service: Service,
     body: CompletionRequest | ChatRequest,
     prompts: Sequence[Prompt],
-    samples: int,
     max_tokens: int,
-    echo: bool = False,
 ) -> list[Choice]:
     """Check the fields of both APIs; return the texts to be generated."""
     service.require_model(body.model)
-    if len(prompts) * samples > service.max_choices:
+    if len(prompts) * body.n > service.max_choices:
         raise APIError(
-            400, f"prompts times samples must be at most {service.max_choices}, got "
-            f"{len(prompts)} x {samples}", param="prompt",
+            400, f"the number of prompts times n must be at most {service.max_choices}, got "
+            f"{len(prompts)} x {body.n}", param="prompt",
         )  # fmt: skip
-    ids, size = body.logprob_token_ids, service.engine.runner.config.vocab_size
-    if any(id >= size for id in ids):
-        param = "logprob_token_ids"
-        raise APIError(400, f"{param} must be ids below {size}", param=param)
+    options: dict[str, Any] = {"param": "messages"}
+    if isinstance(body, CompletionRequest):
+        options = {"echo": body.echo, "allow_special": body.allow_special}
     return await asyncio.to_thread(
-        encode_prompts, service.engine, prompts, n=samples, room=max_tokens, recorded_ids=ids,
-        echo=echo, allow_special=isinstance(body, CompletionRequest) and body.allow_special,
-    )  # fmt: skip
+        encode_prompts, service.engine, prompts, n=body.n, room=max_tokens, **options
+    )
 
 
 async def _answer(generation: GenerationRequest) -> Response:
@@ -260,7 +242,7 @@ async def _answer(generation: GenerationRequest) -> Response:
     await stream.wait(generation.request)
     usage = generation.usage(sum(len(choice.result.ids) for choice in generation.choices))
     choices = await asyncio.to_thread(
-        lambda: [generation.whole_choice(*each) for each in enumerate(generation.best_choices())]
+        lambda: [generation.whole_choice(*each) for each in enumerate(generation.choices)]
     )
     return JSONResponse({**head, "choices": choices, "usage": usage})
 
@@ -291,7 +273,7 @@ async def _events(
             if generation.has_prompt_logprobs and not counts[index]:
                 entries = await asyncio.to_thread(prompt_entries, choice, token, names)
                 yield event(generation.choice(index, first[index], form.logprobs(entries, names)))
-            entry = token_entry(choice, counts[index], token)
+            entry = token_entry(choice, token)
             logprobs = form.logprobs([entry], names) if generation.has_logprobs else None
             text = names.piece(token, is_first=not counts[index])
             counts[index] += 1

@@ -13,6 +13,8 @@ from starlette.exceptions import HTTPException
 
 from tiedgpt.errors import NoRoomError, TiedGPTError
 from tiedgpt.infer import ClosedError, QueueFullError
+from tiedgpt.infer.options import OTHER_NAMES
+from tiedgpt.options import REMOVED_OPTIONS
 
 RETRY_SECONDS = 1
 """Seconds after which a client may try again when too many requests wait."""
@@ -23,6 +25,15 @@ OPTIONS = {
     "prompt_logprobs": "logprobs",
 }
 """By option of the engine, its name in the API, where they differ."""
+TOOLS = "the model calls no tools; response_format, json_schema, regex and grammar give a form"
+UNSUPPORTED = {
+    **dict.fromkeys(("tools", "functions", "function_call", "tool_calls"), TOOLS),
+    "suffix": "put the text after it into the prompt",
+    "modalities": "answers are text",
+    "audio": "answers are text",
+    "dimensions": "cut and normalize the vector yourself",
+} | REMOVED_OPTIONS
+"""Fields of OpenAI's API, and removed ones, that are refused, with what to do instead."""
 
 
 class APIError(Exception):
@@ -74,9 +85,9 @@ def _field(option: str) -> str:
 
 
 def body_error(error: RequestValidationError, expected: Mapping[str, str]) -> APIError:
-    """Return an error that names the path of the first field that is wrong.
+    """Return an error that names the path of the first wrong field.
 
-    `expected`: what fields of several types must be. The values that were sent are not repeated.
+    `expected` describes fields of several types, for "must be ...". Values are not repeated.
     """
     first = error.errors()[0]
     if first["type"] == "json_invalid":
@@ -96,10 +107,19 @@ def body_error(error: RequestValidationError, expected: Mapping[str, str]) -> AP
     problem = first["msg"].removeprefix("Value error, ").replace("valid dictionary", "JSON object")
     problem = re.sub(r"^\w+ should\b", "must", problem)
     if first["type"] in ("extra_forbidden", "none_required"):
-        problem = "is not supported: leave it out"
+        problem = _unknown_field(path[-1])
     elif first["type"] == "missing":
         problem = "is required"
     return APIError(400, f"{'.'.join(path)} {problem}", param=".".join(path))
+
+
+def _unknown_field(name: str) -> str:
+    """Return the problem with a field that no request has, and what to use instead."""
+    if name in UNSUPPORTED:
+        return f"is not supported: {UNSUPPORTED[name]}"
+    option = OTHER_NAMES.get(name, name)
+    meant = OPTIONS.get(option, option)
+    return "is not a field of this request" + (f": use {meant}" if meant != name else "")
 
 
 def http_error(request: Request, error: HTTPException) -> APIError:

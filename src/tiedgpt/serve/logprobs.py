@@ -29,7 +29,6 @@ class Entry:
     offset: int
     logprob: float | None
     top: Likeliest = ()  # type: ignore[assignment]
-    recorded: list[float] | None = None
 
 
 @dataclass(frozen=True)
@@ -88,9 +87,6 @@ def completion_logprobs(entries: Sequence[Entry], names: TokenNames, n_top: int)
         "top_token_ids": [[id for id, _ in top] for top in tops],
         "top_token_logprobs": [[_finite(logprob) for _, logprob in top] for top in tops],
     }
-    if any(entry.recorded is not None for entry in entries):
-        rows = [entry.recorded and [max(x, LOWEST) for x in entry.recorded] for entry in entries]
-        columns["logprob_token_ids"] = rows
     return columns
 
 
@@ -124,11 +120,9 @@ def prompt_entries(choice: Choice, scored: Completion | Token, names: TokenNames
     return [Entry(ids[0], 0, None), *(Entry(*row) for row in rows)]
 
 
-def token_entry(choice: Choice, number: int, token: Token) -> Entry:
-    """Return the new token of a number, from 0; the last may have ended the text and be no part."""
-    recorded = None if choice.recorder is None else choice.recorder.rows[number]
-    at = len(choice.echo) + token.offset
-    return Entry(token.id, at, token.logprob, token.top_logprobs, recorded)
+def token_entry(choice: Choice, token: Token) -> Entry:
+    """Return the entry of a new token."""
+    return Entry(token.id, len(choice.echo) + token.offset, token.logprob, token.top_logprobs)
 
 
 def _with_own(entry: Entry) -> Likeliest:

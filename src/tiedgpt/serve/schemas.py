@@ -127,6 +127,9 @@ class GenerationBody(NamedBody):
     logit_bias: Biases | None = None
     stop: Stops = None
     seed: Seed | None = None
+    # Accepted for OpenAI's clients, without effect:
+    metadata: dict[Name, Name] | None = None
+    store: bool | None = None
     response_format: ResponseFormat | None = None
     # Beyond OpenAI's:
     top_k: Count | None = None
@@ -135,7 +138,6 @@ class GenerationBody(NamedBody):
     regex: Constraint | None = None
     json_schema: Schema | None = None
     grammar: Constraint | None = None
-    logprob_token_ids: Ids = Field([], max_length=64)
 
     ENGINE_OPTIONS: ClassVar = (
         *("temperature", "top_p", "frequency_penalty", "presence_penalty", "logit_bias", "seed"),
@@ -160,7 +162,6 @@ class CompletionRequest(GenerationBody):
 
     prompt: Prompts = ""
     max_tokens: int | None = Field(None, ge=0, le=1 << 31)
-    best_of: int | None = Field(None, ge=1, le=8)
     echo: bool = False
     logprobs: int | None = Field(None, ge=0, le=20)
     suffix: None = None
@@ -187,12 +188,11 @@ class Message(Body):
     )
     name: Name | None = None
 
-    @property
-    def text(self) -> str:
-        """The content as one text."""
-        if isinstance(self.content, str):
-            return self.content
-        return "".join(part.text for part in self.content)
+    def for_template(self) -> dict[str, str]:
+        """Return the message as chat templates take it; `developer` is OpenAI's name for system."""
+        parts = [] if isinstance(self.content, str) else [part.text for part in self.content]
+        content = self.content if isinstance(self.content, str) else "".join(parts)
+        return {"role": "system" if self.role == "developer" else self.role, "content": content}
 
 
 class ChatRequest(GenerationBody):
@@ -201,6 +201,10 @@ class ChatRequest(GenerationBody):
     messages: list[Message] = Field(min_length=1, max_length=1024)
     max_tokens: Count | None = None
     max_completion_tokens: Count | None = None
+    # Accepted for OpenAI's clients, without effect:
+    parallel_tool_calls: bool | None = None
+    reasoning_effort: Name | None = None
+    tool_choice: Literal["none"] | None = Field(None, description="none: tools are not supported")
     logprobs: bool = False
     top_logprobs: int | None = Field(None, ge=0, le=20)
 

@@ -19,27 +19,13 @@ from fastapi.responses import StreamingResponse
 
 from tiedgpt.errors import UserError
 from tiedgpt.infer import Completion, Engine, Generation, GenerationConfig, Token
-from tiedgpt.infer.filters import log_normalizer
-from tiedgpt.infer.options import Logits, Prompt
+from tiedgpt.infer.options import Prompt
 from tiedgpt.infer.prompts import prompt_ids
 from tiedgpt.serve.errors import APIError
 from tiedgpt.serve.metrics import Metrics
 
 CLIENT_LEFT = 499
 """The status in the log of a request whose client disconnected."""
-
-
-class LogprobRecorder:
-    """A processor that changes nothing, and records the logprobs of some ids at each new token."""
-
-    def __init__(self, ids: Sequence[int]) -> None:
-        self.ids, self.rows = list(ids), list[list[float]]()
-
-    def __call__(self, ids: Sequence[int], n_prompt: int, logits: Logits) -> Logits:
-        """Record the logprobs; return the same logits."""
-        total = log_normalizer(logits)
-        self.rows.append([float(logits[id]) - total for id in self.ids])
-        return logits
 
 
 @dataclass
@@ -51,7 +37,6 @@ class Choice:
     """The prompt's text, if the answer repeats it."""
     draw: int = 0
     """The number of this text among those for the same prompt."""
-    recorder: LogprobRecorder | None = None
     tokens: list[Token] = field(default_factory=list, repr=False)
     generation: Generation | None = field(default=None, repr=False)
 
@@ -85,12 +70,16 @@ def encode_prompt(
         raise APIError(400, f"{param}: {error}", param=param) from None
     context = min(max_tokens or config.n_positions, config.n_positions)
     if len(ids) + room > context:
-        parts = f" ({len(ids):,} in the prompt, {room:,} to follow)" if room else ""
+        fits = len(ids) < context if room else len(ids) <= context
+        message = f"{param} has {len(ids):,} tokens and the context {context:,}: shorten it"
+        if fits:
+            message = (
+                f"max_tokens must be at most {context - len(ids):,}, got {room:,}: the prompt has "
+                f"{len(ids):,} tokens and the context {context:,}"
+            )
         raise APIError(
-            400, f"at most {context:,} tokens are read, and you ask for {len(ids) + room:,}"
-            f"{parts}: shorten it",
-            param=param if len(ids) > context else "max_tokens", code="context_length_exceeded",
-        )  # fmt: skip
+            400, message, param="max_tokens" if fits else param, code="context_length_exceeded"
+        )
     return ids
 
 
@@ -100,14 +89,14 @@ def encode_prompts(
     *,
     n: int,
     room: int,
-    recorded_ids: Sequence[int] = (),
+    param: str = "prompt",
     echo: bool = False,
     allow_special: bool = False,
 ) -> list[Choice]:
     """Encode prompts; return n choices for each, of at most `room` new tokens."""
     choices, draws = list[Choice](), Counter[tuple[int, ...]]()
     for prompt in prompts:
-        ids = encode_prompt(engine, prompt, "prompt", room=room, allow_special=allow_special)
+        ids = encode_prompt(engine, prompt, param, room=room, allow_special=allow_special)
         text = ""
         if echo and isinstance(prompt, str):
             text = prompt
@@ -116,8 +105,7 @@ def encode_prompts(
         elif echo:
             text = "".join(f"{id} " for id in ids)
         for _ in range(n):
-            recorder = LogprobRecorder(recorded_ids) if recorded_ids else None
-            choices.append(Choice(ids, text, draws[tuple(ids)], recorder))
+            choices.append(Choice(ids, text, draws[tuple(ids)]))
             draws[tuple(ids)] += 1
     return choices
 
@@ -141,12 +129,10 @@ class RequestStream:
 
     def _submit(self, config: GenerationConfig) -> None:
         for index, choice in enumerate(self.choices):
-            processors = () if choice.recorder is None else (choice.recorder,)
             timer = self.metrics.timer(partial(self._put, index))
             choice.generation = self.engine.submit(
-                choice.prompt_ids, config, draw=choice.draw, on_token=timer.token,
-                processors=processors,
-            )  # fmt: skip
+                choice.prompt_ids, config, draw=choice.draw, on_token=timer.token
+            )
             choice.generation.future.add_done_callback(timer.end)
             if self._is_cancelled:  # while this thread submitted
                 choice.generation.cancel()
