@@ -5,7 +5,7 @@ import socket
 import subprocess
 import sys
 import time
-from pathlib import Path
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -46,7 +46,7 @@ def as_process(rank, size, port, work, arguments):
     sys.exit(work(*arguments))
 
 
-def together(work, *arguments, size=2, act=lambda processes: None):
+def together(work, *arguments, size=2):
     """Do work in several processes; return their exit codes."""
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
@@ -57,7 +57,6 @@ def together(work, *arguments, size=2, act=lambda processes: None):
     ]
     for process in processes:
         process.start()
-    act(processes)
     for process in processes:
         process.join(100)
     return [process.exitcode for process in processes]
@@ -247,6 +246,30 @@ def test_a_run_goes_on_in_fewer_and_in_more_processes(ready):
                 assert there["val_loss"] == pytest.approx(here["val_loss"], abs=2e-6)
 
 
+def lose_a_process(path, rank):
+    """Train in two processes, of which one is killed at its fourth batch."""
+    os.dup2(os.open(f"{path}.log-{os.environ['RANK']}", os.O_WRONLY | os.O_CREAT), 2)
+    with join_world("ddp", CPU) as world:
+        trial = reopen_trial(path)
+        batches = trial.data.batches
+
+        def read_batch(batch_size, seed):
+            batch = batches(batch_size, seed)
+            return lambda step: os.kill(os.getpid(), 9) if step == 3 else batch(step)
+
+        if world.rank == rank:
+            trial.data = replace(trial.data, batches=read_batch)
+        trial.train(world=world)
+    return 0
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("rank", [0, 1])
+def test_a_killed_process_ends_the_others(ready, rank):
+    codes = together(lose_a_process, ready, rank)
+    assert codes[rank] == -signal.SIGKILL and codes[1 - rank] not in (0, None)
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", ["ddp", "fsdp"])
 def test_with_as_many_processes_a_run_resumes_bit_for_bit(ready, kind):
@@ -274,33 +297,61 @@ def test_what_cannot_be_run_in_parallel_is_refused(monkeypatch, tmp_path, text_f
 
 
 def torchrun(*arguments):
-    command = ("-m", "torch.distributed.run", "--nproc-per-node", "2", "-m", "tiedgpt", "train")
+    """Start `tiedgpt train` in two processes, which torchrun restarts once."""
+    command = ("-m", "torch.distributed.run", "--nproc-per-node", "2", "--max-restarts", "1")
     return subprocess.Popen(
-        [sys.executable, *command, *map(str, arguments)],
+        [sys.executable, *command, "-m", "tiedgpt", "train", *map(str, arguments)],
         stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
         env=os.environ | {"OMP_NUM_THREADS": "1"},
     )  # fmt: skip
 
 
+SMALL = (
+    *("--size", "tiny", "--tokenizer", "char", "--context", "16", "--steps", "400"),
+    *("--batch-size", "3", "--dtype", "fp32", "--parallel", "fsdp"),
+)
+
+
 @pytest.mark.slow
-def test_the_command_under_torchrun_speaks_once_stops_on_a_signal_and_goes_on(tmp_path, text_file):
+@pytest.mark.timeout(300)
+def test_torchrun_reports_once_stops_on_a_signal_and_resumes(tmp_path, text_file):
     run = tmp_path / "run"
-    options = (
-        *(text_file, "--out", run, "--size", "tiny", "--tokenizer", "char", "--context", "16"),
-        *("--steps", "400", "--batch-size", "3", "--dtype", "fp32", "--parallel", "fsdp"),
-    )
-    process = torchrun(*options)
+    process = torchrun(text_file, "--out", run, *SMALL)
     while not (run / "metrics.jsonl").exists():
         assert process.poll() is None
         time.sleep(0.05)
     process.send_signal(signal.SIGTERM)
-    _, said = process.communicate(timeout=60)
-    assert said.count("stopped and saved after step") == 1
+    _, err = process.communicate(timeout=100)
+    assert err.count("stopped and saved after step") == 1
     assert not RunDirectory(run).is_finished()
-    out, said = torchrun(*options).communicate(timeout=200)
-    assert said.count("resuming after step") == 1 and out.count("validation loss") == 1
+    out, err = torchrun(text_file, "--out", run, *SMALL).communicate(timeout=200)
+    assert err.count("resuming after step") == 1 and out.count("validation loss") == 1
     assert RunDirectory(run).is_finished()
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(300)
+def test_a_batch_with_fewer_rows_than_processes_is_refused_once(tmp_path, text_file):
     process = torchrun(text_file, "--out", tmp_path / "none", "--batch-size", "1", "--steps", "2")
-    _, said = process.communicate(timeout=60)
-    assert said.count("a batch of 1 rows for 2 processes") == 1
-    assert "RuntimeError" not in said and not Path(tmp_path / "none").exists()
+    _, err = process.communicate(timeout=200)
+    assert "a batch of 1 rows for 2 processes" in err
+    assert "RuntimeError" not in err and not (tmp_path / "none").exists()
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(300)
+@pytest.mark.parametrize("rank", [0, 1])
+def test_torchrun_restarts_a_run_that_lost_a_process(tmp_path, text_file, rank):
+    run = tmp_path / "run"
+    process = torchrun(text_file, "--out", run, *SMALL)
+    while not (run / "checkpoints" / "latest").exists():
+        assert process.poll() is None
+        time.sleep(0.05)
+    pids = subprocess.run(
+        ["ps", "-o", "pid=", "--ppid", str(process.pid)], capture_output=True, text=True
+    )
+    os.kill([int(line) for line in pids.stdout.split()][rank], signal.SIGKILL)
+    _, err = process.communicate(timeout=250)
+    assert process.returncode == 0, err
+    assert err.count("resuming after step") == 1
+    assert RunDirectory(run).is_finished()

@@ -68,17 +68,7 @@ class RunArguments:
         metavar="GPUS",
     )
 
-    timeout: float = option(
-        10.0,
-        "With torchrun: minutes after which a process that hangs in a step ends the job; "
-        "evaluations and checkpoints may take 6 times as long.",
-        "memory and speed",
-        metavar="MINUTES",
-    )
-
     def __post_init__(self) -> None:
-        if not self.timeout > 0:
-            raise UserError(f"must be a positive number, got {self.timeout}", option="timeout")
         if self.devices is not None and not self.dry_run:
             raise UserError("--devices is for --dry-run: torchrun starts a process for each GPU")
         if self.dry_run and PROCESSES in os.environ:
@@ -137,7 +127,6 @@ def show_run(options: AnyOptions, args: RunArguments, verb: str, arguments: list
             track=track,
             progress=progress,
             began=began,
-            timeout=60 * args.timeout,
         ):
             if isinstance(event, Planned):
                 stack.pop_all().close()

@@ -51,7 +51,6 @@ from tiedgpt.train.step import (
     train_step,
 )
 from tiedgpt.train.storage import RunDirectory, checkpoint_path, plan_tables
-from tiedgpt.train.watch import SLOW
 
 T = TypeVar("T")
 
@@ -112,7 +111,6 @@ class Trainer:
     def _begin(self) -> Started:
         """Build the model and bring back the newest checkpoint, or begin at step 0."""
         world, plan, run = self.world, self.plan, self.directory
-        world.enter("loading", times=SLOW)
         world.on_main(lambda: world.require_work(plan))
         torch.manual_seed(plan.seed)
         model = self.objective.build().train()
@@ -174,7 +172,6 @@ class Trainer:
         """Do a step, or skip it where its loss or gradient is not finite."""
         began, world = time.perf_counter(), self.world
         set_rate(self.optimizers, self.plan.rate(self.step))
-        world.enter("reading the batch", step=self.step + 1)
         batch = self.batch_of(self.step)
         world.reseed(self.plan.seed, self.step)
         self.step += 1
@@ -227,7 +224,6 @@ class Trainer:
             self._save()
 
     def _evaluate(self, n_batches: int | None = None) -> Score:
-        self.world.enter("evaluating", times=SLOW)
         require_finite(self.model, self.world)
         batches = self.data.held_out(self.plan.micro_batch, n_batches)
         autocast = self.plan.autocast
@@ -293,7 +289,6 @@ class Trainer:
     def _save(self) -> None:
         """Write a checkpoint, unless this step has one."""
         if self.step > self.saved_at:
-            self.world.enter("saving a checkpoint", times=SLOW)
             require_finite(self.model, self.world)
             self.world.on_main(self.directory.sync_metrics)
             self._write_checkpoint()
@@ -313,7 +308,6 @@ class Trainer:
 
     def _publish(self, last: Mapping[str, Any] | None) -> None:
         """Write the model and its card; `last` is the line that is about to close the metrics."""
-        self.world.enter("publishing the model", times=SLOW)
         objective, config = self.objective, body_of(self.model).config
         described = self.data.description | {"predicts": objective.describe(config)}
         self._on_full_model(lambda model: objective.publish(model, self.directory.model))

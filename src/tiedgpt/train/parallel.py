@@ -1,16 +1,16 @@
-"""One run on several processes: which rows are whose, what is summed, and who writes.
+"""Data parallelism: row assignment, reductions and rank-0 writes.
 
-torchrun starts the processes; each has the whole batch of a step and computes its share of the
-rows, so that the steps are those of one process, to rounding. Rank 0 leads: it alone measures,
-evaluates and writes. `World` is one process, or several that have the model each (DDP); `Shards`
-have a part of every matrix each (FSDP2).
+torchrun starts the processes. Each reads the whole batch of a step and computes its share of the
+rows, so a step equals that of one process up to rounding. Rank 0 alone measures, evaluates and
+writes. `World` is one process, or several with a replica each (DDP); in `Shards`, each process
+holds a part of every matrix (FSDP2). A process that dies or hangs is torchrun's business: an
+exchange fails when a connection breaks or after `EXCHANGE_TIMEOUT`, and torchrun restarts all.
 """
 
 from __future__ import annotations
 
 import contextlib
 import gc
-import math
 import os
 import traceback
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -22,19 +22,16 @@ from typing import Any, Literal, TypeVar
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed import PrefixStore  # type: ignore[attr-defined]
-from torch.distributed.rendezvous import rendezvous
 
 from tiedgpt.errors import DivergedError, TiedGPTError, UserError
 from tiedgpt.train.muon import Muon
 from tiedgpt.train.objective import Arrays, Loss, LossModule, Model, Objective, body_of, on_device
 from tiedgpt.train.plan import Plan
-from tiedgpt.train.watch import RESUMES, TIMEOUT, Watch, meet
 
 T = TypeVar("T")
 Parallel = Literal["ddp", "fsdp"]
-UNLIMITED = timedelta(days=30)
-"""Of an exchange: preparing data may take long, and the `Watch` ends what takes too long."""
+EXCHANGE_TIMEOUT = timedelta(hours=1)
+"""Maximum wait for the other processes; rank 0 may prepare data for this long."""
 
 
 @dataclass(frozen=True)
@@ -43,16 +40,16 @@ class MicroBatch:
 
     rows: tuple[Tensor, ...]
     shares: list[float]
-    """Of each term of their loss in what gradients are taken of."""
+    """Weight of each term of the rows' loss in the loss of the step."""
     last: bool
-    """Whether the step's gradients are whole with it."""
+    """Whether it is the last one of the step."""
 
 
 class World:
-    """The processes of a run: one, or several that have the whole model each (DDP)."""
+    """The processes of a run: one, or several with the whole model each (DDP)."""
 
     n_shards = 1
-    """Processes that a matrix is shared out among."""
+    """Number of processes that a matrix is split among."""
 
     def __init__(self, device: torch.device, *, parallel: bool = False) -> None:
         self.device = device
@@ -60,14 +57,8 @@ class World:
         if parallel:
             self.rank, self.size = dist.get_rank(), dist.get_world_size()
             self.n_local = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
-        self.watch: Watch | None = None
         self._loss_module: Any = None
-        self._word = torch.zeros(1)  # kept: gloo's thread must not be the last to let go of it
-
-    def enter(self, what: str, *, step: int | None = None, times: float = 1) -> None:
-        """Tell the other processes what this one does now; see `Watch.enter`."""
-        if self.watch is not None:
-            self.watch.enter(what, step=step, times=times)
+        self._word = torch.zeros(1)  # an attribute: gloo's thread must not be its last owner
 
     @property
     def is_main(self) -> bool:
@@ -75,14 +66,14 @@ class World:
         return self.rank == 0
 
     def place(self, model: Model) -> Model:
-        """Bring a model to where it is trained, before optimizers are made of its parameters."""
+        """Move a model to its device, before optimizers are made of its parameters."""
         self.release()
         return model.to(self.device)
 
     def loss_module(self, model: Model) -> nn.Module:
-        """Return the `LossModule` of a model that was placed here, as it is to be called.
+        """Return the callable `LossModule` of a model that was placed here.
 
-        DDP's is made once: `release` of it where the model gets other parameters.
+        DDP's is made once; call `release` before the model gets other parameters.
         """
         if self.size == 1:
             return LossModule(model)
@@ -91,13 +82,13 @@ class World:
         return self._loss_module
 
     def optimizers(self, rules: list[torch.optim.Optimizer]) -> list[torch.optim.Optimizer]:
-        """Return optimizers that can work on the parameters as they lie here."""
+        """Return the optimizers, adapted to sharded parameters."""
         return rules
 
     def reseed(self, seed: int, step: int) -> None:
-        """Give processes beside the first a random stream of their own, for what is dropped.
+        """Seed the dropout of the processes other than rank 0 by (seed, rank, step).
 
-        It goes by (seed, rank, step), so that a run that resumes drops what it would have.
+        A resumed run then drops the same elements.
         """
         if not self.is_main:
             torch.manual_seed(hash((seed, self.rank, step)))
@@ -105,8 +96,8 @@ class World:
     def micro_batches(self, objective: Loss, batch: Arrays, micro_batch: int) -> list[MicroBatch]:
         """Return this process's share of a batch, at most `micro_batch` rows at a time.
 
-        Rows without a target are left out. All processes have equally many parts, as their
-        exchanges need it: one that has too few computes a row again, and counts it as nothing.
+        Rows without a target are left out. All processes return the same number of micro-batches,
+        because each one exchanges gradients: a process with too few adds rows of weight 0.
         """
         n_rows = len(batch[0])
         start, end = (n_rows * rank // self.size for rank in (self.rank, self.rank + 1))
@@ -132,7 +123,7 @@ class World:
         ]
 
     def share(self, n: int) -> int:
-        """Return how many of n rows a process has at the most."""
+        """Return the largest number of n rows that one process gets."""
         return -(-n // self.size)
 
     def require_work(self, plan: Plan) -> None:
@@ -144,7 +135,7 @@ class World:
             )
 
     def gradient_sync(self, part: MicroBatch) -> AbstractContextManager[Any]:
-        """Have forward and backward inside add to the gradients, exchanged once a step."""
+        """Accumulate gradients and all-reduce once per step (`no_sync`)."""
         return nullcontext() if self.size == 1 or part.last else self._loss_module.no_sync()
 
     def sum(self, tensor: Tensor) -> Tensor:
@@ -162,9 +153,9 @@ class World:
         return bool(self.sum(torch.tensor(int(flag))))
 
     def on_main(self, act: Callable[[], T]) -> T:
-        """Return what `act` returned in the first process, which alone runs it.
+        """Run `act` on rank 0 alone and return its result in all processes.
 
-        Where it raises, the others end, without a word and with the exit code of the error.
+        If it raises, the other processes exit silently with the error's exit code.
         """
         if self.size == 1:
             return act()
@@ -183,25 +174,25 @@ class World:
         return found
 
     def leave_to_main(self, exit_code: int) -> None:
-        """End this process when the first has said what is wrong; in the first, do nothing."""
+        """Exit this process after rank 0 has reported the error; on rank 0, do nothing."""
         if not self.is_main:
             self.barrier()
             raise SystemExit(exit_code)
 
     def main_first(self, make: Callable[[], T]) -> T:
-        """Make something in each process, in the others when the first is done with it."""
+        """Return `make()` in each process; the others call it after rank 0 has finished."""
         made: list[T] = []
         self.on_main(lambda: made.append(make()))
         return made[0] if self.is_main else make()
 
     def with_full_model(self, model: Model, objective: Objective, act: Callable[[Model], T]) -> T:
-        """Return what `act` returned of the model with all its weights, in the first process."""
+        """Run `act` on rank 0 on the model with all its weights; return its result."""
         return self.on_main(lambda: act(model))
 
     def state(
         self, objective: Objective, model: Model, optimizers: Iterable[torch.optim.Optimizer]
     ) -> tuple[Mapping[str, Tensor], Mapping[str, Tensor]]:
-        """Return what a checkpoint holds: tensors by name, and the optimizers' by name/key."""
+        """Return the tensors of a checkpoint: weights by name, moments by name/key."""
         moments = {
             f"{name}/{key}": value
             for name, parameter in model.named_parameters()
@@ -213,14 +204,14 @@ class World:
         return {name: tensor.detach() for name, tensor in saved.items()}, moments
 
     def barrier(self) -> None:
-        """Wait for the first process: torchrun ends all processes when one has ended."""
-        with contextlib.suppress(RuntimeError):  # it has ended already
+        """Wait for rank 0, because torchrun ends all processes when one has ended."""
+        with contextlib.suppress(RuntimeError):  # rank 0 has ended already
             dist.broadcast(self._word, 0)
 
     def release(self) -> None:
-        """Free what holds on to the connections: freed last, they would wait for their threads.
+        """Free DDP's module, which keeps connections open.
 
-        Those may be waiting for Python, which that wait would block.
+        At interpreter exit, freeing it would wait for gloo's threads, which wait for Python.
         """
         if self._loss_module is not None:
             self._loss_module = None
@@ -228,14 +219,14 @@ class World:
 
 
 class Shards(World):
-    """Several processes that hold a part of each matrix and its optimizer's state (FSDP2)."""
+    """Several processes with a part of each matrix and of its optimizer state (FSDP2)."""
 
     def __init__(self, device: torch.device) -> None:
         super().__init__(device, parallel=True)
         self.n_shards = self.size
 
     def place(self, model: Model) -> Model:
-        """Keep this process's parts: a block's matrices are whole only while it computes."""
+        """Shard the model; a block's matrices are gathered only while it computes."""
         from torch.distributed.device_mesh import init_device_mesh
         from torch.distributed.fsdp import fully_shard
 
@@ -244,7 +235,7 @@ class Shards(World):
         objective = LossModule(model)
         for block in body_of(model).h:
             fully_shard(block, mesh=mesh)
-        self._loss_module = fully_shard(objective, mesh=mesh)  # W is whole for both its uses
+        self._loss_module = fully_shard(objective, mesh=mesh)  # W is gathered for both its uses
         return model
 
     def loss_module(self, model: Model) -> nn.Module:
@@ -252,18 +243,18 @@ class Shards(World):
         return self._loss_module
 
     def optimizers(self, rules: list[torch.optim.Optimizer]) -> list[torch.optim.Optimizer]:
-        """Have Muon, whose update is of a matrix as a whole, gather each."""
+        """Replace Muon, whose update needs the whole matrix, by `WholeMuon`."""
         return [
             WholeMuon(rule.param_groups, **rule.defaults) if isinstance(rule, Muon) else rule
             for rule in rules
         ]
 
     def gradient_sync(self, part: MicroBatch) -> AbstractContextManager[Any]:
-        """Exchange gradients in every part: whole ones that wait would take a model's memory."""
+        """Reduce gradients in every micro-batch; unsharded ones would take a model's memory."""
         return nullcontext()
 
     def with_full_model(self, model: Model, objective: Objective, act: Callable[[Model], T]) -> T:
-        """Give it a copy with all weights."""
+        """Run `act` on rank 0 on an unsharded copy of the model; return its result."""
         weights = self.full_state_dict(model.state_dict())
 
         def act_on_copy() -> T:
@@ -275,13 +266,13 @@ class Shards(World):
         return self.on_main(act_on_copy)
 
     def full_state_dict(self, tensors: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
-        """Gather them on the CPU of the first process, one after the other."""
+        """Gather the tensors on rank 0's CPU, one after the other."""
         gathered = ((name, _full(tensor.detach())) for name, tensor in tensors.items())
         return {name: tensor.cpu() for name, tensor in gathered if self.is_main}
 
 
 class WholeMuon(Muon):
-    """Muon for parameters of which each process holds a part; the update is that of one process.
+    """Muon for sharded parameters; its update equals that of one process.
 
     Each matrix is gathered for its update, with its gradient and its momentum, one at a time.
     """
@@ -302,7 +293,7 @@ class WholeMuon(Muon):
 
 
 def distribute_like(tensor: Tensor, parameter: Tensor) -> Tensor:
-    """Bring a whole tensor to where a parameter lies; of one that lies in parts, this part."""
+    """Return a whole tensor on the parameter's device, sharded as the parameter is."""
     placed = tensor.to(parameter.device)
     mesh = getattr(parameter, "device_mesh", None)
     if mesh is None or tensor.shape != parameter.shape:
@@ -314,7 +305,7 @@ def distribute_like(tensor: Tensor, parameter: Tensor) -> Tensor:
 
 
 def local_shard(tensor: Tensor) -> Tensor:
-    """Return what lies in this process of a tensor."""
+    """Return the part of a tensor that this process holds."""
     return tensor.to_local() if hasattr(tensor, "to_local") else tensor
 
 
@@ -328,7 +319,7 @@ def is_launched() -> bool:
 
 
 def require_launch(parallel: Parallel | None) -> None:
-    """Raise `UserError` for what cannot be run in parallel as this process was started."""
+    """Raise `UserError` where this process was not started for the parallelism asked for."""
     if parallel is not None and not dist.is_torchelastic_launched():
         raise UserError(
             f"--parallel {parallel} is for several processes: torchrun --nproc-per-node N -m "
@@ -343,59 +334,51 @@ def require_launch(parallel: Parallel | None) -> None:
 
 
 @contextlib.contextmanager
-def join_world(
-    parallel: Parallel | None, device: torch.device, timeout: float = TIMEOUT
-) -> Iterator[World]:
-    """Meet the other processes that torchrun has started, if it has, and leave with them.
+def join_world(parallel: Parallel | None, device: torch.device) -> Iterator[World]:
+    """Join the processes that torchrun has started, if any, and leave them at the end.
 
-    Where the run fails in all of them, the first says so and the others end without a word. A
-    process that hangs for `timeout` seconds, or ends, ends the job (`watch.py`).
+    Where the run fails in all of them, rank 0 reports the error and the others exit silently.
     """
     if not is_launched():
         yield World(device)
         return
-    on_gpu = device.type == "cuda"
-    if on_gpu:
+    backend = "gloo"
+    if device.type == "cuda":
+        backend = "cpu:gloo,cuda:nccl"
         device = torch.device("cuda", int(os.environ["LOCAL_RANK"]))
         torch.cuda.set_device(device)
-    store, rank, size = next(rendezvous("env://", timeout=timedelta(seconds=timeout)))
-    name = meet(store, rank, size, timeout)
-    watch = Watch(name, store.host, store.port, rank, size, timeout)
-    own = PrefixStore(name, store)
-    backend = "cpu:gloo,cuda:nccl" if on_gpu else "gloo"
-    dist.init_process_group(backend, store=own, rank=rank, world_size=size, timeout=UNLIMITED)
+    dist.init_process_group(backend, timeout=EXCHANGE_TIMEOUT)
     world = Shards(device) if parallel == "fsdp" else World(device, parallel=True)
-    world.watch = watch
     try:
-        with _report_once(world, watch):
+        with _report_once(world):
             yield world
-        world.enter("ending", times=math.inf)
         world.barrier()
         world.release()
         dist.destroy_process_group()
-        watch.stop()
     except BaseException as error:
-        watch.stop(str(error) if isinstance(error, Exception) else "")
-        found: BaseException | None = error
-        while found is not None:
-            traceback.clear_frames(found.__traceback__)
-            found = found.__context__
+        cause: BaseException | None = error
+        while cause is not None:  # its frames own tensors that gloo still uses
+            traceback.clear_frames(cause.__traceback__)
+            cause = cause.__context__
         world.release()
         raise
 
 
 @contextlib.contextmanager
-def _report_once(world: World, watch: Watch) -> Iterator[None]:
-    """Where a run fails in all processes, let the first say so and the others end with it."""
+def _report_once(world: World) -> Iterator[None]:
+    """Report an error of all processes, or a lost connection, on rank 0 alone."""
     try:
         yield
-    except DivergedError as error:  # which all have found
+    except DivergedError as error:  # raised in all processes
         world.leave_to_main(error.exit_code)
         raise
     except RuntimeError as error:
         if not isinstance(error, dist.DistError) and "gloo" not in str(error):
             raise
-        lost = watch.find_lost()
-        if not (world.is_main or lost) or not watch.is_first_to_tell():
+        if not world.is_main:
             raise SystemExit(TiedGPTError.exit_code) from None
-        raise TiedGPTError(lost or "another process of this run has ended", hint=RESUMES) from None
+        raise TiedGPTError(
+            "the connection to another process of this run broke",
+            hint="the same command goes on from the newest checkpoint, as torchrun "
+            "--max-restarts does",
+        ) from None

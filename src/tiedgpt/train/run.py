@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import math
 import time
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
@@ -29,7 +28,6 @@ from tiedgpt.train.prepare import prepare
 from tiedgpt.train.sizing import choose_size, make_longer, make_plan, training_device
 from tiedgpt.train.storage import RunDirectory, compare_duration, find_run, make_record, read_plan
 from tiedgpt.train.tune_options import AnyOptions
-from tiedgpt.train.watch import SLOW, TIMEOUT
 
 
 def train(
@@ -41,7 +39,6 @@ def train(
     track: Callable[[Mapping[str, Any]], None] | None = None,
     progress: Progress | None = None,
     began: float | None = None,
-    timeout: float = TIMEOUT,
 ) -> Iterator[Event]:
     """Train in the directory `out`, or go on there; yield what happens as it happens.
 
@@ -49,7 +46,6 @@ def train(
     `stop_requested` returns true after a step, the run is saved and ends; the same call resumes it.
     `track` is given each line of metrics.jsonl, `progress` how much of the text is encoded. The
     time of `minutes` runs from `began`, in seconds of `time.perf_counter`; without it, from now.
-    Of several processes one that hangs for `timeout` seconds ends the job.
 
     Raises `UserError` or `CorruptInputError` for what cannot be trained, `NoRoomError` for what
     does not fit in memory or on the disk, `DivergedError` where training leaves the finite numbers.
@@ -57,8 +53,7 @@ def train(
     began, deadline = time.perf_counter() if began is None else began, None
     with contextlib.ExitStack() as stack:
         device = training_device(options.device)
-        world = stack.enter_context(join_world(parallel, device, timeout))
-        world.enter("preparing the data", times=math.inf)
+        world = stack.enter_context(join_world(parallel, device))
         if out is not None:
             world.on_main(lambda: require_same(options, RunDirectory(Path(out))))
         sources = world.main_first(lambda: open_sources(options))
@@ -79,7 +74,6 @@ def train(
         )
         del sources  # the text, which may be held in memory
         if plan is None:
-            world.enter("measuring this machine", times=SLOW)
             yield Note("measuring this machine")
             if options.duration.unit == "minutes" and (busy := busy_note()):
                 yield Note(busy)

@@ -71,10 +71,8 @@ def train_step(
     with fast_training(model):
         for part in world.micro_batches(objective, batch, plan.micro_batch):
             with world.gradient_sync(part):
-                world.enter("forward")
                 with torch.autocast(device.type, plan.autocast, enabled=plan.autocast is not None):
                     part_loss = module(*part.rows, objective=objective, shares=part.shares)
-                world.enter("backward")
                 part_loss.backward()
             loss += part_loss.detach()
     loss = world.sum(loss) / world.size
@@ -83,7 +81,6 @@ def train_step(
     if not np.isfinite([result.loss, result.grad_norm]).all():
         model.zero_grad(set_to_none=True)
         raise DivergedError(f"the loss became {result.loss}, its gradient {result.grad_norm}")
-    world.enter("the optimizer's step")
     for optimizer in optimizers:
         optimizer.step()
     return result
