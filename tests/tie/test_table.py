@@ -16,17 +16,18 @@ from pathlib import Path
 import gguf
 import pytest
 import torch
-from safetensors.torch import save_file
+from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from tests.tie.checkpoints import SHAPE, D, V, matrix
 from tests.weights.llmc_files import write_checkpoint
 from tiedgpt import GPT, GPTConfig
 from tiedgpt.cli.main import main
-from tiedgpt.errors import TiedGPTError
+from tiedgpt.errors import CorruptInputError, TiedGPTError
 from tiedgpt.tie import audit, fix, ledger
 
-SOUND = {"tied": "tied", "tied twice": "tied", "untied as claimed": "untied"}
+HEAD_BIAS = "lm_head.bias"
+SOUND = {"tied": "tied", "tied, stored twice": "tied", "untied as claimed": "untied"}
 """Verdict -> what is loaded; a file of any other verdict is not loaded without a choice."""
 CONTENTS = ("one", "equal", "different", "views", "transposed", "longer head", "longer embedding")
 CONFIG = {
@@ -165,7 +166,7 @@ def expected(form: str, inside: bool | None, beside: bool | str | None, content:
         return "contradicts the claim" if content == "one" else "untied as claimed"
     if content == "different":
         return "untied as claimed" if form == "GGUF" and claim is None else "broken"
-    return "tied twice" if content == "equal" else "tied"
+    return "tied, stored twice" if content == "equal" else "tied"
 
 
 def attempt(function, *arguments, **options):
@@ -203,7 +204,7 @@ def disagreements(home: Path, cell: tuple, capsys) -> Iterator[str]:
     does_both = found.verdict == "tied" and content == "one"
     if (counted.reads_and_predicts is not None) != does_both:
         yield f"ledger: {counted.reads_and_predicts}, audit: {found.verdict}"
-    if kind(loaded) != "error" and found.verdict != "tied twice":
+    if kind(loaded) != "error" and found.verdict != "tied, stored twice":
         once_in_the_file = V * D if (content, kind(loaded)) == ("views", "untied") else 0
         if counted.total + once_in_the_file != sum(p.numel() for p in loaded.parameters()):
             yield f"ledger: {counted.total} parameters, not those that are loaded"
@@ -211,7 +212,7 @@ def disagreements(home: Path, cell: tuple, capsys) -> Iterator[str]:
     main(["tie", "show", str(path), "--format", "json"])
     if json.loads(capsys.readouterr().out) != json.loads(json.dumps(counted.as_dict())):
         yield "tie show prints something other than the ledger"
-    if found.exit_code == 0 and found.verdict != "tied twice":
+    if found.exit_code == 0 and found.verdict != "tied, stored twice":
         if "nothing to mend" not in str(attempt(fix, path, home / "no")):
             yield "fix does not refuse what is sound"
         return
@@ -223,11 +224,11 @@ def disagreements(home: Path, cell: tuple, capsys) -> Iterator[str]:
 
 def choices(found, loaded) -> list[str | None]:
     """The values of --keep that the audit names; the error of loading names the same."""
-    named = re.search(r"`tiedgpt tie fix MODEL DEST(?: --keep ([\w |]+))?`", found.explain)
-    keeps = named[1].split(" | ") if named and named[1] else [None]
+    command = found.explain.splitlines()[-1]
     if found.exit_code:
-        assert named is not None and (named[0] in str(loaded) or 'resolve="tie"' in str(loaded))
-    return keeps
+        assert command.startswith("tiedgpt tie fix ")
+        assert command in str(loaded) or 'resolve="tie"' in str(loaded)
+    return re.findall(r"(?:with|or) --keep (\w+)", found.explain) or [None]
 
 
 def wrongs(home: Path, path: Path, keep: str | None, fill_in: dict, content: str) -> Iterator[str]:
@@ -257,6 +258,36 @@ def wrongs(home: Path, path: Path, keep: str | None, fill_in: dict, content: str
 @pytest.mark.parametrize("cell", cells(), ids=lambda cell: "-".join(map(str, cell)))
 def test_all_commands_agree_on_a_file(tmp_path, cell, capsys):
     assert list(disagreements(tmp_path, cell, capsys)) == []
+
+
+REFUSED = {
+    "a bias of the head": (lambda state: state.update({HEAD_BIAS: torch.zeros(V)}), {}),
+    "a missing layer": (lambda state: state.pop("transformer.h.1.ln_1.weight"), {}),
+    "an unknown tensor": (lambda state: state.update({"transformer.x": torch.zeros(2)}), {}),
+    "positions of another width": (
+        lambda state: state.update({"transformer.wpe.weight": torch.zeros(24, D + 1)}), {}
+    ),
+    "more layers in the config": (lambda state: None, {"n_layer": 3}),
+    "another width in the config": (lambda state: None, {"n_embd": 2 * D}),
+}  # fmt: skip
+"""Changes of a tied, stored twice GPT-2 to its tensors, and to its config."""
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_audit_reports_a_gpt_that_loading_refuses(tmp_path, name, capsys):
+    change, values = REFUSED[name]
+    write(tmp_path, "safetensors", None, None, "equal")
+    state = load_file(tmp_path / "model.safetensors")
+    change(state)
+    save_file(state, tmp_path / "model.safetensors", {"format": "pt"})
+    (tmp_path / "config.json").write_text(json.dumps(CONFIG | values))
+    with pytest.raises(CorruptInputError) as refused:
+        GPT.from_pretrained(tmp_path)
+    report = audit(tmp_path)
+    assert (report.verdict, report.exit_code) == ("tied, stored twice", 6)
+    assert report.load_error == str(refused.value)
+    assert main(["tie", "audit", str(tmp_path)]) == 6
+    assert "does not load" in capsys.readouterr().out
 
 
 def test_the_table_has_its_size():

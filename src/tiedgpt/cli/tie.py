@@ -26,7 +26,7 @@ ABOUT = """Is the output head the same matrix as the input embedding?
   tiedgpt tie audit [MODEL]      compare the file with what its config claims
   tiedgpt tie fix MODEL DEST     write a corrected copy; MODEL is not changed
 
-The exit code of audit is 0 if the tie is as claimed, 6 if it is broken or contradicts the claim."""
+The exit code of audit is 0 if the tie is as claimed and the file loads, else 6."""
 NOT_FOR = {"show": ("dest", "keep", "input", "output"), "audit": ("dest", "keep"), "fix": ()}
 """Options that a verb does not take."""
 

@@ -14,8 +14,9 @@ from typing import TYPE_CHECKING, Any
 
 from tiedgpt.errors import EXIT_OK, CheckFailedError, UserError
 from tiedgpt.runtime import to_json_data
-from tiedgpt.tie.findings import Finding, findings
+from tiedgpt.tie.findings import Finding, list_findings
 from tiedgpt.weights.checkpoint import Checkpoint
+from tiedgpt.weights.checks import find_load_error
 from tiedgpt.weights.comparison import Comparison
 from tiedgpt.weights.decision import SOUND, Kind, TieDecision, decide_tie
 from tiedgpt.weights.roles import find_roles
@@ -52,12 +53,15 @@ class Audit:
     transposed: tuple[str, ...]
     """Names of matrices that are stored as (D, V)."""
     wasted_bytes: int
+    load_error: str | None
+    """Why a file that claims to be a GPT does not load, although its tie is as claimed."""
     findings: tuple[Finding, ...]
 
     @property
     def exit_code(self) -> int:
-        """0 if the tie is as claimed, 6 if it is broken or contradicts the claim."""
-        return EXIT_OK if self.verdict in SOUND else CheckFailedError.exit_code
+        """0 if the tie is as claimed and the file loads, else 6."""
+        is_sound = self.verdict in SOUND and self.load_error is None
+        return EXIT_OK if is_sound else CheckFailedError.exit_code
 
     @property
     def explain(self) -> str:
@@ -111,6 +115,7 @@ def examine(checkpoint: Checkpoint, decision: TieDecision) -> Audit:
     if roles.pair is not None and not roles.is_shared:
         reads, head = roles.pair
         matrices = [(reads, names, ("reads",)), (head, (head.name,), ("predicts",))]
+    load_error = find_load_error(checkpoint, decision) if decision.is_sound else None
     return Audit(
         source=str(checkpoint.source),
         format=checkpoint.container,
@@ -121,5 +126,6 @@ def examine(checkpoint: Checkpoint, decision: TieDecision) -> Audit:
         comparison=roles.comparison,
         transposed=roles.transposed,
         wasted_bytes=roles.output.n_bytes if roles.output is not None and roles.is_equal else 0,
-        findings=tuple(findings(checkpoint, decision)),
+        load_error=load_error,
+        findings=list_findings(checkpoint, decision, load_error),
     )

@@ -1,24 +1,106 @@
-"""What an audit tells its reader: each fact about the matrices in plain sentences.
+"""The findings of an audit: each fact about the matrices in plain sentences.
 
-    findings(checkpoint, decision)    a Finding for each fact, the matrices first, the claim last
-
-Nothing is decided here: what `decide_tie` returned is put in words.
+`TEXTS` has a title and an explanation for each finding. `list_findings` selects the findings by
+the tie decision and fills in names, shapes and numbers; it decides nothing itself.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from typing import Any
 
 from tiedgpt.files import format_bytes
 from tiedgpt.weights.checkpoint import TIE_KEY, Checkpoint
 from tiedgpt.weights.comparison import Comparison, count_nonzero_rows, recognize_initialization
 from tiedgpt.weights.decision import TieDecision
-from tiedgpt.weights.roles import Roles
 from tiedgpt.weights.tensors import StoredTensor, printable
 
 MISSPELT = {"tie_word_embedding", "tie_embeddings", "tied_word_embeddings", "tie_weights"}
 PADDING = "No text maps to these ids, yet they take part in the softmax unless they are cut off."
+TEXTS = {
+    "derived": (
+        "the head multiplies with something derived from W, or with something else",
+        "{w} ({shape}) reads. The head {why}: it does not multiply with W itself. Merge or remove "
+        "that first, then audit again.",
+    ),
+    "not comparable": (
+        "{w} and the head were not compared",
+        "{w} ({shape}, {dtype}) reads and {heads} predicts. One of them is quantized, packed, in "
+        "parts, or without data: audit the file that it was made from.",
+    ),
+    "no head": (
+        "no head: this model does not predict tokens",
+        "{w} ({shape}) reads. By its architecture this is a bare body or a classifier, so there "
+        "is no tie to judge.",
+    ),
+    "missing": (
+        "an untied head is claimed, and there is one matrix",
+        "{claim}, but {w} ({shape}) has no second matrix beside it. Either the claim is wrong and "
+        "the one matrix does both, or the head was lost when this was saved: go back to the file "
+        "that still has it.",
+    ),
+    "one matrix": (
+        "{w} reads and predicts",
+        "There is one matrix of {shape}, {w}. Reading a token looks up its row. Predicting a token "
+        "takes the dot product of the last hidden state with the same row: logits = h W^T. Its "
+        "{count:,} numbers are stored, counted and trained once.",
+    ),
+    "one matrix, under the head's name": (
+        "the one matrix has the head's name, {w}",
+        "There is one matrix of {shape}, {w}. tiedgpt loads it as the embedding too; other readers "
+        "may fill the embedding with random numbers. `tiedgpt tie fix` renames it for GPT-2 and "
+        "GPT; otherwise rename it yourself.",
+    ),
+    "same storage": (
+        "{head} is {w}",
+        "{names} are names of the same {n_bytes:,} bytes: one matrix of {shape}. A count by names "
+        "counts it {n_names} times.",
+    ),
+    "two parameters on one storage": (
+        "{head} and {w} are two Parameters on the same bytes",
+        "Two Parameter objects hold one {shape} matrix (load_state_dict(assign=True) does this). "
+        "An optimizer steps the matrix twice, and the next copy or move makes two matrices. Share "
+        "the object: tiedgpt.tie.tie(model).",
+    ),
+    "shapes": (
+        "{head} does not fit {w}",
+        "{w} is {shape} and {head} is {head_shape}. Their widths differ: the head belongs to "
+        "another model, or predicts something other than tokens.",
+    ),
+    "equal copies": (
+        "{head} is a second copy of {w}",
+        "{w} ({shape}) and {head} ({head_shape}) are two tensors, equal in all {rows:,} rows that "
+        "both have. {advice}",
+    ),
+    "drifted": (
+        "{head} differs from {w} in {differing:,} of {rows:,} rows",
+        "{w} ({shape}) reads; {head} ({head_shape}) predicts. The first tokens where they differ: "
+        "{first}. {gap}Their cosine is {cosine}. {cause}",
+    ),
+    "fresh": (
+        "{looks} freshly initialized",
+        "{numbers} The cosine of the two is {cosine}. A loader that does not find a matrix and "
+        "makes one up leaves exactly this.",
+    ),
+    "not finite": (
+        "{not_finite:,} rows hold numbers that are not finite",
+        "In a tied matrix a row with an infinity or NaN spoils both reading and predicting.",
+    ),
+    "padded": ("{longer} has {extra:,} rows more than the {known}", "{sizes} {advice}"),
+    "transposed": (
+        "{names} {verb} stored transposed",
+        "{sizes}: columns, not rows, are tokens. {advice}",
+    ),
+    "config": (
+        "config.json has {key!r}, which nothing reads",
+        "The key is {tie_key}; {key!r} is ignored, so it changes nothing.",
+    ),
+    "claim": ("{title}", "{text}"),
+    "claim, with a command": ("{title}", "{text}\n{command}"),
+    "does not load": ("tiedgpt does not load this file", "{why}."),
+}
+"""Title and explanation by kind. A key may add a variant to its kind after a comma."""
 
 
 @dataclass(frozen=True)
@@ -30,12 +112,29 @@ class Finding:
     explain: str
 
 
-def findings(checkpoint: Checkpoint, decision: TieDecision) -> Iterator[Finding]:
-    """Yield all there is to tell: the matrices first, the claim last."""
-    for tell in (_tell_one, _tell_two, _tell_rows_and_config, _tell_claim):
-        for finding in tell(checkpoint, decision):
-            title, explain = printable(finding.title), printable(finding.explain)
-            yield Finding(finding.kind, title, explain)
+def list_findings(
+    checkpoint: Checkpoint, decision: TieDecision, load_error: str | None
+) -> tuple[Finding, ...]:
+    """Return the findings of an audit: the matrices first, then the claim, then a load error."""
+    roles, w = decision.roles, decision.roles.matrix
+    names = {"w": w.name, "shape": format_shape(w.shape), "dtype": w.dtype, "count": w.count}
+    if roles.output is not None:
+        names |= {"head": roles.output.name, "head_shape": format_shape(roles.output.shape)}
+    rows = [
+        *_describe_one(checkpoint, decision),
+        *_describe_two(checkpoint, decision),
+        *_describe_sizes(checkpoint, decision),
+    ]
+    if decision.kind != "no head":
+        rows.append(_describe_claim(checkpoint, decision))
+    if load_error is not None:
+        rows.append(("does not load", {"why": load_error}))
+    found = []
+    for key, values in rows:
+        shown = {n: printable(v) if isinstance(v, str) else v for n, v in (names | values).items()}
+        title, text = (line.format(**shown) for line in TEXTS[key])
+        found.append(Finding(key.partition(",")[0], title, text))
+    return tuple(found)
 
 
 def format_shape(shape: tuple[int, ...]) -> str:
@@ -43,159 +142,89 @@ def format_shape(shape: tuple[int, ...]) -> str:
     return " x ".join(f"{n:,}" for n in shape) if shape else "one number"
 
 
-def _with_shape(matrix: StoredTensor) -> str:
-    return f"{matrix.name} ({format_shape(matrix.shape)})"
+Rows = Iterator[tuple[str, dict[str, Any]]]
+"""Keys of `TEXTS` with the values that their texts need beside the names of the matrices."""
 
 
-def _tell_one(checkpoint: Checkpoint, decision: TieDecision) -> Iterator[Finding]:
-    """Tell of one matrix: its names, and whether it predicts."""
-    roles, matrix = decision.roles, decision.roles.matrix
-    shape, heads = format_shape(matrix.shape), roles.unreadable[:4]
+def _describe_one(checkpoint: Checkpoint, decision: TieDecision) -> Rows:
+    """Yield the findings about one matrix: its names, and whether it predicts."""
+    roles, w = decision.roles, decision.roles.matrix
     if why := checkpoint.usage.head_computation:
-        yield Finding(
-            "derived",
-            "the head multiplies with something derived from W, or with something else",
-            f"{matrix.name} ({shape}) reads. The head {why}: it does not multiply with W itself. "
-            "Merge or remove that first, then audit again.",
-        )
+        yield "derived", {"why": why}
         return
-    if (
-        roles.output is not None
-        and roles.has_one_width
-        and not (roles.is_shared or roles.comparison)
-    ):
-        heads = (roles.output,)
+    heads = roles.unreadable[:4]
+    if roles.pair and roles.has_one_width and not (roles.is_shared or roles.comparison):
+        heads = roles.pair[1:]
     if heads:
-        listed = ", ".join(
-            f"{head.name} ({format_shape(head.shape)}, {head.dtype})" for head in heads
-        )
-        yield Finding(
-            "not comparable",
-            f"{matrix.name} and the head were not compared",
-            f"{matrix.name} ({shape}, {matrix.dtype}) reads and {listed} predicts. One of them is "
-            "quantized, packed, in parts, or without data: audit the file that it was made from.",
-        )
+        listed = (f"{head.name} ({format_shape(head.shape)}, {head.dtype})" for head in heads)
+        yield "not comparable", {"heads": ", ".join(listed)}
     if decision.kind == "no head":
-        yield Finding(
-            "no head",
-            "no head: this model does not predict tokens",
-            f"{matrix.name} ({shape}) reads. By its architecture this is a bare body or a "
-            "classifier, so there is no tie to judge.",
-        )
+        yield "no head", {}
     if decision.kind == "contradicts the claim" and roles.pair is None:
-        yield Finding(
-            "missing",
-            "an untied head is claimed, and there is one matrix",
-            f"{decision.claim.source}, but {matrix.name} ({shape}) has no second matrix beside it. "
-            "Either the claim is wrong and the one matrix does both, or the head was lost when "
-            "this was saved: go back to the file that still has it.",
-        )
+        yield "missing", {"claim": decision.claim.source}
     if decision.kind == "tied" and roles.pair is None:
-        yield _tell_tied(matrix, has_heads_name=roles.input is None)
-    if roles.is_shared and roles.output is not None:
-        yield from _tell_shared(roles, roles.output)
+        yield "one matrix" if roles.input else "one matrix, under the head's name", {}
+    if roles.is_shared:
+        names = [w.name, *(tensor.name for tensor in roles.aliases)]
+        sizes = {"n_bytes": w.n_bytes, "n_names": len(names)}
+        yield "same storage", {"names": " and ".join(names), **sizes}
+        if roles.has_two_parameters:
+            yield "two parameters on one storage", {}
 
 
-def _tell_tied(matrix: StoredTensor, *, has_heads_name: bool) -> Finding:
-    """Tell of one matrix under one name that does both."""
-    title = f"{matrix.name} reads and predicts"
-    explain = (
-        "Reading a token looks up its row. Predicting a token takes the dot product of the last "
-        f"hidden state with the same row: logits = h W^T. Its {matrix.count:,} numbers are "
-        "stored, counted and trained once."
-    )
-    if has_heads_name:
-        title = f"the one matrix has the head's name, {matrix.name}"
-        explain = (
-            "tiedgpt loads it as the embedding too; other readers may fill the embedding with "
-            "random numbers. `tiedgpt tie fix` renames it for GPT-2 and GPT; otherwise rename it "
-            "yourself."
-        )
-    there_is = f"There is one matrix of {format_shape(matrix.shape)}, {matrix.name}."
-    return Finding("one matrix", title, f"{there_is} {explain}")
-
-
-def _tell_shared(roles: Roles, head: StoredTensor) -> Iterator[Finding]:
-    """Tell of one matrix under several names."""
-    matrix = roles.matrix
-    shape, names = (
-        format_shape(matrix.shape),
-        [matrix.name, *(tensor.name for tensor in roles.aliases)],
-    )
-    yield Finding(
-        "same storage",
-        f"{head.name} is {matrix.name}",
-        f"{' and '.join(names)} are names of the same {matrix.n_bytes:,} bytes: one matrix of "
-        f"{shape}. A count by names counts it {len(names)} times.",
-    )
-    if roles.has_two_parameters:
-        yield Finding(
-            "two parameters on one storage",
-            f"{head.name} and {matrix.name} are two Parameters on the same bytes",
-            f"Two Parameter objects hold one {shape} matrix (load_state_dict(assign=True) does "
-            "this). An optimizer steps the matrix twice, and the next copy or move makes two "
-            "matrices. Share the object: tiedgpt.tie.tie(model).",
-        )
-
-
-def _tell_two(checkpoint: Checkpoint, decision: TieDecision) -> Iterator[Finding]:
-    """Tell how far two matrices are apart, and of rows that only one of them has."""
+def _describe_two(checkpoint: Checkpoint, decision: TieDecision) -> Rows:
+    """Yield the findings about two matrices: how far apart they are, and rows of only one."""
     roles, comparison = decision.roles, decision.roles.comparison
     if roles.pair is None or checkpoint.usage.head_computation:
         return
-    reads, head = roles.pair
     if not roles.has_one_width:
-        yield Finding(
-            "shapes",
-            f"{head.name} does not fit {reads.name}",
-            f"{reads.name} is {format_shape(reads.shape)} and {head.name} is "
-            f"{format_shape(head.shape)}. Their widths differ: the head belongs to another model, "
-            "or predicts something other than tokens.",
-        )
+        yield "shapes", {}
     if comparison is not None and comparison.equal:
-        follows = f"Dropping one loses nothing: the copy takes {format_bytes(head.n_bytes)}."
+        size = format_bytes(roles.pair[1].n_bytes)
+        advice = f"Dropping one loses nothing: the copy takes {size}."
         if checkpoint.in_memory:
-            follows = (
+            advice = (
                 "They agree now. The first training step moves each by its own gradient, and they "
                 "drift apart. Share the one: tiedgpt.tie.tie(model)."
             )
         elif roles.extra_rows:
-            follows = f"One of them has {abs(roles.extra_rows):,} rows more than the other."
-        yield Finding(
-            "equal copies",
-            f"{head.name} is a second copy of {reads.name}",
-            f"{_with_shape(reads)} and {_with_shape(head)} are two tensors, equal in all "
-            f"{comparison.rows_compared:,} rows that both have. {follows}",
-        )
+            advice = f"One of them has {abs(roles.extra_rows):,} rows more than the other."
+        yield "equal copies", {"rows": comparison.rows_compared, "advice": advice}
     elif comparison is not None:
-        yield from _tell_difference(reads, head, comparison)
+        yield from _describe_difference(*roles.pair, comparison)
     if comparison is not None and comparison.not_finite_rows:
-        yield Finding(
-            "not finite",
-            f"{comparison.not_finite_rows:,} rows hold numbers that are not finite",
-            "In a tied matrix a row with an infinity or NaN spoils both reading and predicting.",
-        )
+        yield "not finite", {"not_finite": comparison.not_finite_rows}
     if roles.extra_rows:
-        yield _tell_extra_rows(checkpoint, decision, *sorted(roles.pair, key=lambda m: m.shape[0]))
+        shorter, longer = sorted(roles.pair, key=lambda matrix: matrix.shape[0])
+        known, n_rows = f"rows of {shorter.name}", shorter.shape[0]
+        if n_rows == checkpoint.vocabulary:
+            known = "tokens that config.json states"
+        sizes = f"{longer.name} is {format_shape(longer.shape)}."
+        if longer.is_decodable:
+            nonzero = count_nonzero_rows(longer, n_rows, longer.shape[0])
+            sizes += f" {nonzero:,} of them hold numbers other than zero."
+        advice = PADDING if decision.is_sound else "One vocabulary has one size: loaders refuse it."
+        extra = {"longer": longer.name, "extra": abs(roles.extra_rows)}
+        yield "padded", {**extra, "known": f"{n_rows:,} {known}", "sizes": sizes, "advice": advice}
 
 
-def _tell_difference(
-    reads: StoredTensor, head: StoredTensor, comparison: Comparison
-) -> Iterator[Finding]:
-    """Tell how two matrices differ, and of one that looks like an initialization."""
+def _describe_difference(reads: StoredTensor, head: StoredTensor, comparison: Comparison) -> Rows:
+    """Yield how two matrices differ, and which of them look like an initialization."""
     gap = ""
     if comparison.largest == 0:
         gap = "Where they differ, one of the two numbers is infinite or none at all. "
     elif comparison.largest is not None:
         gap = f"The largest difference of two finite numbers is {comparison.largest:.3g}. "
-    angle = "unknown" if comparison.cosine is None else f"{comparison.cosine:.4f}"
-    first = ", ".join(map(str, comparison.first_rows))
-    differing = f"{comparison.differing_rows:,} of {comparison.rows_compared:,} rows"
-    yield Finding(
+    yield (
         "drifted",
-        f"{head.name} differs from {reads.name} in {differing}",
-        f"{_with_shape(reads)} reads; {_with_shape(head)} predicts. The first tokens where they "
-        f"differ: {first}. {gap}Their cosine is {angle}. {_guess_cause(comparison)}",
+        {
+            "differing": comparison.differing_rows,
+            "rows": comparison.rows_compared,
+            "first": ", ".join(map(str, comparison.first_rows)),
+            "gap": gap,
+            "cosine": "unknown" if comparison.cosine is None else f"{comparison.cosine:.4f}",
+            "cause": _guess_cause(comparison),
+        },
     )
     n_items = comparison.rows_compared * reads.shape[1]
     if comparison.cosine is None or abs(comparison.cosine) > 0.02 + 5 / n_items**0.5:
@@ -203,17 +232,14 @@ def _tell_difference(
     looks = {matrix.name: recognize_initialization(matrix) for matrix in (head, reads)}
     fresh = {name: values for name, values in looks.items() if values}
     if fresh:
-        like = [
+        numbers = " ".join(
             f"The numbers of {name} have mean {mean:.2g} and standard deviation {std:.3g}: they "
             f"look like {initialization}, never trained."
             for name, (mean, std, initialization) in fresh.items()
-        ]
-        yield Finding(
-            "fresh",
-            f"{' and '.join(fresh)} {'look' if len(fresh) > 1 else 'looks'} freshly initialized",
-            f"{' '.join(like)} The cosine of the two is {comparison.cosine:.3f}. A loader that "
-            "does not find a matrix and makes one up leaves exactly this.",
         )
+        looks_like = f"{' and '.join(fresh)} {'look' if len(fresh) > 1 else 'looks'}"
+        cosine = f"{comparison.cosine:.3f}"
+        yield "fresh", {"looks": looks_like, "numbers": numbers, "cosine": cosine}
 
 
 def _guess_cause(comparison: Comparison) -> str:
@@ -233,72 +259,47 @@ def _guess_cause(comparison: Comparison) -> str:
     return "They have nothing in common: the head was probably replaced or never loaded."
 
 
-def _tell_extra_rows(
-    checkpoint: Checkpoint, decision: TieDecision, shorter: StoredTensor, longer: StoredTensor
-) -> Finding:
-    """Tell of rows that only one of the two matrices has."""
-    rows, extra = shorter.shape[0], abs(decision.roles.extra_rows)
-    told = rows == checkpoint.vocabulary
-    beyond = "tokens that config.json tells of" if told else f"rows of {shorter.name}"
-    nonzero = ""
-    if longer.is_decodable:
-        n_nonzero = count_nonzero_rows(longer, rows, rows + extra)
-        nonzero = f"{n_nonzero:,} of them hold numbers other than zero. "
-    follows = PADDING if decision.is_sound else "One vocabulary has one size: loaders refuse this."
-    return Finding(
-        "padded",
-        f"{longer.name} has {extra:,} rows more than the {rows:,} {beyond}",
-        f"{longer.name} is {format_shape(longer.shape)}. {nonzero}{follows}",
-    )
-
-
-def _tell_rows_and_config(checkpoint: Checkpoint, decision: TieDecision) -> Iterator[Finding]:
-    """Tell of matrices that lie transposed, of padding on both sides, and of a key misspelt."""
-    matrix, names = decision.roles.matrix, decision.roles.transposed
+def _describe_sizes(checkpoint: Checkpoint, decision: TieDecision) -> Rows:
+    """Yield transposed matrices, padding on both sides, and a misspelt key of config.json."""
+    w, names = decision.roles.matrix, decision.roles.transposed
     if names:
-        sizes = [f"{name} is {format_shape(checkpoint.tensors[name].shape)}" for name in names]
-        follows = (
-            "Loaders of this format expect (V, D). They refuse it or, where V = D, misread it."
-        )
+        shapes = [f"{name} is {format_shape(checkpoint.tensors[name].shape)}" for name in names]
+        advice = "Loaders of this format expect (V, D). They refuse it or, where V = D, misread it."
         if checkpoint.any_layout:
-            follows = (
-                "This format stores the matrix of a product x W so; it is compared transposed."
-            )
-        yield Finding(
-            "transposed",
-            f"{' and '.join(names)} {'is' if len(names) == 1 else 'are'} stored transposed",
-            f"{' and '.join(sizes)}: columns, not rows, are tokens. {follows}",
-        )
-    vocabulary = checkpoint.vocabulary or matrix.shape[0]
-    if matrix.shape[0] > vocabulary and decision.roles.extra_rows >= 0:
-        extra = f"{matrix.shape[0] - vocabulary:,} rows more than the {vocabulary:,} tokens"
-        yield Finding(
-            "padded",
-            f"{matrix.name} has {extra} that config.json tells of",
-            f"{matrix.name} is {format_shape(matrix.shape)}. {PADDING}",
-        )
+            advice = "This format stores the matrix of a product x W so; it is compared transposed."
+        verb = "is" if len(names) == 1 else "are"
+        listed = {"names": " and ".join(names), "verb": verb, "sizes": " and ".join(shapes)}
+        yield "transposed", {**listed, "advice": advice}
+    vocabulary = checkpoint.vocabulary or w.shape[0]
+    extra = w.shape[0] - vocabulary
+    if extra > 0 and decision.roles.extra_rows >= 0:
+        known = f"{vocabulary:,} tokens that config.json states"
+        sizes = f"{w.name} is {format_shape(w.shape)}."
+        longer = {"longer": w.name, "extra": extra, "known": known}
+        yield "padded", {**longer, "sizes": sizes, "advice": PADDING}
     for key in sorted(MISSPELT & checkpoint.config.keys())[:1]:
-        yield Finding(
-            "config",
-            f"config.json has {key!r}, which nothing reads",
-            f"The key is {TIE_KEY}; {key!r} is ignored, so it changes nothing.",
-        )
+        yield "config", {"key": key, "tie_key": TIE_KEY}
 
 
-def _tell_claim(checkpoint: Checkpoint, decision: TieDecision) -> Iterator[Finding]:
-    """Tell whether the claim holds; a claim about the head means nothing where there is none."""
+def _describe_claim(checkpoint: Checkpoint, decision: TieDecision) -> tuple[str, dict[str, Any]]:
+    """Return whether the claim holds, and the call or command that makes it hold."""
     claim, is_module = decision.claim, checkpoint.in_memory
-    title = "nothing is claimed" if claim.is_tied is None else "the claim holds"
-    explain = f"{claim.source}. The matrices are sound: {decision.kind}."
-    if is_module and claim.is_tied is None and decision.kind == "untied as claimed":
-        as_built = "The module has no config: two matrices, as built."
-        explain = f"{as_built} tiedgpt.tie.tie(model) makes them one."
-    if not decision.is_sound:
-        is_contradiction = decision.kind == "contradicts the claim"
-        title = "the claim does not hold" if is_contradiction else "the tie is broken"
-        mends = f"{decision.command} writes a copy that loads."
-        if is_module:
-            mends = f"tiedgpt.tie.tie(model) makes them one; or set {TIE_KEY}=False."
-        explain = f"{decision.reason}. {mends}"
-    if decision.kind != "no head":
-        yield Finding("claim", title, explain)
+    if decision.is_sound:
+        title = "nothing is claimed" if claim.is_tied is None else "the claim holds"
+        text = f"{claim.source}. The matrices are sound: {decision.kind}."
+        if is_module and claim.is_tied is None and decision.kind == "untied as claimed":
+            text = (
+                "The module has no config: two matrices, as built. tiedgpt.tie.tie(model) makes "
+                "them one."
+            )
+        return "claim", {"title": title, "text": text}
+    is_contradiction = decision.kind == "contradicts the claim"
+    title = "the claim does not hold" if is_contradiction else "the tie is broken"
+    text = f"{decision.reason}."
+    if is_module:
+        text += f" tiedgpt.tie.tie(model) makes them one; or set {TIE_KEY}=False."
+    if is_module or decision.roles.unreadable:
+        return "claim", {"title": title, "text": text}
+    options = " or ".join(f"--keep {choice}" for choice in decision.choices)
+    text += f" Write a copy that loads, with {options}:" if options else " Write a copy that loads:"
+    return "claim, with a command", {"title": title, "text": text, "command": decision.command}

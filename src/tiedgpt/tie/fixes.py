@@ -167,7 +167,7 @@ def _make_plan(checkpoint: Checkpoint, decision: TieDecision, keep: Keep | None)
     claim = plan.config[TIE_KEY]
     if claim is is_untied:  # the old claim is the opposite
         actions.append(f"config.json now says {TIE_KEY}: {str(claim).lower()}")
-    is_wasteful = decision.kind == "tied twice" or roles.input is None
+    is_wasteful = decision.kind == "tied, stored twice" or roles.input is None
     if not actions or (decision.is_sound and keep is None and not is_wasteful):
         choice = "--keep input or --keep output makes one matrix of the two" if roles.pair else None
         raise UserError(f"{source} is {decision.kind}: nothing to mend", hint=choice)

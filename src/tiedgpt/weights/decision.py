@@ -9,6 +9,8 @@ Loading, `tie show`, `tie audit` and `tie fix` use it and decide nothing themsel
 from __future__ import annotations
 
 from dataclasses import dataclass
+from pathlib import Path
+from shlex import quote
 from typing import Literal
 
 from tiedgpt.weights.checkpoint import Checkpoint, Claim
@@ -16,9 +18,9 @@ from tiedgpt.weights.formats.transformers import MODEL_TYPES
 from tiedgpt.weights.roles import Roles, find_roles
 
 Kind = Literal[
-    "tied", "tied twice", "untied as claimed", "broken", "contradicts the claim", "no head"
+    "tied", "tied, stored twice", "untied as claimed", "broken", "contradicts the claim", "no head"
 ]
-SOUND: tuple[Kind, ...] = ("tied", "tied twice", "untied as claimed", "no head")
+SOUND: tuple[Kind, ...] = ("tied", "tied, stored twice", "untied as claimed", "no head")
 """Kinds with which nothing is wrong."""
 Model = Literal["tied", "untied"]
 Keep = Literal["input", "output", "both"]
@@ -32,7 +34,7 @@ TABLE: dict[str, tuple[Outcome, Outcome]] = {
     "one": (("tied", "tied"), CONTRADICTION),
     "one in two Parameters": (("broken", "tied"), CONTRADICTION),
     "two": (BROKEN, UNTIED),
-    "two equal": (("tied twice", "tied"), UNTIED),
+    "two equal": (("tied, stored twice", "tied"), UNTIED),
     "two equal in training": (("broken", "tied"), UNTIED),
     "misfit": (BROKEN, BROKEN),
     "computed head": (BROKEN, ("untied as claimed", None)),
@@ -59,6 +61,8 @@ class TieDecision:
     """If two matrices must be told apart: what may stay. Empty if there is nothing to choose."""
     claim: Claim
     roles: Roles
+    source: str
+    """The checkpoint's path, or the class of a model in memory."""
 
     @property
     def is_sound(self) -> bool:
@@ -67,9 +71,10 @@ class TieDecision:
 
     @property
     def command(self) -> str:
-        """The command that mends a file, with the option that it asks for."""
-        keep = f" --keep {' | '.join(self.choices)}" if self.choices else ""
-        return f"`tiedgpt tie fix MODEL DEST{keep}`"
+        """The command that writes a corrected copy of a file, with the first of the choices."""
+        path = Path(self.source)
+        names = f"{quote(self.source)} {quote(f'{path.stem if path.suffix else path.name}-fixed')}"
+        return f"tiedgpt tie fix {names}" + "".join(f" --keep {c}" for c in self.choices[:1])
 
 
 def decide_tie(checkpoint: Checkpoint, roles: Roles | None = None) -> TieDecision:
@@ -83,7 +88,7 @@ def decide_tie(checkpoint: Checkpoint, roles: Roles | None = None) -> TieDecisio
     is_untied = claim.is_tied is False or (matrices == "two" and claim.different_is_untied)
     kind, model = TABLE[matrices][is_untied]
     choices = () if kind in SOUND else _list_choices(checkpoint, roles)
-    return TieDecision(kind, model, reason, choices, claim, roles)
+    return TieDecision(kind, model, reason, choices, claim, roles, str(checkpoint.source))
 
 
 def _describe(checkpoint: Checkpoint, roles: Roles) -> tuple[str, str]:

@@ -5,8 +5,9 @@ SOURCE is a directory, a file in any known format, a hub name, or a model of tra
     open_checkpoint (sources.py)    SOURCE -> Checkpoint: the file's tensors and claims
     to_gpt (checkpoint.py)          -> GPTCheckpoint: our names, our layout, config fields
     decide_tie (decision.py)        one matrix or two
-    _matrices, _config              the matrices that the model has, and its config
-    _check_tensors, _build          all shapes first, then a `GPT` with each tensor read once
+    _matrices                       the one or two matrices that the model has
+    checks.py                       its config, and the shapes of all tensors
+    _build                          a `GPT` with each tensor read once
 
 Shapes are checked before any tensor is read, except when two matrices must be compared.
 """
@@ -14,7 +15,6 @@ Shapes are checked before any tensor is read, except when two matrices must be c
 from __future__ import annotations
 
 import os
-import re
 import warnings
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
@@ -33,26 +33,20 @@ from tiedgpt.weights.checkpoint import (
     TIE_KEY,
     Checkpoint,
     Claim,
-    GPTCheckpoint,
     shapes,
     to_gpt,
 )
+from tiedgpt.weights.checks import build_config, check_tensors
 from tiedgpt.weights.decision import TieDecision, decide_tie
 from tiedgpt.weights.roles import assign_roles
 from tiedgpt.weights.sources import open_checkpoint, open_module
-from tiedgpt.weights.tensors import StoredTensor, printable
+from tiedgpt.weights.tensors import StoredTensor
 
 Source = str | os.PathLike[str] | nn.Module
 MODEL_DTYPES = (torch.float32, torch.float16, torch.bfloat16, torch.float64)
 RESOLUTION_OF = {"input": "keep-input", "output": "keep-output", "both": "untie"}
 """What `tie fix` keeps of two matrices -> the `resolve` that loads them so."""
 RESOLUTIONS = (*RESOLUTION_OF.values(), "tie")
-DROPOUTS = ("embd_pdrop", "attn_pdrop", "resid_pdrop")
-"""Fields that the caller may change: the file says how it was trained, not how it must run."""
-OTHER_HEADS = ("score.", "classifier.", "multiple_choice_head.", "qa_outputs.")
-"""How the tensors of classifiers on a GPT begin; `tiedgpt.heads` loads them."""
-SLACK_BYTES = 1 << 20
-MAX_NAME = 200
 
 Progress = Callable[[int, int], None]
 """(bytes done, bytes in all)."""
@@ -114,8 +108,8 @@ def load(
         decision = _decide_tie(checkpoint, tensors, config.get(TIE_KEY))
         both = _matrices(decision, checkpoint, resolve)
         tensors = {n: t for n, t in tensors.items() if n not in (EMBEDDING, HEAD)} | both
-        built, dropped = _config(path, gpt, tensors, config)
-        _check_tensors(path, tensors, shapes(built), checkpoint.files)
+        built, dropped = build_config(path, gpt, tensors, config)
+        check_tensors(path, tensors, shapes(built), checkpoint.files)
     except CorruptInputError as error:
         if checkpoint.in_memory:  # no file is damaged
             raise UserError(str(error)) from None
@@ -124,7 +118,7 @@ def load(
     model, rounded = _build(built, tensors, dtype, progress)
     model.foreign_config = dict(gpt.foreign)
     n_bytes = sum(tensor.n_bytes for tensor in tensors.values())
-    equal = decision.reason if resolve is None and decision.kind == "tied twice" else ""
+    equal = decision.reason if resolve is None and decision.kind == "tied, stored twice" else ""
     notes = (*gpt.notes, *guesses, equal, dropped, rounded)
     layout = f"{checkpoint.container}, {gpt.layout}"
     return Loaded(
@@ -190,113 +184,13 @@ def _remedy(decision: TieDecision, checkpoint: Checkpoint) -> str:
     """Return what can be done about a checkpoint that is not loaded as it is."""
     if decision.roles.pair is None or decision.roles.is_shared:
         return 'resolve="tie" (--resolve tie) lets the one matrix read and predict'
-    command = f"{decision.command} writes a copy that loads"
+    command = f"`{decision.command}` writes a copy that loads"
     if checkpoint.in_memory:
         command = "tiedgpt.tie.tie(model) makes them one"
     if not decision.choices:
         return command
     options = " or ".join(f'resolve="{RESOLUTION_OF[choice]}"' for choice in decision.choices)
     return f"choose {options} (--resolve); {command}"
-
-
-def _config(
-    path: Path, gpt: GPTCheckpoint, tensors: Mapping[str, StoredTensor], given: Mapping[str, Any]
-) -> tuple[GPTConfig, str]:
-    """Return the config, and a note. The weights decide numbers of rows; `given` only fills in."""
-    for name in tensors:
-        if name.startswith(OTHER_HEADS):
-            raise UserError(
-                f"{path} is a classifier on a GPT (it has {printable(name)[:MAX_NAME]}), not a "
-                "language model",
-                hint="label texts with `tiedgpt classify`, or load it in Python with tiedgpt.heads",
-            )
-    fields = {name: value for name, value in gpt.fields.items() if name != TIE_KEY}
-    for name, sizes in ((EMBEDDING, ("vocab_size", "n_embd")), ("wpe.weight", ("n_positions",))):
-        shape = tensors[name].shape if name in tensors else ()
-        if len(shape) != 2:
-            raise CorruptInputError(f"{path}: {name} is missing or no matrix; this is no GPT")
-        if "n_embd" in sizes and fields.get("n_embd", shape[1]) != shape[1]:
-            raise CorruptInputError(
-                f"{path} says n_embd={fields['n_embd']!r}, and rows of {name} have {shape[1]} "
-                "numbers: the config or the weights belong to another model"
-            )
-        fields |= dict(zip(sizes, shape, strict=False))
-    inner = tensors.get("h.0.mlp.c_fc.weight")
-    if inner is not None and len(inner.shape) == 2 and inner.shape[0] != 4 * fields["n_embd"]:
-        fields["n_inner"] = inner.shape[0]
-    fields.setdefault("bias", any(name.endswith(".bias") for name in tensors))
-    layers = {int(match[1]) for name in tensors if (match := re.match(r"h\.(\d{1,6})\.", name))}
-    last = max(layers, default=-1)
-    n_layer = fields.setdefault("n_layer", last + 1)
-    if not n_layer == len(layers) == last + 1:
-        raise CorruptInputError(
-            f"{path} says n_layer={n_layer!r}, the weights have {len(layers)} layers, of which "
-            f"h.{last} is the last: layers are missing, or too many"
-        )
-    for name, value in given.items():
-        if name not in GPTConfig.__dataclass_fields__:
-            hint = f"there are {', '.join(GPTConfig.__dataclass_fields__)}"
-            raise UserError(f"{name!r} is no field of a config", hint=hint)
-        if fields.get(name, value) != value and name not in DROPOUTS:
-            raise UserError(f"{name}={value!r} contradicts the file, which has {fields[name]!r}")
-    fields = dict(gpt.assumed) | fields | dict(given) | {TIE_KEY: HEAD not in tensors}
-    if "n_head" not in fields:
-        raise UserError(
-            f"{path} does not say how many heads it has, and shapes do not tell",
-            hint="give n_head (--n-head)",
-        )
-    note = _drop_foreign_ids(fields)
-    try:
-        return GPTConfig(**fields), note
-    except UserError as error:
-        if any(name in str(error) for name in given):  # the argument is wrong, not the file
-            raise UserError(f"{path}: {error}") from None
-        raise CorruptInputError(f"{path} describes no GPT: {error}") from None
-
-
-def _drop_foreign_ids(fields: dict[str, Any]) -> str:
-    """Drop special ids outside the vocabulary (transformers' default 50256); return a note."""
-    dropped = []
-    for name in ("bos_token_id", "eos_token_id"):
-        value = fields.get(name)
-        if isinstance(value, list):  # some configs list several ends; the first is the model's own
-            fields[name] = value = value[0] if value else None
-        if type(value) is int and not 0 <= value < fields["vocab_size"]:
-            fields[name] = None
-            dropped.append(f"{name}={value}")
-    outside = f"outside this model's vocabulary of {fields['vocab_size']} tokens: dropped"
-    return f"{' and '.join(dropped)} {outside}" if dropped else ""
-
-
-def _check_tensors(
-    path: Path,
-    tensors: Mapping[str, StoredTensor],
-    expected: Mapping[str, tuple[int, ...]],
-    files: tuple[Path, ...],
-) -> None:
-    """Every parameter is there once, in its shape, and nothing else is.
-
-    Together they may take twice the files' bytes, where a matrix was saved once and is wanted
-    twice. What takes more are rows that repeat, or one place under many names.
-    """
-    problems = [f"{name} is missing" for name in expected if name not in tensors]
-    for name, tensor in tensors.items():
-        if name not in expected:
-            problems.append(f"{printable(name)[:MAX_NAME]} is not a GPT's")
-        elif tensor.shape != expected[name]:
-            problems.append(f"{name} is {tensor.shape}, not {expected[name]}")
-    if problems:
-        more = f" (and {len(problems) - 3} more)" if len(problems) > 3 else ""
-        raise CorruptInputError(f"{path} does not fit its config: {'; '.join(problems[:3])}{more}")
-    for tensor in tensors.values():
-        tensor.require_decodable()
-    there = sum(file.stat().st_size for file in files)
-    wanted = sum(tensor.n_bytes for tensor in tensors.values())
-    if files and wanted > 2 * there + SLACK_BYTES:
-        raise CorruptInputError(
-            f"{path} lies: its tensors, such as wte.weight of shape {tensors[EMBEDDING].shape}, "
-            f"would take {wanted:,} bytes, and its files have {there:,}"
-        )
 
 
 def _build(
