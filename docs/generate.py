@@ -33,7 +33,7 @@ MODULES = {
     "tiedgpt.tune": "lora merge freeze save_adapter load_adapter PeftBase",
     "tiedgpt.train": "train Trainer fast_training",
     "tiedgpt.train.objective": "Data Objective",
-    "tiedgpt.heads": "Head SequenceClassifier TokenClassifier MultipleChoice SpanFinder "
+    "tiedgpt.heads": "Head SequenceClassifier MultipleChoice "
     "FeatureExtractor pad open_head predict",
     "tiedgpt.data": "prepare_data Preparation verify_data",
     "tiedgpt.evaluate.texts": "score_text TextScore",

@@ -1,7 +1,8 @@
-"""Your own objective for the Trainer: a GPT that learns to add, scored by exact answers.
+"""A head and an objective of your own: tag each word of a sentence as a person, place or time.
 
-The trainer provides checkpoints, resuming, evaluation and metrics; you provide data and score. Stop
-it with Ctrl-C and run it again: it resumes.
+The trainer provides checkpoints, resuming, evaluation and metrics; you provide a head, data and a
+score. Stop it with Ctrl-C and run it again: it resumes. transformers loads the result as
+GPT2ForTokenClassification.
 
     python examples/own_task.py [STEPS]
 """
@@ -14,15 +15,52 @@ from typing import Any
 
 import numpy as np
 import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
 
 from tiedgpt import GPT, GPTConfig, Tokenizer
+from tiedgpt.heads import Head, pad
 from tiedgpt.train import Trainer
 from tiedgpt.train.events import Ended, Evaluated
 from tiedgpt.train.objective import Arrays, Data, Objective
 from tiedgpt.train.plan import Plan
 from tiedgpt.train.storage import RunDirectory
 
-LENGTH = len("12+34=046")
+TAGS = ["O", "PERSON", "PLACE", "TIME"]
+WORDS = {  # April, June and Paris have two tags: the words before them decide
+    "PERSON": ["Ada", "Ben", "April", "June", "Paris"],
+    "PLACE": ["Rome", "Paris", "Oslo"],
+    "TIME": ["April", "June", "summer"],
+}
+SENTENCES = [
+    "PERSON met PERSON in PLACE",
+    "PERSON will go to PLACE during TIME",
+    "during TIME both PERSON and PERSON stay in PLACE",
+]
+
+
+class Tagger(Head):
+    """One tag for each token, which sees itself and the tokens before it."""
+
+    architecture = "ForTokenClassification"  # transformers' class, without the family's name
+    own = ("classifier.weight", "classifier.bias")
+
+    def __init__(self, gpt: GPT) -> None:
+        super().__init__(gpt)
+        self.classifier = nn.Linear(gpt.config.n_embd, len(TAGS))
+
+    def forward(self, ids: Tensor) -> Tensor:
+        """Ids (B, T) -> logits (B, T, N), one for each tag."""
+        return self.classifier(self.gpt.body(ids))
+
+    def losses(self, *batch: Tensor) -> tuple[Tensor, ...]:
+        """Ids (B, T), tags (B, T) -> the mean cross-entropy; a tag of -100 is not counted."""
+        ids, tags = batch
+        return (F.cross_entropy(self(ids).transpose(1, 2), tags),)
+
+    def config_entries(self) -> dict[str, Any]:
+        """Return the head's entries in config.json."""
+        return {"id2label": {str(n): tag for n, tag in enumerate(TAGS)}}
 
 
 @dataclass
@@ -30,66 +68,72 @@ class Score:
     """The result of an evaluation."""
 
     nats: float
-    right: float
+    accuracy: float
 
 
-class Addition(Objective):
-    """Two numbers below 100 and their sum, written backwards; only the answer is trained."""
+class Tagging(Objective):
+    """Train a Tagger; `start=Pretrained("gpt2", keep_head=False)` begins with its weights."""
 
-    def build(self) -> GPT:
+    def build(self) -> Tagger:
         """Return a fresh model."""
-        return GPT(self.config)
+        return Tagger(GPT(self.config))
 
     @torch.no_grad()
-    def score(self, model: GPT, batches: Iterable[Arrays], autocast: Any) -> Score:
-        """Score sums by their loss, and by how many are right in all digits."""
+    def score(self, model: Tagger, batches: Iterable[Arrays], autocast: Any) -> Score:
+        """Score sentences by their loss, and by the share of right tags."""
         model.eval()
         losses, right = [], []
-        for ids, targets in (map(torch.from_numpy, batch) for batch in batches):
-            written = model(ids).argmax(-1)
-            losses.append(float(model.loss(ids, targets)))
-            right.append(float((written == targets)[:, LENGTH - 4 :].all(1).float().mean()))
+        for ids, tags in (map(torch.from_numpy, batch) for batch in batches):
+            losses.append(float(model.loss(ids, tags)))
+            right.append(float((model(ids).argmax(-1) == tags)[tags != -100].float().mean()))
         model.train()
         return Score(float(np.mean(losses)), float(np.mean(right)))
 
     def metrics(self, score: Score) -> dict[str, float]:
         """Return the values for metrics.jsonl."""
-        return {"val_loss": score.nats, "val_right": score.right}
+        return {"val_loss": score.nats, "val_accuracy": score.accuracy}
 
 
-def sums(tokenizer: Tokenizer, seed: tuple[int, ...], n: int) -> tuple[np.ndarray, np.ndarray]:
-    """Return ids and targets (n, T); a target of -100 is not counted."""
-    pairs = np.random.default_rng(seed).integers(0, 100, (n, 2))
-    texts = [f"{a:02}+{b:02}={f'{a + b:03}'[::-1]}" for a, b in pairs]
-    ids = np.array([tokenizer.encode(text) for text in texts])
-    targets = ids[:, 1:].copy()
-    targets[:, : LENGTH - 4] = -100  # the part before the answer
-    return ids[:, :-1], targets
+def make_batch(tokenizer: Tokenizer, seed: tuple[int, ...], n: int) -> Arrays:
+    """Return ids and tags (n, T); a tag stands at the last token of its word, the rest are -100."""
+    random = np.random.default_rng(seed)
+    rows, tags = [], []
+    for _ in range(n):
+        ids: list[int] = []
+        row: list[int] = []
+        for slot in random.choice(SENTENCES).split():
+            word = tokenizer.encode(random.choice(WORDS[slot]) if slot in WORDS else slot)
+            ids += word + tokenizer.encode(" ")
+            row += [-100] * (len(word) - 1) + [TAGS.index(slot) if slot in WORDS else 0, -100]
+        rows.append(ids)
+        tags.append(row)
+    return pad(rows)[0].numpy(), pad(tags, pad_id=-100)[0].numpy()
 
 
 if __name__ == "__main__":
-    steps = int(sys.argv[1]) if sys.argv[1:] else 600
-    tokenizer = Tokenizer.characters(["0123456789+="])
+    steps = int(sys.argv[1]) if sys.argv[1:] else 300
+    tokenizer = Tokenizer.characters(
+        SENTENCES + [word for words in WORDS.values() for word in words]
+    )
     config = GPTConfig(
-        vocab_size=len(tokenizer), n_positions=LENGTH, n_embd=64, n_layer=2, n_head=2,
+        vocab_size=len(tokenizer), n_positions=64, n_embd=64, n_layer=2, n_head=2,
         embd_pdrop=0, attn_pdrop=0, resid_pdrop=0,
     )  # fmt: skip
     plan = Plan(
-        steps=steps, batch_size=64, micro_batch=64, optimizer="muon", lr=1e-2, warmup=steps // 20,
+        steps=steps, batch_size=16, micro_batch=16, optimizer="muon", lr=1e-2, warmup=steps // 20,
         weight_decay=0.1, grad_clip=1.0, dtype="fp32", seed=0, eval_every=max(1, steps // 5),
         eval_batches=1, save_every=max(1, steps // 5),
     )  # fmt: skip
-    run = RunDirectory(Path("runs/addition"))
+    run = RunDirectory(Path("runs/tagger"))
     run.path.mkdir(parents=True, exist_ok=True)
     data = Data(  # the batch of a step is a pure function of the seed and the step
-        batches=lambda n, seed: lambda step: sums(tokenizer, (seed, step), n),
-        held_out=lambda n, n_batches: [sums(tokenizer, (10**9,), 256)],
-        unit="sums",
+        batches=lambda n, seed: lambda step: make_batch(tokenizer, (seed, step), n),
+        held_out=lambda n, n_batches: [make_batch(tokenizer, (10**9,), 64)],
+        unit="sentences",
     )
-    trainer = Trainer(run, Addition(config, tokenizer), data, plan, torch.device("cpu"))
+    trainer = Trainer(run, Tagging(config, tokenizer), data, plan, torch.device("cpu"))
     for event in trainer.run():
         if isinstance(event, (Evaluated, Ended)) and event.score is not None:
-            print(
-                f"step {event.step:>5}  loss {event.score.nats:.4f}  right {event.score.right:.0%}"
-            )
+            loss, accuracy = event.score.nats, event.score.accuracy
+            print(f"step {event.step:>5}  loss {loss:.4f}  accuracy {accuracy:.0%}")
     print(f"saved in {run.model}")

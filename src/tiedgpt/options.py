@@ -71,3 +71,6 @@ REMOVED_OPTIONS = {
     "timeout": "torchrun restarts a job whose process hangs or dies",
 }
 """Options that the fourth edition removed, with what to use instead."""
+_OWN_HEAD = "use an encoder with transformers; examples/own_task.py shows a head of one's own"
+REMOVED_VALUES = {("task", "tag"): _OWN_HEAD, ("task", "answer"): _OWN_HEAD}
+"""Values of options that the fourth edition removed, with what to use instead."""

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from tests.docs.conftest import ROOT
-from tiedgpt import Tokenizer
+from tiedgpt import GPT, GPTConfig, Tokenizer
 
 EXAMPLES = ROOT / "examples"
 SCRIPTS = {
@@ -25,7 +25,7 @@ SCRIPTS = {
 }
 SAYS = {
     "own_loop.py": "NOT tied: wte.weight only reads",
-    "own_task.py": "saved in runs/addition/model",
+    "own_task.py": "saved in runs/tagger/model",
     "distil.py": "distilled  ",
     "tied_vs_untied.py": "figure: runs/tied-vs-untied/comparison.svg",
     "lora.py": "merged: logits moved by",
@@ -82,6 +82,21 @@ def test_tied_and_untied_models_begin_alike_and_have_comparable_sizes(here):
         models.append(script["CompareTie"](config, tokenizer).build().eval())
     ids = torch.arange(24).view(2, 12)
     assert torch.equal(models[0](ids), models[1](ids)) and models[1].head is not None
+
+
+def test_a_tagging_head_of_ones_own_loads_in_transformers(here):
+    transformers = pytest.importorskip("transformers")
+    script = runpy.run_path(str(EXAMPLES / "own_task.py"))
+    words = [word for words in script["WORDS"].values() for word in words]
+    tokenizer = Tokenizer.characters([*script["SENTENCES"], *words])
+    config = GPTConfig(vocab_size=len(tokenizer), n_positions=64, n_embd=16, n_layer=1, n_head=2)
+    head = script["Tagger"](GPT(config)).eval()
+    head.save_pretrained("tagger")
+    theirs = transformers.AutoModelForTokenClassification.from_pretrained("tagger").eval()
+    ids = torch.from_numpy(script["make_batch"](tokenizer, (0,), 3)[0])
+    torch.testing.assert_close(theirs(ids).logits, head(ids), atol=1e-5, rtol=1e-5)
+    assert theirs.config.id2label == dict(enumerate(script["TAGS"]))
+    assert torch.equal(script["Tagger"].from_pretrained("tagger")(ids), head(ids))
 
 
 @pytest.mark.slow

@@ -2,26 +2,18 @@ import pytest
 import torch
 
 from tiedgpt import GPT, GPTConfig
-from tiedgpt.heads import (
-    FeatureExtractor,
-    MultipleChoice,
-    SequenceClassifier,
-    SpanFinder,
-    TokenClassifier,
-)
+from tiedgpt.heads import FeatureExtractor, MultipleChoice, SequenceClassifier
 
 SHAPE = {"vocab_size": 97, "n_positions": 24, "n_embd": 32, "n_layer": 2, "n_head": 4}
 OPTIONS = {
     SequenceClassifier: {"labels": ["bad", "so-so", "good"]},
-    TokenClassifier: {"labels": ["O", "PERSON", "PLACE"]},
     MultipleChoice: {},
-    SpanFinder: {},
     FeatureExtractor: {},
 }
 
 
-def large(model):
-    """Give a model weights that are large enough for mistakes to show."""
+def enlarge(model):
+    """Make the weights of a model large enough for mistakes to show."""
     generator = torch.Generator().manual_seed(5)
     with torch.no_grad():
         for parameter in model.parameters():
@@ -31,11 +23,11 @@ def large(model):
 
 @pytest.fixture
 def make():
-    """Make a head of a kind on a body."""
+    """Return a function that puts a head of a class on a small body."""
 
-    def made(kind, *, norm="pre", tied=True, **options):
+    def make_head(head_class, *, norm="pre", tied=True, bias=True, **options):
         torch.manual_seed(4)
-        config = GPTConfig(**SHAPE, norm=norm, tie_word_embeddings=tied, eos_token_id=96)
-        return large(kind(GPT(config), **(OPTIONS[kind] | options)))
+        config = GPTConfig(**SHAPE, norm=norm, tie_word_embeddings=tied, bias=bias, eos_token_id=96)
+        return enlarge(head_class(GPT(config), **(OPTIONS[head_class] | options)))
 
-    return made
+    return make_head

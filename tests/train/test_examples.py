@@ -1,4 +1,4 @@
-"""What lines of .jsonl mean, and which tokens their answers stand at."""
+"""Lines of .jsonl as examples, and their ids and answers."""
 
 import json
 
@@ -13,7 +13,6 @@ from tiedgpt.train.objectives import LABELLED
 from tiedgpt.train.objectives.labelled import LabelSources
 
 CHAR = Tokenizer.characters(["abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ ?!.,\né日本"])
-BPE = Tokenizer.train(["Ada went to Paris. Where did Ada go? " * 20], 300)
 
 
 def open_kind(kind, *, tokenizer=CHAR, labels=()):
@@ -31,53 +30,12 @@ def encode(kind, record, *, context=99, **more):
 
 def test_of_a_long_text_that_is_classified_the_beginning_is_taken():
     row = encode("classify", {"text": "abcdef", "label": 1}, context=4, labels=["0", "1"])
-    assert CHAR.decode(row.rows[0]) == "abcd" and row.cut and row.answer == 1
-
-
-def test_a_words_label_stands_at_its_last_token():
-    record = {"tokens": ["Ada", "went"], "labels": ["P", "O"]}
-    row = encode("tag", record, labels=["O", "P"])
-    assert CHAR.decode(row.rows[0]) == "Ada went"
-    assert row.answer.tolist() == [-100, -100, 1, -100, -100, -100, -100, 0]
-
-
-@pytest.mark.parametrize("tokenizer", [CHAR, BPE])
-@pytest.mark.parametrize("text", ["Ada went to Paris.", "é日 went to 本Paris."])
-def test_every_token_that_touches_a_stretch_bears_its_label(tokenizer, text):
-    if tokenizer is BPE and "é" in text:
-        tokenizer = Tokenizer.train([text * 9], 270)
-    start = text.index("Paris")
-    record = {"text": text, "labels": [[0, 2, "P"], [start, start + 5, "L"]]}
-    row = encode("tag", record, tokenizer=tokenizer, labels=["L", "O", "P"])
-    at = 0
-    for id, label in zip(row.rows[0], row.answer.tolist(), strict=True):
-        piece = tokenizer.token_bytes(id)
-        covered = {len(text.encode()[: at + n].decode(errors="ignore")) for n in range(len(piece))}
-        expected = (
-            "P" if covered & {0, 1} else "L" if covered & set(range(start, start + 5)) else "O"
-        )
-        assert label == ["L", "O", "P"].index(expected), (piece, at)
-        at += len(piece)
-
-
-@pytest.mark.parametrize("tokenizer", [CHAR, BPE])
-def test_an_answers_tokens_hold_its_text_and_the_question_comes_first(tokenizer):
-    record = {"question": "Where did Ada go?", "context": "Ada went to Paris.", "answer": "Paris"}
-    row = encode("answer", record, tokenizer=tokenizer)
-    first, last = row.answer.tolist()
-    assert tokenizer.decode(row.rows[0]) == "Where did Ada go?\nAda went to Paris."
-    assert tokenizer.decode(row.rows[0][first : last + 1]).strip() == "Paris"
-    by_place = {k: v for k, v in record.items() if k != "answer"} | {"start": 12, "end": 17}
-    assert encode("answer", by_place, tokenizer=tokenizer).answer.tolist() == [first, last]
-    assert encode("answer", record, tokenizer=tokenizer, context=last) is None
-    assert encode("answer", record, tokenizer=tokenizer, context=last + 1).cut == (
-        len(row.rows[0]) > last + 1
-    )
+    assert CHAR.decode(row.ids[0]) == "abcd" and row.cut and row.answer == 1
 
 
 def test_choices_follow_their_text_and_only_the_right_one_is_learned_as_language():
     row = encode("choose", {"text": "ab", "choices": ["c", " dd"], "answer": 1})
-    assert [CHAR.decode(ids) for ids in row.rows] == ["ab c", "ab dd"]
+    assert [CHAR.decode(ids) for ids in row.ids] == ["ab c", "ab dd"]
     other = encode("choose", {"text": "a", "choices": ["b", "c", "d"], "answer": 0})
     ids, lengths, targets, answers = open_kind("choose").collate([row, other])
     assert ids.shape == targets.shape == (2, 3, 5)
@@ -90,35 +48,25 @@ def test_choices_follow_their_text_and_only_the_right_one_is_learned_as_language
 @pytest.mark.parametrize(
     ("task", "record", "says"),
     [
-        ("classify", {"txt": "a", "label": "x"}, "no string in the field 'text'; it holds 'txt'"),
+        (
+            "classify",
+            {"txt": "a", "label": "x"},
+            "no string in the field 'text'; the record has 'txt'",
+        ),
         ("classify", {"text": " ", "label": "x"}, "'text' is empty"),
         ("classify", {"text": "a"}, "label None"),
         ("classify", {"text": "a", "label": True}, "label True"),
         ("classify", {"text": "a\ud800", "label": "x"}, "surrogates not allowed"),
-        ("tag", {"tokens": ["a", "b"], "labels": ["x"]}, "2 tokens and 1 labels"),
-        ("tag", {"tokens": [], "labels": []}, "no list in the field 'tokens'"),
-        ("tag", {"tokens": ["a", 3], "labels": ["x", "y"]}, "3 in 'tokens'"),
-        ("tag", {"text": "abc", "labels": [[0, 4, "x"]]}, "3 characters"),
-        ("tag", {"text": "abc", "labels": [[0, 2, "x"], [1, 3, "y"]]}, "share the character 1"),
         ("choose", {"text": "a", "choices": ["b"], "answer": 0}, "nothing to choose"),
         ("choose", {"text": "a", "choices": ["b", "c"], "answer": 2}, "the answer 2"),
         ("choose", {"text": "a", "choices": ["b", ""], "answer": 0}, "'' in 'choices'"),
-        ("answer", {"question": "q", "context": "abc", "answer": "x"}, "not in the context"),
-        ("answer", {"question": "q", "context": "abc"}, "where the answer is"),
-        ("answer", {"question": "q", "context": "abc", "start": 2, "end": 4}, "from 2 to 4"),
-        (
-            "answer",
-            {"question": "q", "context": "abc", "start": 1, "answer": "a"},
-            "the context says 'b'",
-        ),
+        ("choose", {"text": "a", "choices": [], "answer": 0}, "no list in the field 'choices'"),
     ],
 )
 def test_a_wrong_line_is_refused_with_file_line_and_reason(tmp_path, task, record, says):
     good = {
         "classify": {"text": "a", "label": "x"},
-        "tag": {"tokens": ["a"], "labels": ["x"]},
         "choose": {"text": "a", "choices": ["b", "c"], "answer": 0},
-        "answer": {"question": "q", "context": "abc", "answer": "b"},
     }[task]
     file = tmp_path / "lines.jsonl"
     file.write_text(f"{json.dumps(good)}\n\n{json.dumps(record)}\n")

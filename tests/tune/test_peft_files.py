@@ -9,7 +9,7 @@ from tests.heads.conftest import make  # noqa: F401
 from tests.tune.test_adapters import ALL, drawn
 from tiedgpt import GPT, GPTConfig
 from tiedgpt.errors import CorruptInputError, UserError
-from tiedgpt.heads import MultipleChoice, SequenceClassifier, SpanFinder, TokenClassifier
+from tiedgpt.heads import MultipleChoice, SequenceClassifier
 from tiedgpt.tie import add_tokens, audit, untie
 from tiedgpt.train import fast_training
 from tiedgpt.tune import freeze, load_adapter, lora, merge, save_adapter
@@ -94,7 +94,7 @@ def test_an_untied_model_has_adapters_of_its_own_for_each_matrix(base, ids, tmp_
     assert torch.equal(other(ids), model(ids))
 
 
-@pytest.mark.parametrize("kind", [SequenceClassifier, TokenClassifier, SpanFinder, MultipleChoice])
+@pytest.mark.parametrize("kind", [SequenceClassifier, MultipleChoice])
 def test_a_heads_own_layers_are_in_its_adapter(make, kind, tmp_path):  # noqa: F811
     model, other = make(kind), make(kind)
     lora(model)

@@ -21,7 +21,7 @@ VERBS = {
     "tune": "fine-tune any GPT on your text, or on examples with replies",
     "generate": "continue a text",
     "chat": "chat with a model that was tuned on messages",
-    "classify": "label texts, words, choices or answers with a model of `train --task`",
+    "classify": "label texts, or choose continuations, with a model of `train --task`",
     "eval": "measure how well a model predicts a text, or answers questions",
     "runs": "list the runs with their scores",
     "plot": "plot the curves of runs, in the terminal or as a figure",

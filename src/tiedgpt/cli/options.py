@@ -19,7 +19,7 @@ from typing import Any, NoReturn, TypeVar, get_args, get_origin, get_type_hints
 
 from tiedgpt.errors import EXIT_USAGE, TiedGPTError
 from tiedgpt.names import OTHER_NAMES
-from tiedgpt.options import REMOVED_OPTIONS, flag, is_argument
+from tiedgpt.options import REMOVED_OPTIONS, REMOVED_VALUES, flag, is_argument
 
 Options = TypeVar("Options")
 PLACEHOLDERS = {int: "N", float: "X", str: "TEXT", Path: "FILE"}
@@ -154,7 +154,7 @@ def _make_keywords(
     keywords: dict[str, Any] = {"help": text.replace("%", "%%")}
     if hint is bool:
         return keywords | {"action": "store_const", "const": not default}
-    keywords |= {"type": _make_reader(choices) if choices else _read_as(kind)}
+    keywords |= {"type": _make_reader(field.name, choices) if choices else _read_as(kind)}
     is_many = get_origin(hint) is tuple and not facts.get("repeated")
     if is_argument(field):
         optional = default is not dataclasses.MISSING
@@ -175,14 +175,14 @@ def _make_placeholder(field: dataclasses.Field[Any], hint: Any) -> str:
     return name if field.default is dataclasses.MISSING else f"[{name}]"
 
 
-def _make_reader(choices: Sequence[str]) -> Any:
+def _make_reader(name: str, choices: Sequence[str]) -> Any:
     """Return what reads a choice; names of functions may be typed with their underscores."""
 
     def read(text: str) -> str:
         for spelling in (text, text.replace("_", "-")):
             if spelling in choices:
                 return spelling
-        near = _suggest(text, choices).rstrip()
+        near = REMOVED_VALUES.get((name, text)) or _suggest(text, choices).rstrip()
         problem = f"must be {_format_choices(choices)}, got {text!r}"
         raise argparse.ArgumentTypeError(f"{problem} ({near})" if near else problem)
 

@@ -259,10 +259,9 @@ def _format_scores(metrics: Mapping[str, float], digits: int) -> str:
 def _write_python(objective: Labelled, model: Path) -> str:
     """Return how the head is used."""
     head = objective.head_class.__name__
-    names = (head, *(name for name in ("best_spans", "pad") if name in objective.use))
     return (
         "  from tiedgpt import Tokenizer\n"
-        f"  from tiedgpt.heads import {', '.join(names)}\n"
+        f"  from tiedgpt.heads import {head}, pad\n"
         f"  head = {head}.from_pretrained({str(model)!r})\n"
         f"  tokenizer = Tokenizer.from_pretrained({str(model)!r})\n"
         f"  {objective.use}"

@@ -29,10 +29,7 @@ ABOUT = """Train a GPT on your text, from scratch or from a trained model (--sta
 
 With --task, train another head on labelled examples, one JSON object per line:
   classify  {"text": ..., "label": ...}
-  tag       {"tokens": [...], "labels": [...]}
-            or {"text": ..., "labels": [[from, to, label]]}
   choose    {"text": ..., "choices": [...], "answer": 0}
-  answer    {"question": ..., "context": ..., "answer": ...}
 
 To resume a stopped run, give the same command again."""
 

@@ -1,4 +1,4 @@
-"""Heads on a GPT's body other than its vocabulary: labels, tags, choices, spans, features.
+"""Other heads on a GPT's body: a label, the choice between continuations, or features.
 
 Every head calls `gpt.body(ids)`; the body knows nothing of heads. Sequences of different lengths
 are padded on the right, where causal attention does not see the padding, and come with `lengths`.
@@ -15,25 +15,15 @@ are padded on the right, where causal attention does not see the padding, and co
 """
 
 from tiedgpt.heads.head import Head
-from tiedgpt.heads.kinds import (
-    FeatureExtractor,
-    MultipleChoice,
-    SequenceClassifier,
-    SpanFinder,
-    TokenClassifier,
-    best_spans,
-)
-from tiedgpt.heads.padding import pad
+from tiedgpt.heads.inputs import pad
 from tiedgpt.heads.predictions import open_head, predict
+from tiedgpt.heads.tasks import FeatureExtractor, MultipleChoice, SequenceClassifier
 
 __all__ = [
     "FeatureExtractor",
     "Head",
     "MultipleChoice",
     "SequenceClassifier",
-    "SpanFinder",
-    "TokenClassifier",
-    "best_spans",
     "open_head",
     "pad",
     "predict",

@@ -1,4 +1,4 @@
-"""What all heads share: a body, the loss as a sum of means, loading and saving.
+"""The base of all heads: a body, the loss as a sum of means, loading and saving.
 
 A head is stored in a Hugging Face directory of transformers' layout: config.json with the head's
 class in `architectures`, and the tensors of body and head under transformers' names.
@@ -18,7 +18,7 @@ from tiedgpt.core.config import GPTConfig
 from tiedgpt.core.model import GPT
 from tiedgpt.errors import CorruptInputError, UserError
 from tiedgpt.weights.checks import OTHER_HEADS
-from tiedgpt.weights.formats.transformers import BODY_PREFIX, GPT1, GPT2, TIEDGPT, model_type_of
+from tiedgpt.weights.formats.transformers import BODY_PREFIX, TIEDGPT, model_type_of
 from tiedgpt.weights.formats.transformers.writer import (
     OUR_CARD,
     describe,
@@ -29,23 +29,21 @@ from tiedgpt.weights.load import load
 from tiedgpt.weights.sources import open_checkpoint
 from tiedgpt.weights.torch_file import stored_tensor
 
-ON_GPT1 = ("ForSequenceClassification", "DoubleHeadsModel", "Model")
-"""The classes that transformers has for GPT-1. For GPT-2 it has all."""
-
 
 class Head(nn.Module):
-    """A GPT, `gpt`, with modules of its own on the body's states (B, T, D).
+    """A GPT, `gpt`, with further modules on the body's states (B, T, D).
 
-    The names of its own parameters and config keys are those of transformers' class.
+    A subclass defines `architecture`, `own`, `forward` and `losses`. Its parameters and config keys
+    have the names of transformers' class.
     """
 
     gpt: GPT
     architecture: ClassVar[str]
-    """The name of transformers' class without the family: "ForSequenceClassification"."""
+    """Name of transformers' class without the family: "ForSequenceClassification"."""
     predicts_tokens: ClassVar[bool] = False
-    """Whether the head over the vocabulary is used, too."""
+    """Whether the head over the vocabulary is also used."""
     own: ClassVar[tuple[str, ...]] = ()
-    """Names of its own tensors in a file, a matrix (N, D) first."""
+    """Names of the head's tensors in a file, a matrix (N, D) first."""
 
     def __init__(self, gpt: GPT) -> None:
         super().__init__()
@@ -78,12 +76,12 @@ class Head(nn.Module):
             nn.init.zeros_(layer.bias)
         return layer
 
-    def _config_keys(self) -> dict[str, Any]:
-        """Return what config.json says about the head."""
+    def config_entries(self) -> dict[str, Any]:
+        """Return the head's entries in config.json."""
         return {}
 
     @classmethod
-    def _options_from(cls, config: Mapping[str, Any], n_outputs: int) -> dict[str, Any]:
+    def options_from(cls, config: Mapping[str, Any], n_outputs: int) -> dict[str, Any]:
         """Return the constructor's options from a config.json and the rows of `own[0]`.
 
         Raises `UserError`, naming the key, for a value that is not supported.
@@ -96,7 +94,7 @@ class Head(nn.Module):
     ) -> Self:
         """Put a new head, N(0, 0.02), on the body of the GPT at `source`, in eval mode.
 
-        `options` are the constructor's (`labels=[...]`). A head in the source is not loaded.
+        `options` are the constructor's (`labels=[...]`). Another head in the source is ignored.
         """
         return cls(load_body(source, dtype=dtype, keep_head=cls.predicts_tokens), **options).eval()
 
@@ -113,7 +111,7 @@ class Head(nn.Module):
         own = {name: t for name, t in checkpoint.tensors.items() if name in cls.own}
         if cls.own and not own:
             raise UserError(
-                f"{checkpoint.source} has no {cls.own[0]}, so it is no {cls.__name__}: "
+                f"{checkpoint.source} has no {cls.own[0]}, so it is not a {cls.__name__}: "
                 f"{cls.__name__}.fresh(...) puts a new head on its body"
             )
         gpt = load_body(checkpoint.source, dtype=dtype, keep_head=cls.predicts_tokens)
@@ -124,7 +122,7 @@ class Head(nn.Module):
         rows = [shape[0] for shape in shapes.values() if shape[1:] == (gpt.config.n_embd,)]
         if cls.own and not any(rows):
             raise wrong
-        options = cls._options_from(checkpoint.config, max(rows, default=0)) | options
+        options = cls.options_from(checkpoint.config, max(rows, default=0)) | options
         head = cls(gpt, **options)
         if shapes != {name: head.get_parameter(name).shape for name in cls.own}:
             raise wrong
@@ -135,18 +133,14 @@ class Head(nn.Module):
         return head.eval()
 
     def save_pretrained(self, directory: str | os.PathLike[str]) -> None:
-        """Write a Hugging Face directory that transformers' class loads as it is.
-
-        transformers has no class for tags or spans on a GPT-1 body and refuses such a directory by
-        the name in `architectures`; it loads back here.
-        """
+        """Write a Hugging Face directory that transformers' class loads unchanged."""
         gpt = self.gpt
         model_type = model_type_of(gpt.config)
         prefix = "" if self.own else BODY_PREFIX  # transformers' bare body has none
         tensors = {name.removeprefix(prefix): t for name, t in tensors_of(gpt).items()}
         tensors |= {name: stored_tensor(name, self.get_parameter(name)) for name in self.own}
         name = self._class_name(gpt.config)
-        description = describe(gpt) | self._config_keys() | {"architectures": [name]}
+        description = describe(gpt) | self.config_entries() | {"architectures": [name]}
         if description.get("pad_token_id") is None:  # transformers finds the last token by it
             description["pad_token_id"] = gpt.config.eos_token_id
         library = "tiedgpt" if model_type is TIEDGPT else "transformers"
@@ -156,10 +150,8 @@ class Head(nn.Module):
 
     @classmethod
     def class_in_transformers(cls, config: GPTConfig) -> str | None:
-        """Return the name of the class that loads the saved directory, or None if there is none."""
-        model_type = model_type_of(config)
-        known = model_type is GPT2 or (model_type is GPT1 and cls.architecture in ON_GPT1)
-        return cls._class_name(config) if known else None
+        """Return the name of transformers' class for the saved directory, or None."""
+        return None if model_type_of(config) is TIEDGPT else cls._class_name(config)
 
     @classmethod
     def _class_name(cls, config: GPTConfig) -> str:
@@ -172,7 +164,7 @@ def load_body(
 ) -> GPT:
     """Load the GPT under any head; `keep_head` keeps an untied head over the vocabulary."""
     checkpoint = open_checkpoint(source)
-    # A file of a body alone has no matrix that predicts, whatever its config claims.
+    # A file with a body only has no matrix that predicts, even if its config claims one.
     is_body_alone = checkpoint.usage.headless and "lm_head.weight" not in checkpoint.tensors
     gpt = load(
         checkpoint.source,

@@ -1,97 +1,74 @@
-"""How records are read and their texts become ids, the same in training and afterwards."""
+"""From records to padded batches of ids, the same in training and in prediction."""
 
 from __future__ import annotations
 
-from bisect import bisect_right
-from collections.abc import Iterator, Mapping, Sequence
-from itertools import accumulate
+from collections.abc import Mapping, Sequence
 from typing import Any
 
+import torch
+from torch import Tensor
+
 from tiedgpt.errors import UserError
-from tiedgpt.text import Tokenizer
 
 
 def read_text(record: Mapping[str, Any], field: str) -> str:
-    """Return the text in a field; `UserError` where there is none, or it is blank."""
+    """Return the text in a field; raise `UserError` if it is missing or blank."""
     value = record.get(field)
     if not isinstance(value, str):
-        held = ", ".join(map(repr, record)) or "nothing"
-        raise UserError(f"no string in the field {field!r}; it holds {held}")
+        fields = ", ".join(map(repr, record)) or "no field"
+        raise UserError(f"no string in the field {field!r}; the record has {fields}")
     if not value.strip():
         raise UserError(f"the field {field!r} is empty")
     return value
 
 
-def read_list(record: Mapping[str, Any], field: str) -> list[Any]:
-    """Return the list in a field; `UserError` where there is none, or it is empty."""
-    value = record.get(field)
-    if not isinstance(value, list) or not value:
-        raise UserError(f"no list in the field {field!r}")
-    return value
+def read_choices(record: Mapping[str, Any]) -> tuple[str, ...]:
+    """Return the text of a record followed by each of its choices.
 
-
-def read_texts(record: Mapping[str, Any], field: str) -> list[str]:
-    """Return the list of texts in a field; `UserError` where one is no text, or blank."""
-    values = read_list(record, field)
-    for value in values:
-        if not isinstance(value, str) or not value.strip():
-            raise UserError(f"{value!r} in {field!r} is no text")
-    return values
-
-
-def word_ids(tokenizer: Tokenizer, words: Sequence[str]) -> tuple[list[int], list[int]]:
-    """Return the ids of words, and where each word's last token is, the first to have seen it."""
-    ids, last = list[int](), list[int]()
-    for at, word in enumerate(words):
-        ids += tokenizer.encode(f" {word}" if at else word)
-        last.append(len(ids) - 1)
-    return ids, last
-
-
-def choice_texts(text: str, choices: Sequence[str]) -> tuple[str, ...]:
-    """Return a text with each of its continuations."""
+    Raises `UserError` if `text` is missing or blank, or `choices` is not a list of texts.
+    """
+    text, choices = read_text(record, "text"), record.get("choices")
+    if not isinstance(choices, list) or not choices:
+        raise UserError("no list in the field 'choices'")
+    for choice in choices:
+        if not isinstance(choice, str) or not choice.strip():
+            raise UserError(f"{choice!r} in 'choices' is not a text")
     spaced = text[-1].isspace()
     return tuple(text + ("" if spaced or c[0].isspace() else " ") + c for c in choices)
 
 
-def question_text(question: str, context: str) -> tuple[str, int]:
-    """Return a question and the text to find its answer in, and where that begins in it."""
-    return f"{question}\n{context}", len(question) + 1
+def pad(sequences: Sequence[Sequence[int]], *, pad_id: int = 0) -> tuple[Tensor, Tensor]:
+    """Return ids (B, T), padded with `pad_id` on the right, and lengths (B,).
 
-
-def find_token_spans(
-    ids: Sequence[int], tokenizer: Tokenizer, text: str, spans: Sequence[tuple[int, int]]
-) -> Iterator[tuple[int, int]]:
-    """Yield the first and the last token that have a byte of characters [start, end).
-
-    Raises `UserError` where the tokens are not the text byte for byte.
+    Any id of the vocabulary will do: causal attention never looks to the right.
     """
-    starts = token_starts(ids, tokenizer, text)
-    for start, end in spans:
-        first, after = len(text[:start].encode()), len(text[:end].encode())
-        yield bisect_right(starts, first) - 1, bisect_right(starts, after - 1) - 1
+    lengths = [len(sequence) for sequence in sequences]
+    if not lengths or not min(lengths):
+        raise UserError("a batch needs at least one sequence, and each at least one token")
+    longest = max(lengths)
+    rows = [[*sequence, *[pad_id] * (longest - len(sequence))] for sequence in sequences]
+    return torch.tensor(rows), torch.tensor(lengths)
 
 
-def find_characters(starts: Sequence[int], text: str, first: int, last: int) -> tuple[int, int]:
-    """Return the characters [start, end) of tokens, without blanks at the ends.
+def check_lengths(ids: Tensor, lengths: Tensor | None, *, minimum: int = 1) -> Tensor:
+    """Return the lengths (B,) of ids (B, T); None means that there is no padding.
 
-    `starts` are those of `token_starts`.
+    Raises `UserError` for a length below `minimum` or above T. Values are checked on the CPU only:
+    elsewhere the check would wait for the device.
     """
-    data = text.encode()
-    begin = starts[first]
-    end = starts[last + 1] if last + 1 < len(starts) else len(data)
-    start = len(data[:begin].decode(errors="ignore"))
-    stop = len(text) - len(data[end:].decode(errors="ignore"))
-    while start < stop and text[start].isspace():
-        start += 1
-    while stop > start and text[stop - 1].isspace():
-        stop -= 1
-    return start, stop
+    n_rows, longest = ids.shape
+    if lengths is None:
+        return torch.full((n_rows,), longest, device=ids.device)
+    if lengths.shape != (n_rows,):
+        raise UserError(f"lengths {tuple(lengths.shape)}: {n_rows} sequences need ({n_rows},)")
+    if lengths.device.type == "cpu" and n_rows:
+        low, high = int(lengths.min()), int(lengths.max())
+        if low < minimum or high > longest:
+            raise UserError(f"lengths must be {minimum} to {longest} here, got {low} to {high}")
+    return lengths
 
 
-def token_starts(ids: Sequence[int], tokenizer: Tokenizer, text: str) -> list[int]:
-    """Return the byte at which each token begins; `UserError` if they are not the text."""
-    pieces = [tokenizer.token_bytes(id) for id in ids]
-    if b"".join(pieces) != text.encode():
-        raise UserError("the tokenizer does not keep this text as it is: no place can be found")
-    return list(accumulate(map(len, pieces[:-1]), initial=0))
+def last_state(h: Tensor, lengths: Tensor) -> Tensor:
+    """(B, T, D) -> (B, D): return the state of each sequence's last token."""
+    rows = torch.arange(h.shape[0], device=h.device)
+    return h[rows, (lengths - 1).clamp(min=0)]

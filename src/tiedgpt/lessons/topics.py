@@ -16,7 +16,7 @@ import torch.nn.functional as F
 
 from tiedgpt.core.config import GPTConfig
 from tiedgpt.core.model import GPT
-from tiedgpt.heads import Head, MultipleChoice, SequenceClassifier, SpanFinder, TokenClassifier
+from tiedgpt.heads import FeatureExtractor, Head, MultipleChoice, SequenceClassifier
 from tiedgpt.inspect import dot, gradient_split, random_head
 from tiedgpt.inspect import positions as measure_positions
 from tiedgpt.inspect.faces import faces
@@ -35,9 +35,8 @@ SHOWN = 8
 """Positions in the table."""
 HEADS: dict[str, tuple[type[Head], dict[str, Any]]] = {
     "SequenceClassifier, 3 labels": (SequenceClassifier, {"labels": ["a", "b", "c"]}),
-    "TokenClassifier, 5 tags": (TokenClassifier, {"labels": ["a", "b", "c", "d", "e"]}),
     "MultipleChoice, 2 endings": (MultipleChoice, {}),
-    "SpanFinder: start and end": (SpanFinder, {}),
+    "FeatureExtractor, a vector": (FeatureExtractor, {}),
 }
 """Heads to put on the body, and their options."""
 RANK = 8

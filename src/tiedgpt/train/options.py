@@ -10,12 +10,12 @@ from __future__ import annotations
 import math
 import re
 from dataclasses import KW_ONLY, dataclass, fields
-from typing import Any, ClassVar, Literal, NamedTuple
+from typing import Any, ClassVar, Literal, NamedTuple, get_args
 
 from tiedgpt.core.config import PRESETS, GPTConfig
 from tiedgpt.errors import UserError
 from tiedgpt.names import explains_arguments
-from tiedgpt.options import argument, flag, option
+from tiedgpt.options import REMOVED_VALUES, argument, flag, option
 from tiedgpt.train.plan import Keep, Rule, Schedule, transferred_rate
 
 MAX_VOCABULARY = 1 << 16
@@ -60,7 +60,7 @@ RANGES: tuple[tuple[str, float, float, str], ...] = (
     ("seed", 0, 2**63 - 1, "a whole number from 0 to 2^63 - 1"),
 )
 """Numbers, the least and the most that each may be, and that in words."""
-TaskName = Literal["lm", "classify", "tag", "choose", "answer"]
+TaskName = Literal["lm", "classify", "choose"]
 TrackerName = Literal["trackio", "wandb", "tensorboard"]
 
 
@@ -332,8 +332,7 @@ class TrainOptions(RunOptions):
     evaluations: ClassVar = EVALUATIONS
     task: TaskName = option(
         "lm",
-        "lm: predict text. The others need .jsonl: classify texts, tag words, choose an "
-        "answer, or find the answer in a text.",
+        "lm: predict text. The others need .jsonl: classify texts, or choose a continuation.",
         "data",
     )
     tokenizer: str = option(
@@ -390,6 +389,9 @@ class TrainOptions(RunOptions):
     }
 
     def __post_init__(self) -> None:
+        if self.task not in get_args(TaskName):
+            remedy = REMOVED_VALUES.get(("task", self.task), f"use {', '.join(get_args(TaskName))}")
+            raise UserError(f"there is no --task {self.task}", hint=remedy)
         if self.task != "lm" and not self.data:
             raise UserError(f"--task {self.task} needs examples", hint="name a .jsonl file")
         if self.size not in (AUTO, *SIZES):

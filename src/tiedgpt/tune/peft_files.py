@@ -45,8 +45,7 @@ MOST_REPEATS = 6
 """In a regex of a config: with more, matching could take for ever."""
 ROWS, COPY = "token_adapter.trainable_tokens_delta", "base_layer.weight"
 TASKS = {
-    "ForSequenceClassification": "SEQ_CLS", "ForTokenClassification": "TOKEN_CLS",
-    "ForQuestionAnswering": "QUESTION_ANS", "Model": "FEATURE_EXTRACTION",
+    "ForSequenceClassification": "SEQ_CLS", "Model": "FEATURE_EXTRACTION",
 }  # fmt: skip
 READ = (
     "r lora_alpha rank_pattern alpha_pattern use_rslora target_modules exclude_modules "

@@ -1,19 +1,16 @@
-"""What can be trained: language modelling, replies to examples, four kinds of labelled examples."""
+"""The objectives: language modelling, replies to examples, labels and choices."""
 
 from tiedgpt.errors import UserError
 from tiedgpt.train.objective import Sources
-from tiedgpt.train.objectives.answer import Answer
 from tiedgpt.train.objectives.choose import Choose
 from tiedgpt.train.objectives.classify import Classify
 from tiedgpt.train.objectives.labelled import Labelled, LabelSources
 from tiedgpt.train.objectives.replies import ReplySources, has_examples
-from tiedgpt.train.objectives.tag import Tag
 from tiedgpt.train.objectives.units import is_prepared, open_texts
 from tiedgpt.train.tune_options import AnyOptions, TuneOptions
 
-KINDS: tuple[type[Labelled], ...] = (Classify, Tag, Choose, Answer)
-LABELLED = {kind.__name__.lower(): kind for kind in KINDS}
-"""The kinds of labelled examples, by the name of their --task."""
+LABELLED: dict[str, type[Labelled]] = {"classify": Classify, "choose": Choose}
+"""The objectives on labelled examples, by the name of their --task."""
 
 
 def open_sources(options: AnyOptions) -> Sources:

@@ -1,4 +1,4 @@
-"""Classification of texts: a label for each."""
+"""Classification of texts: one label for each."""
 
 from __future__ import annotations
 
@@ -8,13 +8,15 @@ from typing import Any
 import numpy as np
 from torch import Tensor
 
-from tiedgpt.heads import SequenceClassifier
+from tiedgpt.errors import UserError
+from tiedgpt.heads import SequenceClassifier, pad
 from tiedgpt.heads.inputs import read_text
-from tiedgpt.train.objectives.labelled import Example, Labelled, Row, read_label
+from tiedgpt.train.objective import Arrays
+from tiedgpt.train.objectives.labelled import Example, Labelled, Row
 
 
 class Classify(Labelled):
-    """{"text": "...", "label": "name or number"}; of a long text the beginning is taken."""
+    """{"text": "...", "label": "name or number"}; a long text is cut to its beginning."""
 
     fields = '{"text": ..., "label": ...}'
     head_class = SequenceClassifier
@@ -23,16 +25,23 @@ class Classify(Labelled):
 
     @staticmethod
     def parse(record: Mapping[str, Any]) -> Example:
-        """Return text and label."""
-        text = read_text(record, "text")
-        return Example((text,), labels=(read_label(record.get("label")),))
+        """Return the example with its text and label; a label may be a number."""
+        text, label = read_text(record, "text"), record.get("label")
+        if isinstance(label, bool) or not isinstance(label, (str, int)) or label == "":
+            raise UserError(f"the label {label!r} is neither a name nor a whole number")
+        return Example((text,), labels=(str(label),))
 
     def encode(self, example: Example, context: int) -> Row:
-        """Return the text's ids and the label's number, ()."""
+        """Return the text's ids and the label's number."""
         ids = self.tokenizer.encode(example.texts[0])
-        answer = np.array(self.numbers[example.labels[0]])
-        return Row((ids[:context],), answer, cut=len(ids) > context)
+        number = self.numbers[example.labels[0]]
+        return Row((ids[:context],), number, cut=len(ids) > context)
+
+    def collate(self, rows: Sequence[Row]) -> Arrays:
+        """Return ids (B, T), lengths (B,), labels (B,)."""
+        ids, lengths = pad([row.ids[0] for row in rows])
+        return ids.numpy(), lengths.numpy(), np.array([row.answer for row in rows], np.int64)
 
     def answer(self, head: SequenceClassifier, example: Example, batch: Sequence[Tensor]) -> str:
-        """Return the label that scores highest, and the text."""
+        """Return the most likely label, and the text."""
         return f"{head.labels[int(head(*batch[:2]).argmax())]}: {example.texts[0]}"

@@ -1,8 +1,8 @@
-"""Labelled examples as a task: lines of .jsonl in, a head on a GPT's body out.
+"""Training on labelled examples: lines of .jsonl in, a head on a GPT's body out.
 
-A line of .jsonl (`parse`) becomes an example; an example (`encode`) becomes rows of ids with their
-answer; rows (`collate`) become a batch of the head's `losses`. Each kind of
-example is a class in a file of its own.
+`parse` turns a line of .jsonl into an example, `encode` an example into ids with their answer, and
+`collate` several of these into a batch for the head's `losses`. Each objective is a class in a file
+of its own.
 """
 
 from __future__ import annotations
@@ -15,9 +15,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, ClassVar
 
-import numpy as np
 import torch
-from numpy.typing import NDArray
 from torch import Tensor
 
 from tiedgpt.core.config import GPTConfig
@@ -26,7 +24,7 @@ from tiedgpt.data import permutation
 from tiedgpt.errors import CorruptInputError, UserError
 from tiedgpt.evaluate.perplexity import totals
 from tiedgpt.files import read_json_lines
-from tiedgpt.heads import Head, pad
+from tiedgpt.heads import Head
 from tiedgpt.runtime import eval_mode
 from tiedgpt.text import Tokenizer
 from tiedgpt.train.objective import (
@@ -44,102 +42,102 @@ from tiedgpt.train.storage import RunDirectory
 from tiedgpt.train.tune_options import AnyOptions
 from tiedgpt.tune import freeze
 
-HELD_OUT = 10
-"""One example in so many is held out."""
+EXAMPLES_PER_HELD_OUT = 10
+"""One example in this many is held out."""
 MAX_LABELS = 10_000
 
 
 @dataclass(frozen=True)
 class Example:
-    """What a line says."""
+    """One line of .jsonl."""
 
     texts: tuple[str, ...]
-    """What the model reads: one text, or one for each choice."""
-    answer: Any = None
-    """What is right, unless the only label says it."""
+    """The text, or one for each choice."""
+    answer: int | None = None
+    """Index of the right choice."""
     labels: tuple[str, ...] = ()
+    """The label of a text."""
     place: str = field(default="", repr=False)
     """File and line."""
 
     @functools.cached_property
     def digest(self) -> bytes:
-        """SHA-256 of what it says, wherever it stands."""
+        """SHA-256 of texts, answer and labels."""
         return hashlib.sha256(repr(self).encode()).digest()
 
 
 @dataclass(frozen=True)
 class Row:
-    """An example as ids: one row, or one for each choice; and its answer."""
+    """An example as ids."""
 
-    rows: tuple[list[int], ...]
-    answer: NDArray[np.int64]
+    ids: tuple[list[int], ...]
+    """The ids of the text, or of each choice."""
+    answer: int
+    """Index of the label, or of the right choice."""
     cut: bool
-    """Whether text was left out because the context is too short for it."""
+    """Whether text was left out because it is longer than the context."""
 
 
 @dataclass(frozen=True)
 class LabelScore:
-    """How good a head is on examples that it was not trained on."""
+    """The score of a head on held-out examples."""
 
     nats: float
-    """The mean loss."""
-    share: float
-    """Of what was asked, how much was answered rightly."""
+    """Mean loss."""
+    accuracy: float
+    """Share of right answers."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class LabelData(Data):
-    """Labelled examples as rows."""
+    """Labelled examples as ids."""
 
     validation: list[tuple[Example, Row]]
 
 
 @dataclass(eq=False)
 class Labelled(Objective):
-    """Train a head, and the body under it, on examples of one kind."""
+    """Train a head, and the body under it, on labelled examples."""
 
     tokenizer: Tokenizer
     labels: tuple[str, ...] = ()
     fields: ClassVar[str]
-    """What a line looks like, for messages."""
+    """The fields of a line, for messages."""
     head_class: ClassVar[type[Head]]
-    """What is put on the body."""
+    """The head on the body."""
     pipeline: ClassVar[str]
-    """What the Hugging Face hub calls it."""
+    """Name of the task on the Hugging Face hub."""
     use: ClassVar[str]
-    """How the trained `head` is asked, in Python."""
-    measure: ClassVar[str] = "accuracy"
-    """What the share of right answers is called."""
+    """Python code that calls the trained `head`."""
     keeps_head: ClassVar[bool] = False
-    """Whether the head over the vocabulary of a model that is begun with is needed."""
+    """Whether training uses an untied head over the vocabulary of the start model."""
 
     @functools.cached_property
     def numbers(self) -> dict[str, int]:
-        """The number of each label."""
+        """Index of each label."""
         return {name: number for number, name in enumerate(self.labels)}
 
     @staticmethod
     @abstractmethod
     def parse(record: Mapping[str, Any]) -> Example:
-        """Return the example that a line holds; `UserError` says what is wrong, not where."""
+        """Return the example on a line; raise `UserError`, without the line, if it is wrong."""
 
     @abstractmethod
     def encode(self, example: Example, context: int) -> Row | None:
-        """Return its ids and its answer; None where the answer does not fit the context."""
+        """Return an example's ids and answer; None if the answer does not fit the context."""
 
     @abstractmethod
     def answer(self, head: Any, example: Example, batch: Sequence[Tensor]) -> str:
-        """Return what the head says of an example, which is all of a batch, beside the example."""
+        """Return the head's answer to an example, with the example, from its batch of one."""
+
+    @abstractmethod
+    def collate(self, rows: Sequence[Row]) -> Arrays:
+        """Return a batch for the head's `losses`: ids, lengths, ..., answers (B,)."""
 
     def is_right(self, head: Head, batch: Sequence[Tensor]) -> Tensor:
-        """Return which answers of a batch the head gives rightly, (n,)."""
+        """Return whether the head answers rightly, for each example of a batch (B,)."""
         ids, lengths, *_, answers = batch
         return head(ids, lengths).argmax(-1) == answers
-
-    def collate(self, rows: Sequence[Row]) -> Arrays:
-        """Return a batch for the head's `losses`: ids (B, T), lengths (B,), answers (B, ...)."""
-        ids, lengths = pad([row.rows[0] for row in rows])
-        return ids.numpy(), lengths.numpy(), np.array([row.answer for row in rows], np.int64)
 
     def build(self) -> Head:
         """Return a fresh head on a fresh body."""
@@ -151,7 +149,7 @@ class Labelled(Objective):
     def score(
         self, model: Head, batches: Iterable[Arrays], autocast: torch.dtype | None
     ) -> LabelScore:
-        """Score examples, by loss and by how many are right."""
+        """Score examples by loss and accuracy."""
 
         def measure(batch: tuple[Tensor, ...]) -> list[float]:
             terms, right = model.losses(*batch), self.is_right(model, batch)
@@ -166,12 +164,12 @@ class Labelled(Objective):
         return LabelScore(nats, right / asked)
 
     def metrics(self, score: LabelScore) -> dict[str, float]:
-        """Return the loss and the share of right answers."""
-        return {"val_loss": score.nats, f"val_{self.measure.replace(' ', '_')}": score.share}
+        """Return the loss and the accuracy."""
+        return {"val_loss": score.nats, "val_accuracy": score.accuracy}
 
     @torch.no_grad()
     def sample(self, model: Head, data: Any, step: int, seed: int) -> str:
-        """Return what the head says of an example held out, of another one at each step."""
+        """Return the head's answer to a held-out example, a different one at each step."""
         example, row = data.validation[step % len(data.validation)]
         batch = on_device(self.collate([row]), body_of(model).wte.weight.device)
         with eval_mode(model):
@@ -179,53 +177,54 @@ class Labelled(Objective):
             return f"{verdict} {self.answer(model, example, batch)}"
 
     def describe(self, config: GPTConfig) -> str:
-        """Return in words what scores the examples."""
+        """Return a description of the head."""
         return f"a {self.head_class.__name__} on the states of the body"
 
 
 class LabelSources(Sources):
-    """Lines of .jsonl of one kind; without --val a tenth of them is held out, by what they say.
+    """Lines of .jsonl for one objective; without --val, a tenth of them is held out.
 
-    Equal lines are on the same side. Raises `UserError` or `CorruptInputError`, with file and line,
-    for what is no example, and where nothing is left to train or to validate on.
+    The split follows the content, so equal lines are on the same side. Raises `UserError` or
+    `CorruptInputError`, with file and line, for a wrong line, and `UserError` if no example is left
+    to train on.
     """
 
     def __init__(
         self, kind: type[Labelled], sources: Sequence[str], validation: str | None = None
     ) -> None:
         self.kind, self.keeps_head = kind, kind.keeps_head
-        whole = [example for source in sources for example in _read(kind, source)]
+        examples = [example for source in sources for example in _read(kind, source)]
         if validation is not None:
             self.held_out = list(_read(kind, validation))
             digests = {example.digest for example in self.held_out}
         else:
-            order = sorted({example.digest for example in whole})
-            digests = set(order[: max(1, len(order) // HELD_OUT)])
-            self.held_out = [example for example in whole if example.digest in digests]
-            self.held_out.sort(key=lambda each: each.digest)  # its beginning stands for all of it
-        self.train = [example for example in whole if example.digest not in digests]
+            order = sorted({example.digest for example in examples})
+            digests = set(order[: max(1, len(order) // EXAMPLES_PER_HELD_OUT)])
+            self.held_out = [example for example in examples if example.digest in digests]
+            self.held_out.sort(key=lambda example: example.digest)  # any prefix is a random sample
+        self.train = [example for example in examples if example.digest not in digests]
         if not self.train:
             raise UserError(
-                f"{len(whole)} lines, and none is left to train on beside those held out",
+                f"{len(examples)} lines: after holding some out, none is left to train on",
                 hint="give more",
             )
         self.labels: tuple[str, ...] = _name_labels(self.train, self.held_out)
 
     def digest(self) -> str:
-        """Return a sha256 of everything, to know changed data by."""
-        whole = hashlib.sha256()
+        """Return a sha256 of all examples, which detects changed data."""
+        total = hashlib.sha256()
         for side in (self.train, self.held_out):
-            whole.update(len(side).to_bytes(8, "little") + b"".join(each.digest for each in side))
-        return whole.hexdigest()
+            total.update(len(side).to_bytes(8, "little") + b"".join(e.digest for e in side))
+        return total.hexdigest()
 
     def texts(self) -> tuple[Iterable[str], Iterable[str]]:
-        """Return the texts of the examples that are trained on, and of all."""
+        """Return the texts of the training examples, and of all examples."""
         sides = self.train, self.train + self.held_out
-        train, whole = ((text for each in side for text in each.texts) for side in sides)
-        return train, whole
+        train, everything = ((text for e in side for text in e.texts) for side in sides)
+        return train, everything
 
     def make(self, run: RunDirectory, options: AnyOptions, basis: Basis) -> Pair:
-        """Return the head that learns the answers, and the examples as rows of ids."""
+        """Return the objective, and the examples as ids."""
         objective = self.kind(*basis, labels=self.labels)
         context = options.context or basis.config.n_positions
         return objective, encode_examples(objective, self.train, self.held_out, context)
@@ -234,7 +233,7 @@ class LabelSources(Sources):
 def encode_examples(
     objective: Labelled, train: Sequence[Example], held_out: Sequence[Example], context: int
 ) -> LabelData:
-    """Return examples as rows; an epoch visits every one once, in its own order."""
+    """Return examples as ids; each epoch visits every example once, in a new order."""
     notes: list[str] = []
     examples = _encode(objective, "to train on", train, context, notes)
     validation = _encode(objective, "to validate on", held_out, context, notes)
@@ -257,13 +256,13 @@ def encode_examples(
             yield objective.collate(rows[at : at + batch_size])
 
     labels = {"labels": list(objective.labels)} if objective.labels else {}
-    longest = max(len(ids) for _, row in examples for ids in row.rows)
+    longest = max(len(ids) for _, row in examples for ids in row.ids)
     more = f"; {len(objective.labels)} labels" if labels else ""
     return LabelData(
         batches=batches,
         held_out=read_held_out,
         row_tokens=max(
-            len(row.rows) * max(map(len, row.rows)) for _, row in (*examples, *validation)
+            len(row.ids) * max(map(len, row.ids)) for _, row in (*examples, *validation)
         ),
         epoch_rows=n,
         held_out_rows=float(len(validation)),
@@ -285,7 +284,7 @@ def encode_examples(
 def _encode(
     objective: Labelled, what: str, examples: Sequence[Example], context: int, notes: list[str]
 ) -> list[tuple[Example, Row]]:
-    """Return the examples with their ids; one that cannot be is left out, and noted."""
+    """Return the examples with their ids; add a note about those left out or cut."""
     pairs = []
     for example in examples:
         try:
@@ -310,7 +309,7 @@ def _encode(
 
 
 def _name_labels(train: Sequence[Example], held_out: Sequence[Example]) -> tuple[str, ...]:
-    """Return the names in a fixed order; one that is never trained on is an error."""
+    """Return the labels, sorted; a held-out label without training examples is an error."""
     seen = Counter(name for example in train for name in example.labels)
     for example in held_out:
         for name in example.labels:
@@ -324,8 +323,8 @@ def _name_labels(train: Sequence[Example], held_out: Sequence[Example]) -> tuple
             f"{len(seen)} different labels ({', '.join(sorted(seen)[:3])}): 2 to {MAX_LABELS:,} "
             "can be learned"
         )
-    whole = all(name.lstrip("-").isdigit() for name in seen)
-    return tuple(sorted(seen, key=(lambda name: (int(name), name)) if whole else None))
+    numeric = all(name.lstrip("-").isdigit() for name in seen)
+    return tuple(sorted(seen, key=(lambda name: (int(name), name)) if numeric else None))
 
 
 def _read(kind: type[Labelled], source: str) -> Iterator[Example]:
@@ -342,10 +341,3 @@ def _read(kind: type[Labelled], source: str) -> Iterator[Example]:
         raise CorruptInputError(f"{place}: {wrong}; a line is {kind.fields}") from None
     if empty:
         raise UserError(f"{source} has no lines", hint=f"give .jsonl, each line {kind.fields}")
-
-
-def read_label(value: Any) -> str:
-    """Return a label's name; numbers may be labels, too."""
-    if isinstance(value, bool) or not isinstance(value, (str, int)) or value == "":
-        raise UserError(f"the label {value!r} is neither a name nor a whole number")
-    return str(value)

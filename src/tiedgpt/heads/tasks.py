@@ -1,0 +1,187 @@
+"""The heads: a label for a sequence, the choice between continuations, and features."""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any, Literal
+
+import torch
+from torch import Tensor, nn
+
+from tiedgpt.core.loss import IGNORED, cross_entropy
+from tiedgpt.core.model import GPT
+from tiedgpt.errors import CorruptInputError, UserError
+from tiedgpt.heads.head import Head
+from tiedgpt.heads.inputs import check_lengths, last_state
+
+CHOICE_DROPOUT = 0.1
+"""Default dropout before the choice head, as in transformers."""
+LANGUAGE_WEIGHT = 0.5
+"""Weight of the language loss in `MultipleChoice`: lambda of Radford et al. 2018."""
+SUMMARY = {
+    "summary_type": "cls_index",
+    "summary_use_proj": True,
+    "summary_proj_to_labels": True,
+    "summary_activation": None,
+    "summary_last_dropout": 0.0,
+}
+"""transformers' keys that shape the logit of a choice, with the only supported values."""
+
+
+class SequenceClassifier(Head):
+    """One label for a sequence: a linear layer without bias on the last token's state.
+
+    Radford et al. 2018, eq. 3: P(y | x_1..x_m) = softmax(h_m W_y). `labels` are distinct names.
+    """
+
+    architecture = "ForSequenceClassification"
+    own = ("score.weight",)
+
+    def __init__(self, gpt: GPT, labels: Sequence[str]) -> None:
+        super().__init__(gpt)
+        names = tuple(labels) if isinstance(labels, Iterable) else ()
+        strings = not isinstance(labels, str) and all(isinstance(name, str) for name in names)
+        if not names or not strings or len(set(names)) < len(names):
+            raise UserError(f"labels must be a list of different names, got {labels!r}")
+        self.labels = names
+        self.score = self._linear(len(names), bias=False)
+
+    def forward(self, ids: Tensor, lengths: Tensor | None = None) -> Tensor:
+        """Ids (B, T), lengths (B,) -> logits (B, N), one for each label."""
+        h = self.gpt.body(ids)
+        return self.score(last_state(h, check_lengths(ids, lengths)))
+
+    def losses(self, *batch: Tensor) -> tuple[Tensor, ...]:
+        """Ids (B, T), lengths (B,), labels (B,) -> the mean cross-entropy; -100 is not counted."""
+        if len(self.labels) < 2:
+            raise UserError(
+                f"one label ({self.labels[0]!r}) has no loss", hint="give two or more labels"
+            )
+        ids, lengths, labels = batch
+        return (cross_entropy(self(ids, lengths), labels),)
+
+    def config_entries(self) -> dict[str, Any]:
+        """Return the labels for config.json."""
+        return {
+            "id2label": {str(number): name for number, name in enumerate(self.labels)},
+            "label2id": {name: number for number, name in enumerate(self.labels)},
+        }
+
+    @classmethod
+    def options_from(cls, config: Mapping[str, Any], n_outputs: int) -> dict[str, Any]:
+        """Return the labels in config.json."""
+        problem = config.get("problem_type")
+        if problem not in (None, "single_label_classification"):
+            raise UserError(
+                f"problem_type={problem!r} in config.json is not supported: tiedgpt predicts one "
+                "label of several (single_label_classification)"
+            )
+        numbers = [str(number) for number in range(n_outputs)]
+        names = config.get("id2label")
+        if names is None:
+            names = {number: f"LABEL_{number}" for number in numbers}
+        if not isinstance(names, dict) or set(names) != set(numbers):
+            raise CorruptInputError(
+                f"id2label in config.json must name one label for each of the {n_outputs} rows of "
+                f"{cls.own[0]}"
+            )
+        return {"labels": [names[number] for number in numbers]}
+
+
+class MultipleChoice(Head):
+    """The right one of several continuations: the "double heads" of Radford et al. 2018.
+
+    A logit for each choice is read at its last token, beside the prediction of tokens (section 3.2:
+    L_3 = L_choice + lambda L_language with lambda = 0.5).
+    """
+
+    architecture = "DoubleHeadsModel"
+    predicts_tokens = True
+    own = ("multiple_choice_head.summary.weight", "multiple_choice_head.summary.bias")
+
+    def __init__(self, gpt: GPT, *, dropout: float = CHOICE_DROPOUT) -> None:
+        super().__init__(gpt)
+        layers = OrderedDict(dropout=nn.Dropout(dropout), summary=self._linear(1, bias=True))
+        self.multiple_choice_head = nn.Sequential(layers)
+
+    def forward(self, ids: Tensor, lengths: Tensor | None = None) -> Tensor:
+        """Ids (B, C, T), lengths (B, C) -> logits (B, C).
+
+        A choice of length 0 is absent; its logit is -inf.
+        """
+        return self._choices(self.gpt.body(ids.flatten(0, 1)), ids, lengths)
+
+    def losses(self, *batch: Tensor) -> tuple[Tensor, ...]:
+        """Ids (B, C, T), lengths (B, C), targets (B, C, T), answers (B,) -> both terms of L_3.
+
+        `targets[b, c, t]` is the id that follows `ids[b, c, t]`, or -100 where the language term
+        does not count it, for example in wrong choices.
+        """
+        ids, lengths, targets, answers = batch
+        h = self.gpt.body(ids.flatten(0, 1))  # (B * C, T, D)
+        targets = targets.flatten()
+        counted = targets != IGNORED
+        language = self.gpt.head_loss(h.flatten(0, 1)[counted], targets[counted])
+        choice = cross_entropy(self._choices(h, ids, lengths), answers)
+        return LANGUAGE_WEIGHT * language, choice
+
+    def _choices(self, h: Tensor, ids: Tensor, lengths: Tensor | None) -> Tensor:
+        """States (B * C, T, D), ids (B, C, T), lengths (B, C) -> logits (B, C)."""
+        flat = None if lengths is None else lengths.flatten()
+        flat = check_lengths(ids.flatten(0, 1), flat, minimum=0)
+        logits = self.multiple_choice_head(last_state(h, flat))[:, 0]
+        return logits.masked_fill(flat == 0, float("-inf")).view(ids.shape[:2])
+
+    def config_entries(self) -> dict[str, Any]:
+        """Return the choices' settings for config.json."""
+        return SUMMARY | {
+            "summary_first_dropout": self.multiple_choice_head.get_submodule("dropout").p,
+            "id2label": {"0": "LABEL_0"},
+            "label2id": {"LABEL_0": 0},
+        }
+
+    @classmethod
+    def options_from(cls, config: Mapping[str, Any], n_outputs: int) -> dict[str, Any]:
+        """Return the dropout in config.json."""
+        for key, value in SUMMARY.items():
+            if (config.get(key, value) or None) != (value or None):
+                raise UserError(
+                    f"{key}={config[key]!r} in config.json is not supported, only {value!r} is"
+                )
+        dropout = config.get("summary_first_dropout")
+        dropout = CHOICE_DROPOUT if dropout is None else dropout
+        if type(dropout) not in (int, float) or not 0 <= dropout < 1:
+            raise CorruptInputError(
+                f"summary_first_dropout must be a probability in [0, 1), got {dropout!r}"
+            )
+        return {"dropout": float(dropout)}
+
+
+class FeatureExtractor(Head):
+    """A sequence as one vector: the body's last state, or the mean of all its states."""
+
+    architecture = "Model"
+
+    def __init__(self, gpt: GPT, *, pooling: Literal["last", "mean"] = "last") -> None:
+        super().__init__(gpt)
+        if pooling not in ("last", "mean"):
+            raise UserError(f"pooling must be 'last' or 'mean', got {pooling!r}")
+        self.pooling = pooling
+
+    def forward(self, ids: Tensor, lengths: Tensor | None = None) -> Tensor:
+        """Ids (B, T), lengths (B,) -> (B, D)."""
+        h, lengths = self.gpt.body(ids), check_lengths(ids, lengths)
+        if self.pooling == "last":
+            return last_state(h, lengths)
+        is_token = torch.arange(ids.shape[-1], device=ids.device) < lengths[:, None]  # (B, T)
+        return (h * is_token[..., None]).sum(1) / lengths[:, None]
+
+    def config_entries(self) -> dict[str, Any]:
+        """Return the pooling for config.json."""
+        return {"pooling": self.pooling}
+
+    @classmethod
+    def options_from(cls, config: Mapping[str, Any], n_outputs: int) -> dict[str, Any]:
+        """Return the pooling in config.json."""
+        return {"pooling": config.get("pooling", "last")}
