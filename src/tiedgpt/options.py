@@ -59,6 +59,9 @@ def flag(field: Field[Any]) -> str:
 
 
 REMOVED_OPTIONS = {
+    "early_stopping": "use early_stopping= of GenerationConfig in Python",
+    "length_penalty": "use length_penalty= of GenerationConfig in Python",
+    "grad_clip": "use TrainOptions(grad_clip=) in Python",
     "best_of": "use n with a seed, and choose among the completions by their log-probabilities",
     "typical_p": "use top_p or min_p",
     "bad_words": "use logit_bias for single ids, or a logits processor (processors=)",

@@ -38,10 +38,6 @@ def shown(capsys, directory, *flags):
     ("flags", "options"),
     [
         (["--num-beams", "3"], {"num_beams": 3}),
-        (
-            ["--num-beams", "3", "--early-stopping", "never", "--length-penalty", "2"],
-            {"num_beams": 3, "early_stopping": "never", "length_penalty": 2.0},
-        ),
         (["--seed", "1", "--stop", "t", "--stop", "e"], {"seed": 1, "stop": ["t", "e"]}),
     ],
     ids=str,
@@ -101,7 +97,6 @@ def test_a_form_that_was_cut_off_is_told(directory, capsys):
         (["--n", "2", "--temperature", "0"], "--n and --temperature 0"),
         (["--n", "2", "--num-beams", "2"], "--num-beams and --n exclude each other"),
         (["--regex", "a", "--json-schema", "{}"], "--regex and --json-schema exclude each other"),
-        (["--length-penalty", "2"], "--length-penalty is for beam search\nhint: use two beams"),
         (["--threads", "0"], "--threads must be an integer from 1"),
         (["--prompt", "the " * 99], "let the context slide"),
         (["--json-schema", "nowhere.json"], "--json-schema nowhere.json"),

@@ -15,7 +15,7 @@ from tiedgpt.cli.main import EXIT_CODES, VERBS
 from tiedgpt.cli.options import option_fields
 from tiedgpt.errors import TiedGPTError
 from tiedgpt.inspect.registry import INSPECTIONS
-from tiedgpt.options import flag
+from tiedgpt.options import REMOVED_OPTIONS, flag
 
 ALL = sorted({*PAGES, *ROOT.glob("*.md"), *(ROOT / "examples").glob("*.md")})
 LINK = re.compile(r"\]\(([^)\s]+)\)|(?:src|srcset)=\"([^\"]+)\"")
@@ -107,8 +107,22 @@ def test_names_and_options_in_the_text_exist():
         text = page.read_text()
         names = set(re.findall(r"(?<![/\w.-])tiedgpt(?:\.[A-Za-z_]\w*)+", text))
         assert not [name for name in names if not found(name)], page
+        if page.name == "CHANGELOG.md":
+            options |= {f"--{name.replace('_', '-')}" for name in REMOVED_OPTIONS}
         if page.name not in ("coming-from.md", "command-line.md", "python.md"):
             assert set(re.findall(r"(?<![\w-])--[a-z][a-z-]+", text)) <= options, page
+
+
+def test_every_option_is_shown_in_a_guide_or_an_example():
+    verbs = json.loads((ROOT / "tests" / "cli" / "flags.json").read_text())
+    generated = ("command-line.md", "python.md")
+    pages = [page for page in ALL if page.name not in generated]
+    text = "".join(path.read_text() for path in [*pages, *(ROOT / "examples").glob("*.*")])
+    for verb, flags in verbs.items():
+        names = {re.search(r"--[a-z-]+", flag)[0] for flag in flags if "--" in flag}
+        shown = {name for name in names if re.search(rf"(?<![\w-]){name}(?![\w-])", text)}
+        shown |= {name for name in names if f"`{name[2:].replace('-', '_')}" in text}
+        assert names == shown, verb
 
 
 def test_every_error_class_and_exit_code_is_explained():

@@ -32,7 +32,6 @@ ABOUT = """Continue a text, shown as it grows.
 
   tiedgpt generate runs/my-1 --prompt "Once upon a time"
 """
-EARLY_STOPPING: dict[str, bool | str] = {"no": False, "yes": True, "never": "never"}
 RULE = "-" * 40
 """Between several texts."""
 MOST_SLOTS = 8
@@ -83,12 +82,6 @@ class Arguments(SourceOrNewest, EngineOptions, GenerationConfig):
     stop: tuple[str, ...] = option(
         (), "End before this string; may be given several times.", "the end", repeated=True
     )
-    early_stopping: Literal["no", "yes", "never"] = option(
-        "no",
-        "Beam search: stop when there are enough texts (yes), when a better one is unlikely "
-        "(no), or when a better one is impossible (never).",
-        "several texts",
-    )  # type: ignore[assignment]
     json_schema: str | None = option(
         None,
         "The text is JSON that this schema allows: a file, or the schema itself in braces.",
@@ -108,7 +101,6 @@ class Arguments(SourceOrNewest, EngineOptions, GenerationConfig):
         if schema is not None and not schema.lstrip().startswith("{"):
             schema = read_text(schema, "--json-schema")
         values = {each.name: getattr(self, each.name) for each in fields(GenerationConfig)}
-        values["early_stopping"] = EARLY_STOPPING[self.early_stopping]
         values["json_schema"] = schema
         if self.grammar is not None:
             values["grammar"] = read_text(self.grammar, "--grammar")

@@ -100,15 +100,11 @@ class GenerationConfig:
     """Return the logprob of each prompt token after the first; a number: the likeliest as well."""
     n: int = option(1, "Number of texts per prompt.", "several texts")
     num_beams: int = option(1, "Above 1: beam search with this many beams.", "several texts")
-    length_penalty: float = option(
-        1.0, "Beam search: above 0 favours longer texts, below 0 shorter ones.", "several texts"
-    )
-    early_stopping: EarlyStopping = option(
-        False,
-        "Beam search: stop when there are enough texts (True), when a better one is unlikely "
-        '(False), or when a better one is impossible ("never").',
-        "several texts",
-    )
+    length_penalty: float = 1.0
+    """Beam search: above 0 favours longer texts, below 0 shorter ones."""
+    early_stopping: EarlyStopping = False
+    """Beam search: stop when there are enough texts (True), when a better one is unlikely (False),
+    or when a better one is impossible ("never")."""
     regex: str | None = option(
         None,
         "The whole text matches this regular expression (Rust's syntax).",

@@ -220,7 +220,8 @@ class OptimizationOptions:
     weight_decay: float | None = option(
         None, "Weight decay of the blocks' matrices; W, norms and biases have none."
     )
-    grad_clip: float = option(1.0, "Clip the gradient to this norm.")
+    grad_clip: float = 1.0
+    """Clip the gradient to this norm."""
 
 
 @dataclass(frozen=True, kw_only=True, eq=False, repr=False)
