@@ -2,6 +2,7 @@
 
 import io
 import sys
+from dataclasses import replace
 
 import pytest
 import torch
@@ -17,7 +18,7 @@ from tiedgpt.infer import Engine
 def saved(tmp_path):
     """Save a model that says one token, whatever it reads."""
 
-    def save(says, template="chatml"):
+    def save(says, template="chatml", max_turns=None):
         tokenizer = Tokenizer.characters(["userasitn system hello:\n"])
         known = TEMPLATES["chatml"]
         tokenizer = tokenizer.with_special_tokens((*known.tokens, "<|endoftext|>"))
@@ -33,7 +34,7 @@ def saved(tmp_path):
         model.save_pretrained(path)
         tokenizer.save_pretrained(path)
         if template is not None:
-            write_template(TEMPLATES[template], tokenizer, path)
+            write_template(replace(TEMPLATES[template], max_turns=max_turns), tokenizer, path)
         return path
 
     return save
@@ -64,6 +65,17 @@ def test_a_long_conversation_goes_on_without_its_oldest_turns(saved, chat):
     assert len(others) == 3 and all(set(reply) == {"i"} and len(reply) >= 16 for reply in others)
     assert err.count("the reply was cut off after") == 5
     assert err.count("its oldest turn was dropped") == 3
+
+
+def test_a_model_tuned_on_single_exchanges_gets_each_message_alone(saved, chat):
+    path = saved("i", max_turns=1)
+    code, out, err = chat(path, "hello\n" * 4)
+    assert (code, out) == (0, f"{'i' * 32}\n" * 4)
+    assert "single exchanges" in err and "--keep-history" in err and "dropped" not in err
+    code, _, err = chat(path, "hello\n" * 4, "--keep-history")
+    assert code == 0 and "single exchanges" not in err and err.count("was dropped") == 3
+    _, _, err = chat(saved("t", max_turns=2), "hello\n")
+    assert "single exchanges" not in err
 
 
 def test_the_length_of_replies_is_an_option(saved, chat):

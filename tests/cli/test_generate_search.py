@@ -101,6 +101,7 @@ def test_a_form_that_was_cut_off_is_told(directory, capsys):
         (["--prompt", "the " * 99], "let the context slide"),
         (["--json-schema", "nowhere.json"], "--json-schema nowhere.json"),
         (["--grammar", "nowhere.lark"], "--grammar nowhere.lark"),
+        (["--strength", "2"], "--strength needs --steer"),
         (["--regex", "("], "--regex cannot be met: unclosed group\nhint: correct it"),
     ],
 )

@@ -67,6 +67,7 @@ class Running:
         self.server.should_exit = True
         self.thread.join(20)
         assert not self.thread.is_alive()
+        self.server.app.state.ready = True  # for other tests of the same application
 
 
 @pytest.fixture

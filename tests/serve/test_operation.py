@@ -146,6 +146,8 @@ def test_running_texts_end_well_when_the_server_is_ended(app, engine, slow):
         connection = send(running.port, LONG)
         connection.recv(100)
         running.server.handle_exit(15, None)
+        refused = read(send(running.port, LONG))
+        assert " 503 " in refused and "retry-after: 1" in refused and "connection: close" in refused
         assert "[DONE]" in read(connection)
     assert n_texts == [1]
     with pytest.raises(OSError):

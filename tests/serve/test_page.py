@@ -8,6 +8,7 @@ import posixpath
 import re
 import shutil
 import zlib
+from dataclasses import replace
 from pathlib import Path
 from urllib.parse import unquote
 
@@ -20,7 +21,7 @@ import tiedgpt
 from tests.serve.page_run import HOSTILE, make_run
 from tiedgpt import inspect
 from tiedgpt.cli.main import main
-from tiedgpt.data import ShardWriter
+from tiedgpt.data import TEMPLATES, ShardWriter
 from tiedgpt.errors import UserError
 from tiedgpt.infer import Engine
 from tiedgpt.serve.app import create_app
@@ -118,6 +119,13 @@ def test_the_page_asks_for_the_model(page, run):
     curves = found["run"]["curves"]
     assert curves["val_loss"]["x"] == [500, 1000, 1500, 2000, 2500, 3000]
     assert curves["loss"]["x"][-1] == 3000 and len(curves["loss"]["y"]) == 30
+
+
+@pytest.mark.parametrize(("max_turns", "single"), [(1, True), (2, False), (None, False)])
+def test_the_page_knows_a_model_tuned_on_single_exchanges(engine, max_turns, single):
+    app = create_app(engine, template=replace(TEMPLATES["plain"], max_turns=max_turns))
+    page = TestClient(app, base_url="http://127.0.0.1")
+    assert page.get("/inspect/model").json()["chat"] == {"single": single}
 
 
 def test_without_a_source_there_is_no_file_and_no_run(client):

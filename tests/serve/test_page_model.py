@@ -313,7 +313,9 @@ def test_what_cannot_be_read_is_said(tmp_path, tokenizer):
     for body, said in [
         ({"ids": []}, "empty"),
         ({"ids": [0] * 49}, "at most 48 tokens"),
-        ({"ids": [len(tokenizer)]}, "outside"),
+        ({"ids": [len(tokenizer)]}, f"{len(tokenizer)} is not an id"),
+        ({"ids": [1, -1]}, "-1 is not an id"),
+        ({"ids": [1.5]}, "1.5 is not an id"),
         ({"ids": [1, 2], "poke": 2}, "from 0 to 1"),
         ({"ids": [1, 2], "poke": 1, "poke_with": "a dog"}, "one token"),
     ]:

@@ -19,7 +19,8 @@ if TYPE_CHECKING:
 ABOUT = """Chat with a model that `tiedgpt tune` has tuned on messages.
 
 Each line is a message. /new begins a new conversation; /exit or the end of input quits. Ctrl-C
-stops a reply. When the conversation outgrows the model's context, its oldest turns are dropped."""
+stops a reply. When the conversation outgrows the model's context, its oldest turns are dropped.
+To a model that was tuned on single exchanges, each message is sent alone (--keep-history)."""
 Message = dict[str, str]
 
 
@@ -35,6 +36,9 @@ class Arguments(SourceOrNewest, EngineOptions):
     )
     temperature: float = option(0.7, "Sampling temperature; 0: greedy decoding.", short="t")
     seed: int = option(0, "Seed of the sampling.")
+    keep_history: bool = option(
+        False, "Send earlier turns also to a model that was tuned on single exchanges."
+    )
 
 
 @dataclass
@@ -46,6 +50,8 @@ class Conversation:
     config: infer.GenerationConfig
     messages: list[Message]
     """The system message, if there is one, and then the turns."""
+    keep_history: bool = True
+    """Whether a message is sent with the turns before it."""
 
     def __post_init__(self) -> None:
         self.n_system = len(self.messages)
@@ -55,7 +61,7 @@ class Conversation:
         del self.messages[self.n_system :]
 
     def prompt(self, message: str) -> list[int]:
-        """Return the ids of the conversation with a new message, and keep the message.
+        """Add a message to the conversation; return the ids of the conversation.
 
         The oldest turns are dropped, with a note, until a quarter of the context is free, or as
         much as a reply may take. Raises `UserError` for a message that is too long by itself or
@@ -63,6 +69,8 @@ class Conversation:
         """
         from tiedgpt.data.templates import encode_pieces
 
+        if not self.keep_history:
+            self.clear()
         context = self.engine.runner.config.n_positions
         room = min(context // 4, self.config.max_new_tokens)
         turns = [*self.messages, {"role": "user", "content": message}]
@@ -123,12 +131,18 @@ def run(arguments: list[str]) -> None:
             hint='tune it on lines of {"messages": [...]} (`tiedgpt tune`), or let it continue a '
             "text (`tiedgpt generate`)",
         )
+    keep_history = options.keep_history or template.max_turns != 1
+    if not keep_history:
+        note(
+            "this model was tuned on single exchanges: each message starts anew; --keep-history "
+            "sends earlier turns, too"
+        )
     system = [{"role": "system", "content": options.system}] if options.system else []
     with options.engine(source, slots=1) as engine:
         if options.max_new_tokens is None:
             half = max(1, engine.runner.config.n_positions // 2)
             config = replace(config, max_new_tokens=half)
-        conversation = Conversation(engine, template, config, system)
+        conversation = Conversation(engine, template, config, system, keep_history)
         while (line := _read_line()) is not None:
             if line == "/new":
                 conversation.clear()

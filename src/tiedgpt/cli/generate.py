@@ -69,8 +69,8 @@ class Arguments(SourceOrNewest, EngineOptions, GenerationConfig):
         "state after its layer. Computed by torch.",
         "steering",
     )
-    strength: float = option(
-        1.0, "What the direction is multiplied by; below 0: away from it.", "steering"
+    strength: float | None = option(
+        None, "Factor of the direction; below 0: away from it; default: 1.", "steering"
     )
     format: Literal["human", "json"] = option(
         "human",
@@ -109,7 +109,10 @@ class Arguments(SourceOrNewest, EngineOptions, GenerationConfig):
     @contextmanager
     def steering_engine(self, source: str, *, slots: int) -> Iterator[Engine]:
         """Open the model's engine, steered if that is asked for."""
+        strength = 1.0 if self.strength is None else self.strength
         if self.steer is None:
+            if self.strength is not None:
+                raise UserError("--strength needs --steer", hint="name a direction's file")
             with self.engine(source, slots=slots) as engine:
                 yield engine
             return
@@ -119,7 +122,7 @@ class Arguments(SourceOrNewest, EngineOptions, GenerationConfig):
 
         layer, vector = read_direction(self.steer)
         with replace(self, backend="torch").engine(source, slots=slots) as engine:
-            with steer(engine.model, layer, vector, strength=self.strength):
+            with steer(engine.model, layer, vector, strength=strength):
                 yield engine
 
 

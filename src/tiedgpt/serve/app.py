@@ -205,7 +205,7 @@ def _add_page(
         def describe(gpt: GPT) -> str:
             return page_data.describe_model(
                 service.name, gpt, tokenizer, model.source, path=path,
-                has_chat=service.template is not None and tokenizer is not None,
+                template=None if tokenizer is None else service.template,
                 beside=None if beside is None else page_data.directory_name(beside),
             )  # fmt: skip
 

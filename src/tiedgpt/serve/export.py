@@ -65,7 +65,7 @@ def export(
     tensors = page_tensors(model, precision)
     rounded = round_weights(model, tensors)
     n_tokens = open_subject(rounded, tokenizer, text).ids.shape[1]
-    description = describe_model(name, model, tokenizer, source, has_chat=template is not None)
+    description = describe_model(name, model, tokenizer, source, template=template)
     info = json.loads(description) | {"precision": precision}
     weights = pack_model(
         tensors, model, tokenizer, template,

@@ -28,6 +28,8 @@ from tiedgpt.serve.assets import page_files
 from tiedgpt.serve.errors import APIError
 from tiedgpt.serve.streams import CLIENT_LEFT
 
+OPERATION = ("/health", "/ready", "/metrics", "/version")
+"""Routes that are answered while the server ends."""
 LOCAL = ("localhost", "127.0.0.1", "::1")
 access_log = logging.getLogger("tiedgpt.serve.access")
 
@@ -135,6 +137,8 @@ class Guard:
             headers = Headers(scope=scope)
             self._check_headers(scope, headers)
             self._check_caller(scope["path"], headers)
+            if not scope["app"].state.ready and scope["path"] not in OPERATION:
+                raise APIError(503, "the server is ending", code="shutting_down")
             body = await self._body(headers, receive)
             self._check_type(scope["method"], headers)
             inner = {**scope, "method": "GET"} if is_head else scope
@@ -143,7 +147,7 @@ class Guard:
             if refusal.status == 413 and "expect" not in headers:
                 await self._refuse_body(refusal, receive, respond)
             else:
-                close = {"connection": "close"} if refusal.status in (408, 413, 431) else None
+                close = {"connection": "close"} if refusal.status in (408, 413, 431, 503) else None
                 await refusal.response(close)(scope, receive, respond)
         finally:
             self.count(status)

@@ -20,6 +20,7 @@ from tiedgpt.train.metrics import read_history
 
 if TYPE_CHECKING:
     from tiedgpt.core.model import GPT
+    from tiedgpt.data.templates import Template
     from tiedgpt.text import Tokenizer
 
 MAX_POINTS = 1000
@@ -58,7 +59,7 @@ def describe_model(
     source: Source | None,
     *,
     path: Source | None = None,
-    has_chat: bool = False,
+    template: Template | None = None,
     beside: str | None = None,
 ) -> str:
     """Return the config, the ledger, each matrix in memory and on disk, and the run's curves.
@@ -90,7 +91,7 @@ def describe_model(
         "run": None if source is None else _run_curves(Path(source)),
         "tokenizer": tokenizer is not None,
         "opening": None if path is None else opening_text(path, tokenizer),
-        "chat": has_chat,
+        "chat": None if template is None else {"single": template.max_turns == 1},
         "beside": beside,
         "most_tokens": most,
     }

@@ -7,6 +7,7 @@ import errno
 import socket
 import sys
 from collections.abc import Callable
+from contextlib import suppress
 from types import FrameType
 from typing import Any
 
@@ -56,9 +57,14 @@ class Server(uvicorn.Server):
             uvicorn.Config(
                 app, http=protocol, ws="none", loop="asyncio", log_config=None, access_log=False,
                 h11_max_incomplete_event_size=limits.headers, server_header=False,
-                timeout_graceful_shutdown=int(limits.drain_seconds) + 5,
+                timeout_graceful_shutdown=5,
             )
         )  # fmt: skip
+
+    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+        """Begin to serve."""
+        self.app.state.ready = True
+        await super().startup(sockets)
 
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
         """Begin to end; at the second signal, end. The process is not killed by it afterwards."""
@@ -66,15 +72,18 @@ class Server(uvicorn.Server):
         self.force_exit, self.should_exit = self.should_exit, True
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
-        """Wait for running requests; the texts that are left then are ended with an error."""
-        loop, stats = asyncio.get_running_loop(), self.engine.stats()
+        """Finish running requests, refusing new ones with 503; cut texts that take too long."""
+        self.app.state.ready = False
+        stats = self.engine.stats()
         if n_texts := int(stats["running"] + stats["waiting"]):
             self.on_drain(n_texts)
-        late = loop.call_later(
-            self.limits.drain_seconds, lambda: loop.run_in_executor(None, self.engine.close)
-        )
+        with suppress(TimeoutError):
+            async with asyncio.timeout(self.limits.drain_seconds):
+                while self.server_state.tasks and not self.force_exit:
+                    await asyncio.sleep(0.05)
+        if self.server_state.tasks:
+            await asyncio.to_thread(self.engine.close)
         await super().shutdown(sockets)
-        late.cancel()
 
 
 class _Protocol(H11Protocol):

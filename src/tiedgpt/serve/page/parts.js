@@ -135,7 +135,7 @@ export function Status({ found }) {
   }, [found.busy]);
   if (found.busy && (seconds > 0 || !found.data))
     return html`<p class="status" role="status"><span class="spinner" aria-hidden="true"></span>
-      The model computes${seconds > 1 && `, ${seconds} s`}.
+      computing ...${seconds > 1 && ` ${seconds} s`}
       <button type="button" onClick=${found.stop}>Stop</button></p>`;
   if (found.error)
     return html`<p class="status error" role="status"><span>${sentence(found.error)}</span>

@@ -56,19 +56,24 @@ export class Model {
   }
 
   encode(prompt) {
-    if (typeof prompt !== "string") return prompt;
+    if (typeof prompt !== "string") return this.checked(prompt);
     if (!this.tokenizer) throw new Error("this model has no tokenizer: give token ids");
     return this.tokenizer.encode(prompt);
   }
 
+  checked(ids) {
+    const { vocab_size } = this.gpt.config;
+    const wrong = ids.find((id) => !Number.isInteger(id) || id < 0 || id >= vocab_size);
+    if (wrong !== undefined) throw new Error(`${wrong} is not an id of the model's vocabulary of ${vocab_size} tokens`);
+    return ids;
+  }
+
   // Reads {text} or {ids} and returns the ids; an Error says what is wrong with them.
   async read({ text, ids: given }, pause) {
-    const { n_positions, vocab_size } = this.gpt.config;
-    const ids = given ?? this.encode(text);
+    const { n_positions } = this.gpt.config;
+    const ids = this.encode(given ?? text);
     if (!ids.length) throw new Error("the text is empty: write a word");
     if (ids.length > n_positions) throw new Error(`the model reads at most ${n_positions} tokens, and the text has ${ids.length}: shorten it`);
-    const wrong = ids.find((id) => id >= vocab_size);
-    if (wrong !== undefined) throw new Error(`id ${wrong} is outside the model's vocabulary of ${vocab_size} tokens`);
     await this.reader.read(ids, pause);
     return ids;
   }
@@ -129,7 +134,7 @@ export class Model {
   // neighbouring text is encoded as one, unless only one of the two is trained. Special tokens are
   // tokens in the template's own texts, and ordinary text in messages.
   encodeMessages(messages) {
-    if (!this.template) throw new Error("the model has no chat template");
+    if (!this.template) throw new Error("this model has no chat template");
     const { begin, roles, specials } = this.template;
     const names = Object.keys(specials).map((name) => name.replace(/\W/g, "\\$&"));
     const special = new RegExp(`(${names.join("|")})`);

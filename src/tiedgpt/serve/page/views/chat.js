@@ -5,18 +5,21 @@ import { announce, html, Odds, Panel, Piece, Tokens, useRun, useState } from "..
 
 let kept = []; // {role, content, tokens}, while other views are open
 
-export default function Chat({ options }) {
+// `single`: whether the model was tuned on single exchanges, so that earlier messages mislead it.
+export default function Chat({ options, single }) {
   const [turns, setTurns] = useState(kept);
+  const [keepsHistory, setKeepsHistory] = useState(!single);
   const [draft, setDraft] = useState("");
   const { run, stop, running, error } = useRun();
   const put = (next) => setTurns((kept = next));
   const send = (event) => run(async (signal) => {
     event.preventDefault();
     const said = [...turns, { role: "user", content: draft.trim() }];
+    const sent = keepsHistory ? said : said.slice(-1);
     const reply = { role: "assistant", content: "", tokens: [] };
     put(said);
     setDraft("");
-    const body = { messages: said.map(({ role, content }) => ({ role, content })), ...options, logprobs: true, top_logprobs: 5 };
+    const body = { messages: sent.map(({ role, content }) => ({ role, content })), ...options, logprobs: true, top_logprobs: 5 };
     for await (const { choices: [{ delta, logprobs }] } of stream("/v1/chat/completions", body, signal)) {
       reply.content += delta.content ?? "";
       reply.tokens.push(...(logprobs?.content ?? []));
@@ -27,6 +30,8 @@ export default function Chat({ options }) {
   return html`<${Panel} title="Talk with it" says="The conversation is one text, written by the model's template; a reply is its continuation. Press a token to see what else it could have been.">
     <ol class="turns">${turns.map((turn, k) => html`<li key=${k} class=${turn.role}>${turn.tokens
       ? html`<${Reply} tokens=${turn.tokens} />` : html`<p>${turn.content}</p>`}</li>`)}</ol>
+    ${single && html`<p class="says">This model was tuned on single exchanges: each message starts anew.
+      <label><input type="checkbox" checked=${keepsHistory} onChange=${(event) => setKeepsHistory(event.target.checked)} /> send earlier messages, too</label></p>`}
     ${error && html`<p class="status error" role="status">${error}</p>`}
     <form class="row" onSubmit=${send}><label class="box"><span>Your words</span>
       <input value=${draft} onInput=${(event) => setDraft(event.target.value)} autocomplete="off" /></label>

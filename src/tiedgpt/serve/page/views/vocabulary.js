@@ -101,7 +101,7 @@ function Cloud({ data, heights, label, named, id, text, choose, dark }) {
     <p class="readout"><b><${Piece} text=${named(seen)} /></b> id ${count(seen)}${counts && html`,
       ${" "}<${Num} x=${counts[seen]} /> times`}, <${Num} x=${heights[seen]} /></p>
     <p class="key-of"><span class="ours">● in the text, chosen, or extreme</span>
-      ${reachable && html`<span class="unreached">+ no text is encoded so</span>`}</p>
+      ${reachable && html`<span class="unreached">+ tokens that the tokenizer never produces</span>`}</p>
   </div>`;
 }
 

@@ -35,7 +35,7 @@ export default function Write({ state, update }) {
   const writer = useWriter(state, options, put, setAt, of);
   const kinds = state.info.chat && html`<div class="row"><${Choice} label="What is written" value=${kind} onChange=${setKind}
     options=${[["text", "the text goes on"], ["chat", "a conversation"]]} /></div>`;
-  if (kind === "chat") return html`${kinds}<${Chat} options=${asked(options)} />`;
+  if (kind === "chat") return html`${kinds}<${Chat} options=${asked(options)} single=${state.info.chat.single} />`;
   const pick = (token) => writer.write([...begun, token]);
   return html`${kinds}
     <${Running} state=${state} update=${update} writer=${writer} text=${mine} at=${at} setAt=${setAt} />
