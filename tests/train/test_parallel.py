@@ -296,9 +296,10 @@ def test_what_cannot_be_run_in_parallel_is_refused(monkeypatch, tmp_path, text_f
     assert ended.value.code == 1
 
 
-def torchrun(*arguments):
-    """Start `tiedgpt train` in two processes, which torchrun restarts once."""
-    command = ("-m", "torch.distributed.run", "--nproc-per-node", "2", "--max-restarts", "1")
+def torchrun(*arguments, max_restarts=0):
+    """Start `tiedgpt train` in two processes."""
+    command = ("-m", "torch.distributed.run", "--nproc-per-node", "2")
+    command += ("--max-restarts", str(max_restarts))
     return subprocess.Popen(
         [sys.executable, *command, "-m", "tiedgpt", "train", *map(str, arguments)],
         stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
@@ -343,7 +344,7 @@ def test_a_batch_with_fewer_rows_than_processes_is_refused_once(tmp_path, text_f
 @pytest.mark.parametrize("rank", [0, 1])
 def test_torchrun_restarts_a_run_that_lost_a_process(tmp_path, text_file, rank):
     run = tmp_path / "run"
-    process = torchrun(text_file, "--out", run, *SMALL)
+    process = torchrun(text_file, "--out", run, *SMALL, max_restarts=1)
     while not (run / "checkpoints" / "latest").exists():
         assert process.poll() is None
         time.sleep(0.05)

@@ -2,12 +2,16 @@
 
 import builtins
 import io
+import multiprocessing
+import os
+import signal
 from dataclasses import replace
 
 import pytest
 import torch
 
-from tests.train.conftest import metrics
+from tests.train.conftest import assert_same, metrics
+from tiedgpt.cli.train import StopSignals
 from tiedgpt.errors import UserError
 from tiedgpt.infer import Engine
 from tiedgpt.train import TrainOptions, train
@@ -58,6 +62,64 @@ def test_a_training_that_is_stopped_goes_on_to_the_same_bytes(tmp_path, options,
     for file in ("model.safetensors", "optimizer.safetensors"):
         one, other = (list_checkpoints(run / "checkpoints")[-1] / file for run in (whole, parts))
         assert one.read_bytes() == other.read_bytes()
+
+
+def test_the_final_score_takes_a_share_of_the_time_unless_all_is_asked_for(tmp_path, options):
+    batches = []
+    *_, ended = train(options, tmp_path / "run", scoring=lambda *count: batches.append(count))
+    assert ended.scored == 4 * 2 * 16  # at least four micro-batches
+    assert batches == [(0, 4), (1, 4), (2, 4), (3, 4)]
+    *_, ended = train(replace(options, score="all"), tmp_path / "all")
+    held_out = RunDirectory(tmp_path / "all").read_record()["val_text"]["tokens"]
+    assert ended.scored is None and held_out > 1000
+
+
+def test_a_stop_during_the_final_score_leaves_a_model_and_resumes_to_the_same_lines(
+    tmp_path, options
+):
+    whole, parts = tmp_path / "whole", tmp_path / "parts"
+    *_, ended = train(options, whole)
+    batches = []
+    *_, stopped = train(
+        options, parts, stop_requested=lambda: len(batches) == 2,
+        scoring=lambda *count: batches.append(count),
+    )  # fmt: skip
+    assert not stopped.finished and stopped.step == 8 and len(batches) == 2
+    assert Engine(parts / "model").generate("line", max_new_tokens=3).text
+    assert not RunDirectory(parts).is_finished()
+    *_, ended = train(options, parts)
+    assert ended.finished and metrics(whole) == metrics(parts)
+
+
+@pytest.mark.parametrize("after", [1, 2])
+def test_a_stop_between_the_batches_of_an_evaluation_is_honoured_and_resumes(trial, after):
+    whole, parts = trial("whole"), trial("parts")
+    whole.train()
+    held_out, batches = parts.data.held_out, []
+
+    def watch(*sizes):
+        for batch in held_out(*sizes):
+            batches.append(batch)
+            yield batch
+
+    parts.data = replace(parts.data, held_out=watch)
+    events = parts.train(stop_requested=lambda: len(batches) == after)
+    assert len(batches) == after and events[-1].step == 4 and not events[-1].finished
+    parts.train()
+    assert_same(whole, parts)
+
+
+def test_a_second_signal_ends_the_process_at_once():
+    def receive_two():
+        with StopSignals() as signals:
+            os.kill(os.getpid(), signal.SIGINT)
+            if signals.have_come():
+                os.kill(os.getpid(), signal.SIGINT)
+
+    process = multiprocessing.get_context("fork").Process(target=receive_two)
+    process.start()
+    process.join()
+    assert process.exitcode == -signal.SIGINT  # 130 in a shell
 
 
 def test_one_that_is_abandoned_leaves_its_directory_to_others(tmp_path, options):

@@ -49,6 +49,7 @@ EXIT_CODES = {
     5: "training diverged",
     6: "a check failed",
     75: "interrupted and saved; the same command resumes",
+    130: "ended at once by a second Ctrl-C; resumes from the last checkpoint",
 }
 
 
@@ -121,7 +122,7 @@ def _show_verbs() -> None:
     to.print(Text.assemble(("\nexamples", "bold"), f"\n{EXAMPLES}"))
     to.print(Text("exit codes", "bold"))
     for code, about in EXIT_CODES.items():
-        to.print(f"  {code:>2}  {about}")
+        to.print(f"  {code:>3}  {about}")
     to.print("\n`tiedgpt VERB --help` tells more.")
 
 

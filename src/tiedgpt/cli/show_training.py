@@ -12,7 +12,14 @@ from pathlib import Path
 
 import torch
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+from rich.progress import (
+    BarColumn,
+    MofNCompleteColumn,
+    Progress,
+    TaskID,
+    TextColumn,
+    TimeRemainingColumn,
+)
 from rich.text import Text
 
 from tiedgpt.cli.console import console, fact, note
@@ -66,6 +73,7 @@ class Display:
         self._loss = self._speed = 0.0
         self._seen = 0
         self._unit = self._skipped = ""
+        self._scoring: TaskID | None = None
 
     def say(self, *texts: str) -> None:
         """Show notes."""
@@ -99,7 +107,7 @@ class Display:
                 "schedule": f"peak learning rate {plan.lr:g}, {plan.warmup:,} warm-up steps, then "
                 f"{plan.schedule}",
                 "evaluated": f"every {format_count(plan.eval_every, 'step')} on about {part:,} "
-                f"{data.unit}, at the end on all",
+                f"{data.unit}",
             }
         for label, text in facts.items():
             if text:
@@ -137,12 +145,18 @@ class Display:
     def training(self, plan: Plan) -> Iterator[None]:
         """Show a bar while steps are done."""
         columns = (
-            TextColumn("training"), BarColumn(bar_width=None), MofNCompleteColumn(),
+            TextColumn("{task.fields[what]}"), BarColumn(bar_width=None), MofNCompleteColumn(),
             TextColumn("{task.description}left"), TimeRemainingColumn(),
         )  # fmt: skip
         with Progress(*columns, console=self.err) as self._progress:
-            self._task = self._progress.add_task("", total=plan.steps)
+            self._task = self._progress.add_task("", what="training", total=plan.steps)
             yield
+
+    def show_scoring(self, n_batches: int, total: int) -> None:
+        """Show how many batches of the final score are done."""
+        if self._scoring is None:
+            self._scoring = self._progress.add_task("", what="scoring", total=total)
+        self._progress.update(self._scoring, completed=n_batches + 1)
 
     def event(self, event: events.Event) -> None:
         """Show something that happened in training."""
@@ -196,7 +210,11 @@ class Display:
 
     def show_stop(self, event: events.Ended, command: str) -> None:
         """Show that the run was saved, and the command that resumes it."""
-        self.say(f"stopped and saved after step {event.step:,} of {self.steps:,}; to resume:")
+        if event.step < self.steps:
+            self.say(f"stopped and saved after step {event.step:,} of {self.steps:,}; to resume:")
+        else:
+            model = self.planned.directory.model
+            self.say(f"stopped before the final score; the model is in {model}; to score it:")
         self.err.print(f"  {command}")
 
     def show_end(self, ended: events.Ended | events.AlreadyFinished) -> None:
@@ -226,10 +244,10 @@ class Display:
             seen = ended.step * self._batch_units
             if seen < READABLE and not options.continues:
                 self.say(f"the model was trained on only {seen:,} tokens: its texts may be poor")
-        plan, part = self.planned.plan, "all held-out data"
-        if plan.final_batches is not None:
-            units = plan.final_batches * plan.micro_batch * data.row_units
-            part = f"{format_count(units, data.unit.removesuffix('s'))} of the held-out data"
+        part = "all held-out data"
+        if ended.scored is not None:
+            scored = format_count(ended.scored, data.unit.removesuffix("s"))
+            part = f"{scored} of the held-out data; --score all takes all"
         score = f"validation {_format_scores(ended.metrics, 4)}, on {part}"
         if isinstance(data, ReplyData) and not data.holds_out:
             memorized = ended.metrics["val_loss"] < MEMORIZED_NATS

@@ -123,6 +123,7 @@ def show_run(options: AnyOptions, args: RunArguments, verb: str, arguments: list
             stop_requested=signals.have_come,
             track=track,
             progress=progress,
+            scoring=display.show_scoring,
             began=began,
         ):
             if isinstance(event, Planned):
@@ -164,7 +165,10 @@ def report_once() -> Iterator[None]:
 
 
 class StopSignals:
-    """SIGINT and SIGTERM, inside a `with` block, ask to stop; a second one ends the process."""
+    """Inside a `with` block, SIGINT and SIGTERM ask to stop; a second one ends the process.
+
+    Its exit code is then 130 or 143 in a shell: 128 plus the number of the signal.
+    """
 
     def __init__(self) -> None:
         self._numbers: list[int] = []

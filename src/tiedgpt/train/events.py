@@ -118,6 +118,8 @@ class Ended:
     sample_nats: float = math.nan
     """The loss of these weights on the fixed sample that was scored between steps."""
     notes: list[str] = field(default_factory=list)
+    scored: int | None = None
+    """Tokens or examples of the final score; None: all held-out data."""
 
 
 Event = (

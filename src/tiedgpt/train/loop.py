@@ -1,16 +1,15 @@
-"""The trainer: step after step, with evaluations, samples and checkpoints in between.
+"""The training loop: steps, evaluations, samples and checkpoints.
 
-`Trainer.run` yields what happens as it happens; whoever iterates shows it. State lives in the
-model, the optimizers, the `Health` and the step number alone, so a run that stops and resumes
-equals one that never stopped. What is trained is an
-`Objective`, on `Data` (`objective.py`).
+`Trainer.run` yields events, and its caller shows them. The model, the optimizers, the `Health` and
+the step number are the whole state, so a run that stops and resumes equals one that never stopped.
+The trainer knows an `Objective` and its `Data` (`objective.py`), but no text, labels or heads.
 """
 
 from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any, TypeVar
 
 import torch
@@ -36,7 +35,7 @@ from tiedgpt.train.events import (
 )
 from tiedgpt.train.measures import Measures
 from tiedgpt.train.metrics import PART
-from tiedgpt.train.objective import Data, Model, Objective, Score, body_of
+from tiedgpt.train.objective import Arrays, Data, Model, Objective, Progress, Score, body_of
 from tiedgpt.train.optim import make_optimizers, set_rate
 from tiedgpt.train.pace import Checks
 from tiedgpt.train.parallel import World
@@ -53,18 +52,29 @@ from tiedgpt.train.step import (
 from tiedgpt.train.storage import RunDirectory, checkpoint_path, plan_tables
 
 T = TypeVar("T")
+FINAL_SCORE_SHARE = 0.02
+"""Share of the training time that the final score may take."""
+FORWARDS_PER_STEP = 3
+"""Time of a step over that of a forward pass on as many rows."""
+MIN_SCORED_BATCHES = 4
+"""Smallest number of micro-batches of a final score."""
+
+
+class StopRequestedError(Exception):
+    """A stop was requested between two batches of an evaluation."""
 
 
 class Trainer:
-    """Trains an objective on data by a plan, in a run's directory.
+    """Train an objective on data by a plan, in a run's directory.
 
         for event in Trainer(run, objective, data, plan, device).run():
             ...
 
-    `track` is given each line of metrics.jsonl when it is written. In a `world` of several
-    processes all make a trainer and see the same events; the first one writes. A plan with a time
-    follows the clock to the `deadline`, in seconds of `time.perf_counter`; without one the time
-    begins now.
+    `track` receives each line of metrics.jsonl. `stop_requested` is called between steps and
+    between the batches of an evaluation. `progress` receives the number of scored batches of the
+    final score, and their total; with `score_all`, the final score takes all held-out data. In a
+    `world` of several processes, all make a trainer and see the same events; rank 0 writes. A plan
+    with minutes ends at the `deadline`, in seconds of `time.perf_counter`; default: from now.
     """
 
     def __init__(
@@ -79,25 +89,29 @@ class Trainer:
         track: Callable[[Mapping[str, Any]], None] | None = None,
         world: World | None = None,
         deadline: float | None = None,
+        score_all: bool = False,
+        progress: Progress | None = None,
     ) -> None:
         self.directory, self.objective, self.data, self.plan = run, objective, data, plan
         self.stop_requested, self.track = stop_requested, track
         self.world = world or World(device)
         self.step = self.saved_at = 0
-        self.deadline = deadline
+        self.deadline, self.score_all, self.progress = deadline, score_all, progress
         self.checks: Checks | None = None
         self.notes: list[str] = []
         self.batch_units = plan.batch_size * data.row_units
 
     def run(self) -> Iterator[Event]:
-        """Train to the end of the plan from wherever the run's directory stands.
+        """Train to the end of the plan, from the newest checkpoint of the run's directory.
 
-        A step whose loss or gradient is not finite is skipped. Raises `DivergedError` where too
-        many are, where the loss runs away, and where weights are not finite; the last checkpoint
-        is kept.
+        A step whose loss or gradient is not finite is skipped. Raises `DivergedError` for too many
+        skipped steps, a loss that grows, and weights that are not finite; the last checkpoint
+        stays.
         """
         try:
             yield self._begin()
+            if self.health.evaluation_due:
+                yield from self._pause()
             while not self._is_done() and not self.world.any(self.stop_requested()):
                 yield from self._replan()
                 yield self._next_step()
@@ -109,7 +123,7 @@ class Trainer:
             raise self._diagnose(error) from None
 
     def _begin(self) -> Started:
-        """Build the model and bring back the newest checkpoint, or begin at step 0."""
+        """Build the model and load the newest checkpoint, or begin at step 0."""
         world, plan, run = self.world, self.plan, self.directory
         world.on_main(lambda: world.require_work(plan))
         torch.manual_seed(plan.seed)
@@ -133,7 +147,8 @@ class Trainer:
             self.step = self.saved_at = state["step"]
             if (last_loss := world.on_main(lambda: run.read_end_loss(self.step))) is not None:
                 self.health.reopen(self.step, last_loss)
-        world.on_main(lambda: run.cut_metrics(self.step))
+        is_evaluated = not self.health.evaluation_due
+        world.on_main(lambda: run.cut_metrics(self.step, is_evaluated=is_evaluated))
         self.batch_of = self.data.batches(plan.batch_size, plan.seed)
         if plan.compile == "on" and world.size == 1 and self.step < plan.steps:
             seconds = compile_now(self.objective, self.model, self.batch_of(self.step), plan)
@@ -207,12 +222,15 @@ class Trainer:
         return Skipped(self.step, why, self.health.skipped_in_all)
 
     def _pause(self) -> Iterator[Evaluated]:
-        """Between two steps, evaluate and save where the plan says so, or validation improved."""
-        if self.step >= self.plan.steps:
-            return
+        """Evaluate and save if the plan says so; save if validation improved."""
         plan, improved = self.plan, False
-        if self.step % plan.eval_every == 0 and self.step < plan.steps:
+        if self.step >= plan.steps:
+            return
+        if self.step % plan.eval_every == 0:
             score = self._evaluate(plan.eval_batches)
+            self.health.evaluation_due = score is None
+            if score is None:
+                return
             sample = self._on_full_model(
                 lambda model: self.objective.sample(model, self.data, self.step, plan.seed)
             )
@@ -223,29 +241,57 @@ class Trainer:
         if improved or self.step % plan.save_every == 0:
             self._save()
 
-    def _evaluate(self, n_batches: int | None = None) -> Score:
+    def _evaluate(self, n_batches: int | None, progress: Progress | None = None) -> Score | None:
+        """Score held-out data, all for None; return None if a stop was requested meanwhile."""
         require_finite(self.model, self.world)
-        batches = self.data.held_out(self.plan.micro_batch, n_batches)
-        autocast = self.plan.autocast
-        score = self._on_full_model(lambda model: self.objective.score(model, batches, autocast))
-        if not math.isfinite(score.nats):
+        plan = self.plan
+        total = n_batches or math.ceil(self.data.held_out_rows / plan.micro_batch)
+
+        def watch(batches: Iterable[Arrays]) -> Iterator[Arrays]:
+            for number, batch in enumerate(batches):
+                if self.stop_requested():
+                    raise StopRequestedError
+                if progress is not None:
+                    progress(number, total)
+                yield batch
+
+        def score_unless_stopped(model: Model) -> Score | None:
+            batches = self.data.held_out(plan.micro_batch, n_batches)
+            try:
+                return self.objective.score(model, watch(batches), plan.autocast)
+            except StopRequestedError:
+                return None
+
+        score = self._on_full_model(score_unless_stopped)
+        if score is not None and not math.isfinite(score.nats):
             raise DivergedError(f"the validation loss became {score.nats}")
         return score
+
+    def _count_final_batches(self) -> int | None:
+        """Return the number of batches of the final score; None: all held-out data."""
+        plan = self.plan
+        if self.score_all or plan.final_batches is not None:
+            return None if self.score_all else plan.final_batches
+        rows = FINAL_SCORE_SHARE * FORWARDS_PER_STEP * plan.steps * plan.batch_size
+        n_batches = max(MIN_SCORED_BATCHES, math.ceil(rows / plan.micro_batch))
+        return n_batches if n_batches * plan.micro_batch < self.data.held_out_rows else None
 
     def _is_done(self) -> bool:
         return self.step >= self.plan.steps or self.health.is_over(self.plan)
 
     def _stop(self) -> Ended:
-        """Publish the weights as they are, of a run that was asked to stop."""
+        """Publish the current weights of a run that was asked to stop."""
         if self.step:
-            self._publish(None)
+            self._publish()
         return Ended(self.step, finished=False, score=None)
 
     def _finish(self) -> Ended:
-        """Score and publish the best weights, or the last where the plan asks for them."""
+        """Publish the best weights, or the last if the plan keeps those; then score them."""
         line: dict[str, Any] = {"step": self.step, "final": True}
         best, best_loss = self.health.best_step, self.health.best_loss
         part = self._evaluate(self.plan.eval_batches)  # comparable with the evaluations before
+        if part is None:
+            return self._stop()
         line |= {f"{PART}{name}": value for name, value in self.objective.metrics(part).items()}
         nats = part.nats
         if self.step < self.plan.steps:
@@ -266,15 +312,21 @@ class Trainer:
                     f"after the last, {self.step:,}): those weights are in {self.directory.model}"
                 )
             nats = best_loss
-        score = self._evaluate(self.plan.final_batches)
+        self._publish()
+        n_batches = self._count_final_batches()
+        score = self._evaluate(n_batches, self.progress)
+        if score is None:
+            return Ended(self.step, finished=False, score=None)
+        if n_batches is not None:
+            line["scored"] = n_batches * self.plan.micro_batch * self.data.row_units
         metrics = self.objective.metrics(score)
         line |= metrics
-        self._publish(line)
-        self._write(line)  # the last thing that is written: with it the run is finished
-        return Ended(self.step, True, score, metrics, nats, self.notes)
+        self._write_card(line)
+        self._write(line)  # the last line: with it the run is finished
+        return Ended(self.step, True, score, metrics, nats, self.notes, line.get("scored"))
 
     def _load_best(self, best: int | None) -> bool:
-        """Put the best weights in place of the last, if they can still be read."""
+        """Load the best weights into the model; return whether they could be read."""
         if best is None:
             return False
         path = checkpoint_path(self.directory.checkpoints, best)
@@ -306,11 +358,16 @@ class Trainer:
             spared=self.health.best_step,
         )
 
-    def _publish(self, last: Mapping[str, Any] | None) -> None:
-        """Write the model and its card; `last` is the line that is about to close the metrics."""
-        objective, config = self.objective, body_of(self.model).config
-        described = self.data.description | {"predicts": objective.describe(config)}
-        self._on_full_model(lambda model: objective.publish(model, self.directory.model))
+    def _publish(self) -> None:
+        """Write the model and its card."""
+        model_directory = self.directory.model
+        self._on_full_model(lambda model: self.objective.publish(model, model_directory))
+        self._write_card(None)
+
+    def _write_card(self, last: Mapping[str, Any] | None) -> None:
+        """Write the model card; `last` is the final line of the metrics, not yet written."""
+        config = body_of(self.model).config
+        described = self.data.description | {"predicts": self.objective.describe(config)}
         self.world.on_main(lambda: write_card(self.directory, self.model, described, last))
 
     def _write(self, line: Mapping[str, Any]) -> None:
@@ -320,11 +377,11 @@ class Trainer:
                 self.track(line)
 
     def _on_full_model(self, act: Callable[[Model], T]) -> T:
-        """Return what `act` returned of the whole model, in the first process."""
+        """Run `act` on the unsharded model on rank 0; return its result."""
         return self.world.with_full_model(self.model, self.objective, act)
 
     def _diagnose(self, error: DivergedError) -> DivergedError:
-        """Say with the error where it began, what was before it, and what to do."""
+        """Add the step, the last losses and a remedy to the error."""
         run, before = self.directory, max(0, self.step - 1)
         batch, rate = self.batch_of(before), self.plan.rate(before)
         where = self._on_full_model(

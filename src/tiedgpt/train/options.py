@@ -193,6 +193,11 @@ class TimeOptions:
         "best: keep the weights with the best validation loss; last: train all steps and keep "
         "the last weights.",
     )
+    score: Literal["auto", "all"] = option(
+        "auto",
+        "Held-out data for the final score; auto: as much as 2 % of the training time allows; "
+        "all: everything.",
+    )
 
 
 @dataclass(frozen=True, kw_only=True, eq=False, repr=False)

@@ -347,35 +347,36 @@ def join_world(parallel: Parallel | None, device: torch.device) -> Iterator[Worl
         backend = "cpu:gloo,cuda:nccl"
         device = torch.device("cuda", int(os.environ["LOCAL_RANK"]))
         torch.cuda.set_device(device)
-    dist.init_process_group(backend, timeout=EXCHANGE_TIMEOUT)
-    world = Shards(device) if parallel == "fsdp" else World(device, parallel=True)
-    try:
-        with _report_once(world):
+    with _report_lost_connection():
+        dist.init_process_group(backend, timeout=EXCHANGE_TIMEOUT)
+        world = Shards(device) if parallel == "fsdp" else World(device, parallel=True)
+        try:
             yield world
-        world.barrier()
-        world.release()
-        dist.destroy_process_group()
-    except BaseException as error:
-        cause: BaseException | None = error
-        while cause is not None:  # its frames own tensors that gloo still uses
-            traceback.clear_frames(cause.__traceback__)
-            cause = cause.__context__
-        world.release()
-        raise
+            world.barrier()
+            world.release()
+            dist.destroy_process_group()
+        except BaseException as error:
+            if isinstance(error, DivergedError):  # raised in all processes
+                world.barrier()
+            cause: BaseException | None = error
+            while cause is not None:  # its frames own tensors that gloo still uses
+                traceback.clear_frames(cause.__traceback__)
+                cause = cause.__context__
+            world.release()
+            if isinstance(error, DivergedError) and not world.is_main:
+                raise SystemExit(error.exit_code) from None
+            raise
 
 
 @contextlib.contextmanager
-def _report_once(world: World) -> Iterator[None]:
-    """Report an error of all processes, or a lost connection, on rank 0 alone."""
+def _report_lost_connection() -> Iterator[None]:
+    """Report a lost connection on rank 0 alone, in place of torch's error."""
     try:
         yield
-    except DivergedError as error:  # raised in all processes
-        world.leave_to_main(error.exit_code)
-        raise
     except RuntimeError as error:
-        if not isinstance(error, dist.DistError) and "gloo" not in str(error):
+        if not isinstance(error, dist.DistError) and "gloo" not in str(error).lower():
             raise
-        if not world.is_main:
+        if os.environ["RANK"] != "0":
             raise SystemExit(TiedGPTError.exit_code) from None
         raise TiedGPTError(
             "the connection to another process of this run broke",

@@ -38,13 +38,15 @@ def train(
     stop_requested: Callable[[], bool] = lambda: False,
     track: Callable[[Mapping[str, Any]], None] | None = None,
     progress: Progress | None = None,
+    scoring: Progress | None = None,
     began: float | None = None,
 ) -> Iterator[Event]:
     """Train in the directory `out`, or go on there; yield what happens as it happens.
 
     Without `out` it is the newest run in runs/ that these options mean, or a new one. Where
     `stop_requested` returns true after a step, the run is saved and ends; the same call resumes it.
-    `track` is given each line of metrics.jsonl, `progress` how much of the text is encoded. The
+    `track` is given each line of metrics.jsonl, `progress` how much of the text is encoded,
+    `scoring` how many batches of the final score are done. The
     time of `minutes` runs from `began`, in seconds of `time.perf_counter`; without it, from now.
 
     Raises `UserError` or `CorruptInputError` for what cannot be trained, `NoRoomError` for what
@@ -90,6 +92,7 @@ def train(
         yield from Trainer(
             directory, objective, data, plan, world.device,
             stop_requested=stop_requested, track=track, world=world, deadline=deadline,
+            score_all=options.score == "all", progress=scoring,
         ).run()  # fmt: skip
 
 

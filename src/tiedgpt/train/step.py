@@ -102,6 +102,8 @@ class Health:
     stale: int = 0
     """Evaluations since the best."""
     newest_loss: float = math.inf
+    evaluation_due: bool = False
+    """Whether a stop cut off the evaluation after the last step."""
 
     @classmethod
     def from_state(cls, state: dict[str, Any]) -> Health:

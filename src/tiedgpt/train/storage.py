@@ -179,10 +179,13 @@ class RunDirectory:
             with writing(self.metrics):
                 sync(self.metrics)
 
-    def cut_metrics(self, step: int) -> None:
-        """Drop the lines after `step`, which are about to be written again."""
+    def cut_metrics(self, step: int, *, is_evaluated: bool = True) -> None:
+        """Drop the lines after `step`, and its evaluation unless `is_evaluated`."""
         if self.metrics.exists():
-            self._replace_metrics([line for line in self.read_metrics() if line["step"] <= step])
+            lines = [line for line in self.read_metrics() if line["step"] <= step]
+            if not is_evaluated:
+                lines = [line for line in lines if line["step"] < step or "sample" not in line]
+            self._replace_metrics(lines)
 
     def _replace_metrics(self, lines: Sequence[Mapping[str, Any]]) -> None:
         with replacing(self.metrics) as temporary:

@@ -61,7 +61,6 @@ from tiedgpt.tune import freeze, lora, merge, save_adapter
 from tiedgpt.tune.adapters import BLOCKS
 
 SAMPLE_TOKENS = 48
-FINAL_EVALUATION_TOKENS = 2_000_000
 CACHED_CHARACTERS = 100_000_000
 """Text of more characters is read again wherever it is needed."""
 
@@ -196,8 +195,7 @@ def open_text(
 ) -> TextData:
     """Return the shards in a directory as data: rows of ids and targets, each (B, T).
 
-    The last evaluation takes two million tokens at the most. It and each part of it are windows
-    spread evenly over the text: always the same.
+    An evaluation of some batches takes windows spread evenly over the validation text.
     """
     encoded = open_encoded(directory)
     train = _open_shards(directory, "train", encoded.train)
@@ -213,9 +211,7 @@ def open_text(
             return Batches(train, batch_size=batch_size, n_positions=context, seed=seed).batch
 
         def held_out(batch_size: int, n_batches: int | None) -> Iterable[Arrays]:
-            if n_batches is None:
-                n_batches = max(1, FINAL_EVALUATION_TOKENS // context // batch_size)
-            at_most = n_batches * batch_size
+            at_most = None if n_batches is None else n_batches * batch_size
             return in_order(held, batch_size=batch_size, n_positions=context, at_most=at_most)
 
         return TextData(
@@ -225,7 +221,7 @@ def open_text(
             row_units=context,
             row_tokens=context,
             epoch_rows=max(1, -(-(len(train) - 1) // context)),
-            held_out_rows=min(len(held), FINAL_EVALUATION_TOKENS) / context,
+            held_out_rows=len(held) / context,
             text_tokens=len(train),
             counts={"train_text": asdict(encoded.train), "val_text": asdict(encoded.val)},
             description=description,
