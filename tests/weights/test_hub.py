@@ -79,7 +79,7 @@ def test_without_a_network_the_cache_is_asked(hub, monkeypatch):
 def test_what_is_nowhere_is_told(monkeypatch):
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
     monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", True)
-    with pytest.raises(UserError, match="no file or directory here, and the hub cannot be reached"):
+    with pytest.raises(UserError, match="no file or directory here: the hub cannot be reached"):
         GPT.from_pretrained("someone/gpt-that-nobody-has")
 
 

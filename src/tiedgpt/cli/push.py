@@ -6,9 +6,9 @@ import json
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import Any, Literal
+from typing import Literal
 
-from tiedgpt.cli.console import fact, note
+from tiedgpt.cli.console import fact
 from tiedgpt.cli.convert import list_gguf_precisions, ollama_options
 from tiedgpt.cli.options import parse
 from tiedgpt.files import format_bytes
@@ -17,8 +17,7 @@ from tiedgpt.weights.hub import MESSAGE
 
 ABOUT = """Send a model to a repository of the Hugging Face hub: its weights, tokenizer and card.
 
-A new repository is private. Paths of this machine are replaced by the names of their files. A token
-is needed: `hf auth login`, or HF_TOKEN."""
+A new repository is private. Run `hf auth login` or set HF_TOKEN first."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -46,12 +45,14 @@ def run(arguments: list[str]) -> None:
 
     directory = local_directory(args.source)
     with TemporaryDirectory() as place:
-        more = [] if args.gguf is None else _write_gguf(args, directory, Path(place))
+        if args.gguf is not None:
+            _write_gguf(args, directory, Path(place))
+            for path in filter(Path.is_file, directory.glob("*")):
+                Path(place, path.name).symlink_to(path.resolve())
+            directory = Path(place)
         sent = push(
             directory,
             args.repo,
-            more=more,
-            paths=_local_names(directory),
             private=not args.public,
             message=args.message,
             dry_run=args.dry_run,
@@ -61,14 +62,12 @@ def run(arguments: list[str]) -> None:
         return
     for name, size in sent.files.items():
         fact("would send" if args.dry_run else "sent", f"{name} ({format_bytes(size)})")
-    if sent.cleaned:
-        note(f"paths of this machine are replaced in {', '.join(sent.cleaned)}")
-    kind = "private" if sent.private else "public"
-    fact("to", sent.url or f"{sent.repo} ({kind} if it is new); nothing was sent")
+    visibility = "private" if sent.private else "public"
+    fact("to", sent.url or f"{sent.repo} ({visibility} if it is new); nothing was sent")
 
 
-def _write_gguf(args: Arguments, directory: Path, place: Path) -> list[Path]:
-    """Write the GGUF file and its Modelfile; return their paths."""
+def _write_gguf(args: Arguments, directory: Path, place: Path) -> None:
+    """Write the GGUF file and its Modelfile."""
     import torch
 
     from tiedgpt.weights.convert import convert
@@ -85,15 +84,3 @@ def _write_gguf(args: Arguments, directory: Path, place: Path) -> list[Path]:
         precision=args.gguf,
         **ollama_options(directory, tokenizer),
     )
-    return sorted(place.iterdir())
-
-
-def _local_names(directory: Path) -> list[str]:
-    """Return the names of files here that a run's card may tell, by the run's record."""
-    from tiedgpt.train.storage import RunDirectory
-
-    options: dict[str, Any] = RunDirectory(directory.parent).read_record().get("options", {})
-    models = [options[name] for name in ("start", "tokenizer") if name in options]
-    local = [name for name in models if name.count("/") != 1 or name.startswith((".", "runs/"))]
-    local += [name for name in models if Path(name).exists()]  # else one of the hub
-    return [name for name in (*options.get("data", ()), options.get("val", ""), *local) if name]

@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any
 from tiedgpt.errors import CorruptInputError, UserError
 from tiedgpt.files import missing_run, read_json, reading
 from tiedgpt.weights.checkpoint import TIE_KEY, Checkpoint, Claim, claim_in
+from tiedgpt.weights.hub import asking_hub, is_hub_name
 from tiedgpt.weights.registry import formats, head_of, suffixes
 
 if TYPE_CHECKING:
@@ -29,7 +30,6 @@ PREDICTING = re.compile(
 )
 """Architectures that end as bodies and classifiers do, and those that predict tokens all the same;
 of any other name nothing is known."""
-HUB_NAME = re.compile(r"[\w.-]+(/[\w.-]+)?")
 CONFIGS = ("config.json", "generation_config.json")
 NO_WEIGHTS = ("training_args.bin", "optimizer.*", "scheduler.*", "rng_state*", "adapter_model.*")
 
@@ -181,38 +181,22 @@ def local_directory(
 
 def _fetch(name: str, patterns: Iterable[str] | None, **options: Any) -> Path:
     """Return the directory of the cache into which a repository's files were fetched."""
-    if not HUB_NAME.fullmatch(name) or name.startswith((".", "-")) or len(name) > 96:
+    if not is_hub_name(name):
         raise UserError(f"{name} does not exist", hint="check the name")
-    from huggingface_hub import snapshot_download
-    from huggingface_hub.errors import HfHubHTTPError, LocalEntryNotFoundError
-
-    try:
-        files = patterns or select_files(name, _listing(name, options["revision"]))
-        patterns = list(files or _all_patterns())
-        return Path(snapshot_download(name, allow_patterns=patterns, **options))
-    except UserError:
-        raise
-    except LocalEntryNotFoundError:
-        why = "the hub cannot be reached"
-    except HfHubHTTPError as error:
-        why = f"the hub says {error.response.status_code}"
-    except (OSError, ValueError) as error:
-        why = str(error).splitlines()[0]
-    raise UserError(f"{name} is no file or directory here, and {why}", hint="check the name")
-
-
-def _listing(name: str, revision: str | None) -> list[str]:
-    """Return the files of a repository; none where the hub cannot be reached."""
-    from huggingface_hub import HfApi
+    from huggingface_hub import HfApi, snapshot_download
     from huggingface_hub.errors import HfHubHTTPError
 
-    try:
-        siblings = HfApi().model_info(name, revision=revision).siblings
-    except HfHubHTTPError:
-        raise
-    except Exception:  # offline, by whichever HTTP library: the cache may have it all the same
-        return []
-    return [sibling.rfilename for sibling in siblings or []]
+    with asking_hub(f"{name} is no file or directory here"):
+        if patterns is None:
+            try:
+                siblings = HfApi().model_info(name, revision=options["revision"]).siblings or []
+                patterns = select_files(name, [sibling.rfilename for sibling in siblings])
+            except (HfHubHTTPError, UserError):
+                raise
+            except Exception:  # offline, by any HTTP library: the cache may have it all the same
+                patterns = ()
+        patterns = list(patterns) or _all_patterns()
+        return Path(snapshot_download(name, allow_patterns=patterns, **options))
 
 
 def select_files(name: str, files: Sequence[str]) -> list[str]:

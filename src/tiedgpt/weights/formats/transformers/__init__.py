@@ -238,7 +238,8 @@ def config_json(
         "n_ctx": config.n_positions,
         "torch_dtype": dtype,
     }
-    kept = {key: value for key, value in foreign.items() if key not in ("dtype", *described)}
+    dropped = ("dtype", "_name_or_path", *described)  # the last is often a path of a machine
+    kept = {key: value for key, value in foreign.items() if key not in dropped}
     described |= {model_type.config_names.get(name, name): value for name, value in fields.items()}
     return described | kept
 
