@@ -25,7 +25,7 @@ from tiedgpt.errors import CorruptInputError, UserError
 from tiedgpt.files import beside, read_json
 from tiedgpt.weights.checkpoint import Checkpoint, without_wrappers
 from tiedgpt.weights.registry import head_of
-from tiedgpt.weights.tensors import Storage, StoredTensor, file_reader
+from tiedgpt.weights.tensors import DTYPES, Storage, StoredTensor, file_reader
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -36,14 +36,7 @@ BEGINS = re.compile(rb".{4}\0{4}\{|PK|\x80[\x02-\x05]", re.DOTALL)
 """The first bytes of safetensors (as `is_safetensors`), of a zip file and of a pickle."""
 MAX_HEADER = 32 << 20
 """Bytes; GPT-3 of 175 billion parameters has a header of 120,000."""
-TORCH_NAMES = {
-    "F64": "float64", "I64": "int64", "F32": "float32", "I32": "int32", "F16": "float16",
-    "BF16": "bfloat16", "I16": "int16", "I8": "int8", "U8": "uint8", "BOOL": "bool",
-    "U64": "uint64", "U32": "uint32", "U16": "uint16", "C64": "complex64",
-    "F8_E4M3": "float8_e4m3fn", "F8_E5M2": "float8_e5m2", "F8_E8M0": "float8_e8m0fnu",
-    "F8_E4M3FNUZ": "float8_e4m3fnuz", "F8_E5M2FNUZ": "float8_e5m2fnuz",
-}  # fmt: skip
-NAMES = {torch_name: name for name, torch_name in TORCH_NAMES.items()}
+TORCH_NAMES = {dtype.safetensors: name for name, dtype in DTYPES.items()}
 
 
 def detect(path: Path, head: bytes) -> bool:
@@ -118,15 +111,14 @@ class SafetensorsFile:
         metadata = header.pop("__metadata__", None) or {}
         entries: dict[str, StoredTensor] = {}
         for name, entry in header.items():
-            dtype, shape = entry["dtype"], tuple(entry["shape"])
+            shape = tuple(entry["shape"])
+            dtype = TORCH_NAMES.get(entry["dtype"], entry["dtype"].lower())
             start, end = (8 + length + offset for offset in entry["data_offsets"])
-            bits = re.search(r"\d+", dtype)
-            width = int(bits[0]) // 8 if bits else 1
-            reader = file_reader(path, start, shape[-1] if shape else 1, width) if width else None
-            entries[name] = StoredTensor(
-                name, shape, TORCH_NAMES.get(dtype, dtype.lower()), end - start,
-                Storage(str(path), start, end), reader,
-            )  # fmt: skip
+            columns, reader = shape[-1] if shape else 1, None
+            if dtype in DTYPES:
+                reader = file_reader(path, start, columns, DTYPES[dtype].n_bytes)
+            storage = Storage(str(path), start, end)
+            entries[name] = StoredTensor(name, shape, dtype, end - start, storage, reader)
         return cls(path, entries, metadata)
 
     def read(self, name: str) -> Tensor:
@@ -153,10 +145,10 @@ def write_safetensors(
     at = 0
     for name, tensor in tensors.items():
         end = at + tensor.n_bytes
-        if tensor.dtype not in NAMES:
+        if tensor.dtype not in DTYPES:
             raise UserError(f"a tensor is {tensor.dtype}, which is not written to safetensors here")
-        dtype, shape = NAMES[tensor.dtype], tensor.shape
-        header[name] = {"dtype": dtype, "shape": shape, "data_offsets": [at, end]}
+        dtype = DTYPES[tensor.dtype].safetensors
+        header[name] = {"dtype": dtype, "shape": tensor.shape, "data_offsets": [at, end]}
         at = end
     raw = json.dumps(header, separators=(",", ":")).encode()
     raw += b" " * (-(8 + len(raw)) % alignment)

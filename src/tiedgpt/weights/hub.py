@@ -71,8 +71,8 @@ def asking_hub(problem: str) -> Iterator[None]:
         status = error.response.status_code
         refusals = {401: "does not know the token", 403: "does not let its user write there"}
         says = refusals.get(status, f"says {status}: {error.server_message}")
-        hint = f"{LOGIN} to a token that may write" if status in refusals else None
-        raise UserError(f"{problem}: the hub {says}", hint=hint) from None
+        remedy = f"{LOGIN} to a token that may write" if status in refusals else None
+        raise UserError(f"{problem}: the hub {says}", hint=remedy) from None
     except Exception as error:  # of whichever HTTP library; or a card that the hub refuses
         texts = filter(None, (str(error), str(error.__cause__ or "")))
         why = " ".join(" ".join(texts).split()) or type(error).__name__

@@ -11,7 +11,7 @@ import math
 from collections.abc import Callable, Hashable, Iterable, Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -27,7 +27,26 @@ Native = NDArray[Any]
 Read = Callable[[int, int, int, int], Native]
 """(first row, end row, first column, end column) -> that block in native integers."""
 
-FLOATS = {"float64": 8, "float32": 4, "float16": 2, "bfloat16": 2}
+
+class Dtype(NamedTuple):
+    """Element type of a tensor: its size, and its name or number in other formats."""
+
+    n_bytes: int
+    safetensors: str
+    ggml: int | None = None
+
+
+DTYPES = {
+    "float64": Dtype(8, "F64", 28), "float32": Dtype(4, "F32", 0), "float16": Dtype(2, "F16", 1),
+    "bfloat16": Dtype(2, "BF16", 30), "int64": Dtype(8, "I64", 27), "int32": Dtype(4, "I32", 26),
+    "int16": Dtype(2, "I16", 25), "int8": Dtype(1, "I8", 24), "uint64": Dtype(8, "U64"),
+    "uint32": Dtype(4, "U32"), "uint16": Dtype(2, "U16"), "uint8": Dtype(1, "U8"),
+    "bool": Dtype(1, "BOOL"), "complex64": Dtype(8, "C64"), "float8_e4m3fn": Dtype(1, "F8_E4M3"),
+    "float8_e5m2": Dtype(1, "F8_E5M2"), "float8_e8m0fnu": Dtype(1, "F8_E8M0"),
+    "float8_e4m3fnuz": Dtype(1, "F8_E4M3FNUZ"), "float8_e5m2fnuz": Dtype(1, "F8_E5M2FNUZ"),
+}  # fmt: skip
+"""Element types by torch's name."""
+FLOATS = {name: DTYPES[name].n_bytes for name in ("float64", "float32", "float16", "bfloat16")}
 BLOCK_BYTES = 8 << 20
 PANEL_TYPES = ("fp32 panels", "bf16 panels", "int8 panels", "int4 panels")
 """Matrices packed for CPU kernels (`formats/packed/panels.py`); their readers give float32."""

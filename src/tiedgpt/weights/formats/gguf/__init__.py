@@ -24,7 +24,14 @@ from tiedgpt.errors import CorruptInputError, UserError
 from tiedgpt.files import reading
 from tiedgpt.weights.checkpoint import Checkpoint, Claim, GPTCheckpoint
 from tiedgpt.weights.registry import Format, TokenizerFile, Writer, defer, require_package
-from tiedgpt.weights.tensors import FLOATS, Storage, StoredTensor, byte_reader, tensor_in_file
+from tiedgpt.weights.tensors import (
+    DTYPES,
+    FLOATS,
+    Storage,
+    StoredTensor,
+    byte_reader,
+    tensor_in_file,
+)
 
 MAGIC = b"GGUF"
 SCALARS = {
@@ -32,7 +39,7 @@ SCALARS = {
 }  # fmt: skip
 """GGUF's types of values, as `struct` has them."""
 STRING, ARRAY = 8, 9
-TYPES = {0: "float32", 1: "float16", 28: "float64", 30: "bfloat16"}
+TYPES = {dtype.ggml: name for name, dtype in DTYPES.items() if dtype.ggml is not None}
 """ggml's types that are not quantized."""
 MAX_TEXT = 64 << 10
 MAX_DIMENSIONS, MAX_ALIGNMENT = 8, 1 << 20
@@ -243,7 +250,7 @@ def _tensor(
     path: Path, name: str, shape: tuple[int, ...], kind: int, start: int, file_size: int
 ) -> StoredTensor:
     if kind in TYPES:
-        tensor = tensor_in_file(path, name, shape, TYPES[kind], start, FLOATS[TYPES[kind]])
+        tensor = tensor_in_file(path, name, shape, TYPES[kind], start, DTYPES[TYPES[kind]].n_bytes)
     else:
         gguf = require_package("gguf", "reading quantized GGUF tensors")
         if kind not in list(gguf.GGMLQuantizationType):

@@ -41,10 +41,8 @@ from tiedgpt.weights.parameters import (
 )
 from tiedgpt.weights.registry import require_package
 
-TYPES = {"fp32": "F32", "fp16": "F16", "bf16": "BF16"} | {
-    name: name.upper() for name in WRITER.precisions if name.startswith("q")
-}
-"""Precision -> gguf.GGMLQuantizationType."""
+TYPES = {name: name.upper().replace("P", "") for name in WRITER.precisions}
+"""Precision -> gguf.GGMLQuantizationType: fp16 -> F16, q4_0 -> Q4_0."""
 DTYPES = {TYPES[name]: dtype for name, dtype in PRECISIONS.items()}
 STEPS = {"Q8_0": 127, "Q5_0": 16, "Q4_0": 8, "Q5_1": 1, "Q4_1": 1}
 """A block's largest number over the float16 that is stored with it: a scale, or for _1 the least

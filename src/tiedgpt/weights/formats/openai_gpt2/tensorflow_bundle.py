@@ -20,7 +20,14 @@ from pathlib import Path
 from tiedgpt.errors import CorruptInputError, UserError
 from tiedgpt.files import beside, reading
 from tiedgpt.weights.registry import require_package
-from tiedgpt.weights.tensors import Native, Read, StoredTensor, printable, tensor_in_file
+from tiedgpt.weights.tensors import (
+    DTYPES,
+    Native,
+    Read,
+    StoredTensor,
+    printable,
+    tensor_in_file,
+)
 
 MAGIC = struct.pack("<Q", 0xDB4775248B80FB57)
 """The last 8 bytes of a LevelDB table."""
@@ -31,12 +38,11 @@ MAX_KEY = 512
 """Bytes of a key. Keys share prefixes, so that without a limit they could outgrow the memory."""
 SLICE = b"\0"
 """The first byte of the name of a slice of a tensor."""
-DTYPES = {
-    1: ("float32", 4), 2: ("float64", 8), 3: ("int32", 4), 4: ("uint8", 1), 5: ("int16", 2),
-    6: ("int8", 1), 7: ("string", 0), 9: ("int64", 8), 10: ("bool", 1), 14: ("bfloat16", 2),
-    17: ("uint16", 2), 19: ("float16", 2), 22: ("uint32", 4), 23: ("uint64", 8),
+TYPES = {
+    1: "float32", 2: "float64", 3: "int32", 4: "uint8", 5: "int16", 6: "int8", 7: "string",
+    9: "int64", 10: "bool", 14: "bfloat16", 17: "uint16", 19: "float16", 22: "uint32", 23: "uint64",
 }  # fmt: skip
-"""DataType (tensorflow/core/framework/types.proto) -> name and bytes per element; 0: not fixed."""
+"""DataType (tensorflow/core/framework/types.proto) -> name."""
 Message = dict[int, list[int | bytes]]
 """A protocol buffer: field -> its numbers, or the bytes of its texts and messages."""
 
@@ -96,7 +102,8 @@ def _tensor(name: str, entry: Message, path: Path, file_size: int) -> StoredTens
     number, start, n_bytes, checksum = (_number(entry, field) for field in (1, 4, 5, 6))
     shapes = _messages(entry, 2)
     shape = tuple(_number(dim, 1) for each in shapes for dim in _messages(each, 2))
-    dtype, width = DTYPES.get(number, (f"TensorFlow type {number}", 0))
+    dtype = TYPES.get(number, f"TensorFlow type {number}")
+    width = DTYPES[dtype].n_bytes if dtype in DTYPES else 0
     what = f"{path}: the bytes of {printable(name)[:200]}"
     tensor = tensor_in_file(path, name, shape, dtype, start, width)
     sound = number > 0 and len(shape) <= 64 and max(shape, default=0) < 1 << 40

@@ -125,7 +125,8 @@ def _copy(model: GPT) -> GPT:
 def _windows(config: GPTConfig, ids: Any) -> Tensor:
     """Return windows (B, T) of the whole context, evenly spread over the ids."""
     ids = torch.as_tensor(ids)
-    if ids.ndim != 1 or ids.dtype.is_floating_point or ids.dtype.is_complex:
+    is_integer = not (ids.dtype.is_floating_point or ids.dtype.is_complex)
+    if ids.ndim != 1 or not (is_integer or len(ids) == 0):
         raise UserError(f"calibration ids must be integers (N,), got {ids.dtype} {ids.shape}")
     least = max(config.n_embd, config.inner_dim)  # fewer inputs than columns leave H singular
     if len(ids) < least:
