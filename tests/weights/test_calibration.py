@@ -218,6 +218,10 @@ def test_convert_calibrates_on_a_text_or_on_samples(source, tmp_path, monkeypatc
         (["--calibrate", "text.txt"], "--to packed --precision int4"),
         (["--precision", "int4", "--calibrate", "none.txt"], "none.txt: cannot be read"),
         (["--precision", "int4", "--calibrate", "short.txt"], "must have at least 128"),
+        (
+            ["--precision", "int4", "--calibrate", "empty.txt"],
+            "has 0 tokens and must have at least",
+        ),
         (["--precision", "int4", "--calibrate", "latin.txt"], "latin.txt is damaged or no text"),
         (["--precision", "int4", "--calibrate", "text.txt"], "needs the model's tokenizer"),
     ],
@@ -228,6 +232,7 @@ def test_convert_says_what_is_wrong(source, tmp_path, monkeypatch, capsys, optio
         load(source).model.save_pretrained(tmp_path / "bare")
         source = tmp_path / "bare"
     (source.parent / "short.txt").write_text("the cat")
+    (source.parent / "empty.txt").touch()
     (source.parent / "latin.txt").write_bytes("naïve".encode("latin-1"))
     assert main(["convert", str(source), str(tmp_path / "p"), "--to", "packed", *options]) != 0
     assert says in " ".join(capsys.readouterr().err.split())

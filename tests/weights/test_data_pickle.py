@@ -31,25 +31,13 @@ def read(tmp_path, content: bytes):
 
 
 @pytest.mark.parametrize("protocol", range(6))
-def test_what_was_written_with_any_protocol_comes_back(tmp_path, protocol):
-    content = pickle.dumps(META, protocol)
-    assert read(tmp_path, content) == META
-    assert BEGINS.match(content)
-
-
-@pytest.mark.parametrize("protocol", range(6))
 @given(stoi=vocabularies)
 @settings(max_examples=15)
 def test_any_vocabulary_comes_back(tmp_path_factory, protocol, stoi):
     meta = {"stoi": stoi, "itos": {id: character for character, id in stoi.items()}}
     folder = tmp_path_factory.getbasetemp()
-    assert read(folder, pickle.dumps(meta, protocol)) == meta
-
-
-def test_all_of_unicode_is_read_in_a_second_or_two(tmp_path):
-    stoi = {chr(point): id for id, point in enumerate([*range(0xD800), *range(0xE000, 0x20000)])}
-    meta = {"stoi": stoi, "itos": {id: character for character, id in stoi.items()}}
-    assert read(tmp_path, pickle.dumps(meta)) == meta
+    content = pickle.dumps(meta, protocol)
+    assert read(folder, content) == meta and BEGINS.match(content)
 
 
 class Runs:
@@ -118,15 +106,6 @@ def test_the_payloads_of_this_test_would_run(tmp_path):
             assert (tmp_path / "x").exists(), name
             made = tmp_path / "x"
             made.rmdir() if made.is_dir() else made.unlink()
-
-
-@given(content=st.binary(max_size=60))
-@settings(max_examples=300)
-def test_no_bytes_end_in_an_error_that_is_not_ours(tmp_path_factory, content):
-    try:
-        read(tmp_path_factory.getbasetemp(), content)
-    except CorruptInputError as error:
-        assert "\n" not in str(error)
 
 
 @pytest.mark.parametrize(

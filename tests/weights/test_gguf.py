@@ -9,11 +9,10 @@ import numpy as np
 import pytest
 import torch
 
-from tests.tie.checkpoints import matrix, write_gguf
 from tiedgpt import GPT
 from tiedgpt.errors import CorruptInputError, UserError
 from tiedgpt.weights.checkpoint import shapes
-from tiedgpt.weights.formats.gguf import read_header, to_ours, to_theirs
+from tiedgpt.weights.formats.gguf import to_ours, to_theirs
 from tiedgpt.weights.load import load
 from tiedgpt.weights.sources import open_checkpoint
 from tiedgpt.weights.tensors import QUANTIZED
@@ -23,22 +22,6 @@ pytestmark = pytest.mark.filterwarnings("ignore::tiedgpt.weights.load.Checkpoint
 with warnings.catch_warnings():
     warnings.simplefilter("ignore")
     import gguf
-
-
-@pytest.mark.parametrize("kind", ["F32", "F16", "BF16", "Q8_0"])
-def test_rows_are_what_their_library_reads(tmp_path, kind):
-    path = write_gguf(tmp_path / "a.gguf", {"w": matrix(), "n": matrix()[0]}, kind=kind)
-    checkpoint = open_checkpoint(path)
-    assert checkpoint.config["general.architecture"] == "gpt2"
-    theirs = {t.name: t for t in gguf.GGUFReader(path).tensors}
-    for name, ours in checkpoint.tensors.items():
-        expected = gguf.quants.dequantize(theirs[name].data, theirs[name].tensor_type)
-        assert ours.n_bytes == theirs[name].n_bytes
-        rows = ours.matrix_shape[0]
-        assert np.array_equal(ours.rows(0, rows), expected.reshape(ours.matrix_shape))
-    w = checkpoint.tensors["w"]
-    assert w.shape == (97, 32)
-    assert np.array_equal(w.rows(3, 5), w.rows(0, 97)[3:5])
 
 
 @pytest.mark.parametrize("kind", QUANTIZED)
@@ -101,6 +84,9 @@ HOSTILE = {
         n_pairs=1, body=text(b"k") + struct.pack("<I", 9) + struct.pack("<IQ", 9, 1) * 50
     ),
     "a key twice": header(n_pairs=2, body=(text(b"k") + struct.pack("<II", 4, 1)) * 2),
+    "a claim that is a number": header(
+        n_pairs=1, body=text(b"tiedgpt.tie_word_embeddings") + struct.pack("<II", 4, 1)
+    ),
     "an alignment of nothing": header(
         n_pairs=1, body=text(b"general.alignment") + struct.pack("<II", 4, 0)
     ),
@@ -139,47 +125,6 @@ def test_a_name_of_megabytes_is_refused_and_a_long_text_is_stepped_over(tmp_path
     value = text(b"note") + struct.pack("<I", 8) + text(long)
     (tmp_path / "value").write_bytes(header(n_pairs=1, body=value))
     assert open_checkpoint(tmp_path / "value").config == {"note": ""}
-
-
-def array(kind: int, length: int, body: bytes, key=b"k") -> bytes:
-    return text(key) + struct.pack("<IIQ", 9, kind, length) + body
-
-
-def test_arrays_are_stepped_over_and_read_when_asked_for(tmp_path):
-    path = tmp_path / "a.gguf"
-    writer = gguf.GGUFWriter(path, "gpt2")
-    wanted = {
-        "texts": ["", "ein", "Ġwö", "🚀" * 3],
-        "whole": [1, -2, 3],
-        "floats": [0.5, -2.0],
-        "flags": [True, False],
-        "one": ["x"],
-    }
-    for key, values in wanted.items():
-        writer.add_array(key, values)
-    writer.add_tensor("w", matrix())
-    writer.write_header_to_file()
-    writer.write_kv_data_to_file()
-    writer.write_tensors_to_file()
-    writer.close()
-    assert {key: read_header(path, wanted)[0][key] for key in wanted} == wanted
-    assert read_header(path, ["one"])[0]["texts"] is None
-    assert not open_checkpoint(path).config.keys() & wanted.keys()
-
-
-def test_texts_that_are_not_utf8_are_refused(tmp_path):
-    path = tmp_path / "x.gguf"
-    path.write_bytes(header(n_pairs=1, body=array(8, 2, text(b"fine") + text(b"\xff\xfe"))))
-    assert read_header(path)[0] == {"k": None}
-    with pytest.raises(CorruptInputError, match=r"x\.gguf"):
-        read_header(path, "k")
-
-
-def test_our_own_pair_must_be_true_or_false(tmp_path):
-    pair = text(b"tiedgpt.tie_word_embeddings") + struct.pack("<II", 4, 1)
-    (tmp_path / "x.gguf").write_bytes(header(n_pairs=1, body=pair))
-    with pytest.raises(CorruptInputError, match="must be true or false, got 1"):
-        open_checkpoint(tmp_path / "x.gguf")
 
 
 # As a GPT
@@ -225,17 +170,8 @@ def their_file(
     return path
 
 
-def test_their_file_is_loaded_bit_for_bit(tiny, tmp_path):
-    loaded = load(their_file(tmp_path / "a.gguf", tiny))
-    assert loaded.model.head is None
-    assert loaded.model.config.n_head == tiny.config.n_head
-    assert loaded.model.config.layer_norm_epsilon == 1e-5
-    for name, theirs in tiny.named_parameters():
-        assert torch.equal(loaded.model.get_parameter(name), theirs), name
-
-
-@pytest.mark.parametrize("kind", ["F16", "BF16", "Q8_0", "Q4_0", "Q5_1", "MXFP4"])
-def test_smaller_types_are_read_as_their_library_reads_them(kind, tiny, ids, tmp_path):
+@pytest.mark.parametrize("kind", ["F32", "F16", "BF16", "Q8_0", "Q4_0", "Q5_1", "MXFP4"])
+def test_their_file_is_read_as_their_library_reads_it(kind, tiny, ids, tmp_path):
     path = their_file(tmp_path / "a.gguf", tiny, kind)
     model = GPT.from_pretrained(path, dtype=torch.float32)
     for tensor in gguf.GGUFReader(path).tensors:
@@ -244,20 +180,14 @@ def test_smaller_types_are_read_as_their_library_reads_them(kind, tiny, ids, tmp
         assert np.array_equal(ours, expected.reshape(ours.shape)), tensor.name
     wanted = {"F16": torch.float16, "BF16": torch.bfloat16}.get(kind, torch.float32)
     assert GPT.from_pretrained(path).wte.weight.dtype is wanted
-    if kind in ("F16", "BF16", "Q8_0"):
-        assert torch.allclose(model(ids), tiny(ids), rtol=0, atol=1.5)
+    assert model.head is None and model.config.layer_norm_epsilon == 1e-5
+    if kind == "F32":
+        assert torch.equal(model(ids), tiny(ids))
 
 
 def test_what_was_quantized_is_told(tiny, tmp_path):
     assert any("Q8_0" in note for note in load(their_file(tmp_path / "a", tiny, "Q8_0")).notes)
     assert load(their_file(tmp_path / "b", tiny)).notes == ()
-
-
-def test_a_second_other_matrix_predicts_as_in_llama_cpp(tiny, tmp_path):
-    head = {"output.weight": tiny.wte.weight.detach().numpy() + 1}
-    path = their_file(tmp_path / "a.gguf", tiny, more=head)
-    model = GPT.from_pretrained(path)
-    assert torch.equal(model.head.weight, tiny.wte.weight + 1)
 
 
 def test_other_architectures_are_refused_by_name(tiny, tmp_path):
@@ -305,12 +235,6 @@ def test_missing_and_foreign_tensors_are_named(tiny, tmp_path):
     more = {"wte.weight": np.ones((97, 32), np.float32)}
     with pytest.raises(CorruptInputError, match="parameter twice, under two names"):
         GPT.from_pretrained(their_file(tmp_path / "c", tiny, more=more))
-
-
-def test_sizes_that_are_none_are_refused(tiny, tmp_path):
-    path = their_file(tmp_path / "a", tiny, leave=("add_head_count",), pairs={"add_head_count": 0})
-    with pytest.raises(CorruptInputError, match="n_head"):
-        GPT.from_pretrained(path)
 
 
 def test_names_there_and_back_and_they_are_theirs(tiny_config):

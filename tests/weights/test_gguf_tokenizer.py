@@ -7,10 +7,9 @@ from pathlib import Path
 
 import pytest
 
-from tiedgpt import GPT, GPTConfig, Tokenizer
+from tiedgpt import Tokenizer
 from tiedgpt.errors import CorruptInputError, UserError
 from tiedgpt.weights.formats.gguf.vocabulary import read_tokenizer
-from tiedgpt.weights.formats.gguf.writer import write as write_gguf
 
 with warnings.catch_warnings():
     warnings.simplefilter("ignore")
@@ -143,14 +142,3 @@ def test_numbers_where_texts_should_be_are_refused(tokenizer, tmp_path):
     path.write_bytes(scalars)
     with pytest.raises(CorruptInputError, match="token_type is missing or no array"):
         read_tokenizer(path)
-
-
-def test_a_file_of_ours_gives_the_tokenizer_back(tokenizer, tmp_path):
-    config = GPTConfig(
-        vocab_size=len(tokenizer) + 7, n_positions=8, n_embd=8, n_layer=1, n_head=1, eos_token_id=0
-    )
-    write_gguf(GPT(config), tmp_path / "a.gguf", tokenizer=tokenizer)
-    read = read_tokenizer(tmp_path / "a.gguf")
-    assert len(read) == len(tokenizer)
-    assert read.encode(SAMPLE) == tokenizer.encode(SAMPLE)
-    assert (read.eos_token_id, read.bos_token_id) == (0, tokenizer.bos_token_id)

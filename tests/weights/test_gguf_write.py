@@ -21,7 +21,6 @@ from tiedgpt.weights.formats.gguf import to_ours, to_theirs
 from tiedgpt.weights.formats.gguf.vocabulary import read_tokenizer
 from tiedgpt.weights.formats.gguf.writer import write as write_gguf
 from tiedgpt.weights.load import load
-from tiedgpt.weights.sources import open_checkpoint
 
 with warnings.catch_warnings():
     warnings.simplefilter("ignore")
@@ -127,15 +126,6 @@ def test_a_tied_matrix_is_there_once_and_twice_where_that_is_asked_for(tokenizer
         assert any("equal" in note for note in loaded.notes) is twice
     copy = model.wte.weight.numel() * 4
     assert copy <= sizes[True] - sizes[False] < copy + 128
-
-
-def test_an_untied_head_is_kept_even_where_it_is_equal(tokenizer, tmp_path):
-    model = gpt(tokenizer, tie_word_embeddings=False)
-    with torch.no_grad():
-        model.head.weight.copy_(model.wte.weight)
-    write_gguf(model, tmp_path / "a.gguf", tokenizer=tokenizer)
-    assert GPT.from_pretrained(tmp_path / "a.gguf").head is not None
-    assert open_checkpoint(tmp_path / "a.gguf").claim.is_tied is False
 
 
 @pytest.mark.parametrize("precision", ["q8_0", "q4_1"])

@@ -1,7 +1,6 @@
 """Files that claim more than they hold, or say two things; and what must not be lost unsaid."""
 
 import json
-import pickle
 from pathlib import Path
 
 import pytest
@@ -60,12 +59,6 @@ class _Grows:
 def test_a_pickle_that_makes_bytes_of_any_number_is_refused(as_torch, zipped):
     with pytest.raises(CorruptInputError, match="bytearray"):
         GPT.from_pretrained(as_torch({"more": lambda _: _Grows()}, zipped=zipped))
-
-
-def test_a_plain_pickle_is_refused_as_before(tmp_path):
-    (tmp_path / "x.pt").write_bytes(pickle.dumps({"a": 1}, protocol=2))
-    with pytest.raises(CorruptInputError, match=r"x\.pt"):
-        GPT.from_pretrained(tmp_path / "x.pt")
 
 
 def test_what_a_file_says_of_itself_holds_over_a_config_beside_it(tmp_path):

@@ -1,5 +1,7 @@
 """nanoGPT's and minGPT's checkpoints load as what they are: layout, tie, biases and GELU."""
 
+import json
+
 import pytest
 import torch
 from safetensors.torch import save_file
@@ -168,3 +170,32 @@ def test_a_loaded_model_lives_on_when_its_file_is_cut_short(tmp_path):
     model = GPT.from_pretrained(path)
     path.write_bytes(b"")  # in place, as a program that saves again does
     same_logits(model, theirs)
+
+
+MINGPT = ARGS | {"bias": True}
+
+
+def test_mingpt_has_two_matrices_and_no_heads_in_its_file(tmp_path):
+    theirs = Karpathy(MINGPT, masks=True, tied=False, approximate="tanh")
+    torch.save(theirs.state_dict(), tmp_path / "model.pt")
+    with pytest.raises(UserError, match="n_head"):
+        GPT.from_pretrained(tmp_path / "model.pt")
+    loaded = load(tmp_path / "model.pt", n_head=4)
+    assert loaded.layout == "torch, minGPT" and not loaded.notes
+    assert torch.equal(loaded.model.head.weight, theirs.lm_head.weight)
+    with pytest.raises(UserError, match="holds two matrices"):
+        GPT.from_pretrained(tmp_path / "model.pt", n_head=4, resolve="tie")
+    assert loaded.model.config.activation_function == "gelu_new"
+    same_logits(loaded.model, theirs, MINGPT)
+
+
+def test_mingpts_own_config_tells_the_heads(tmp_path):
+    args = MINGPT | {"n_layer": 3, "n_head": 3, "n_embd": 48}
+    theirs = Karpathy(args, masks=True, tied=False, approximate="tanh")
+    torch.save(theirs.state_dict(), tmp_path / "model.pt")
+    model = {"model_type": "gpt-nano", "n_layer": None, "n_head": None, "n_embd": None}
+    logged = {"system": {"seed": 3407}, "model": model | {"attn_pdrop": 0.1}}
+    (tmp_path / "config.json").write_text(json.dumps(logged))
+    ours = GPT.from_pretrained(tmp_path)
+    assert ours.config.n_head == 3
+    same_logits(ours, theirs, args)

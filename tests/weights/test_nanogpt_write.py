@@ -44,21 +44,6 @@ def test_nanogpt_computes_the_same(tmp_path, bias):
         assert_close(theirs(some_ids(ARGS)), model(some_ids(ARGS)), rtol=1e-4, atol=1e-4)
 
 
-@pytest.mark.parametrize("fields", [
-    {"bias": False}, {"embd_pdrop": 0.0, "resid_pdrop": 0.25, "eos_token_id": 3},
-])  # fmt: skip
-def test_a_round_trip_is_exact(tmp_path, fields):
-    model = model_of(**fields)
-    write_nanogpt(model, tmp_path / "ckpt.pt")
-    loaded = load(tmp_path / "ckpt.pt")
-    assert loaded.model.config == model.config
-    assert not any("GELU" in note for note in loaded.notes)
-    ours = dict(model.named_parameters())
-    assert [name for name, _ in loaded.model.named_parameters()] == list(ours)
-    for name, parameter in loaded.model.named_parameters():
-        assert torch.equal(parameter, ours[name])
-
-
 def test_from_nanogpt_and_back_is_exact(tmp_path):
     theirs = Karpathy(ARGS)
     model = GPT.from_pretrained(save_nanogpt(tmp_path / "ckpt.pt", theirs, ARGS))
@@ -104,14 +89,3 @@ def test_gpt2s_gelu_is_not_nanogpts_and_must_be_accepted(tmp_path):
         assert_close(before, model(some_ids(ARGS)), rtol=1e-4, atol=1e-4)
         since = as_nanogpt_samples(path)(some_ids(ARGS))
     assert 1e-5 < float((before - since).abs().max()) < 0.1
-
-
-def test_precision_is_the_models_own_or_given(tmp_path):
-    model = model_of()
-    write_nanogpt(model, tmp_path / "ckpt.pt", precision="bf16")
-    again = GPT.from_pretrained(tmp_path / "ckpt.pt")
-    assert torch.equal(again.wte.weight, model.wte.weight.bfloat16())
-    write_nanogpt(again, tmp_path / "ckpt.pt")
-    assert GPT.from_pretrained(tmp_path / "ckpt.pt").wte.weight.dtype == torch.bfloat16
-    with pytest.raises(UserError, match="one of fp32, fp16, bf16 for nanoGPT, got 'int4'"):
-        write_nanogpt(model, tmp_path / "ckpt.pt", precision="int4")

@@ -1,6 +1,5 @@
 """ONNX files of ours: sound by onnx's own checker, and onnxruntime computes what the model does."""
 
-import json
 import os
 import subprocess
 import sys
@@ -128,14 +127,6 @@ def greedy(session: Session, prompt: list[int], count: int) -> list[int]:
     return ids
 
 
-@pytest.mark.parametrize("kind", ["GPT-2", "GPT-1", "banded"])
-def test_the_same_32_tokens_as_the_engine(tmp_path, kind):
-    model = made(**KINDS[kind])
-    write_onnx(model, tmp_path / "a.onnx")
-    expected = Engine(model).generate([1, 2, 3], max_new_tokens=32, temperature=0).ids
-    assert greedy(Session(tmp_path / "a.onnx", model), [1, 2, 3], 32) == expected
-
-
 @pytest.mark.parametrize("precision", ["fp32", "fp16", "bf16"])
 @pytest.mark.parametrize("kind", KINDS)
 def test_the_file_is_sound_and_says_its_shapes(tmp_path, kind, precision):
@@ -143,6 +134,7 @@ def test_the_file_is_sound_and_says_its_shapes(tmp_path, kind, precision):
     write_onnx(model, tmp_path / "a.onnx", precision=precision)
     file = onnx.load(tmp_path / "a.onnx")
     onnx.checker.check_model(file, full_check=True)
+    assert (file.producer_name, file.opset_import[0].version) == ("tiedgpt", 17)
     inferred = onnx.shape_inference.infer_shapes(
         file, check_type=True, strict_mode=True, data_prop=True
     )
@@ -231,14 +223,6 @@ def test_large_models_put_their_weights_beside(tmp_path, numbers):
     assert np.allclose(Session(path, model, 3)(numbers), expected, rtol=0, atol=1e-5)
     assert audit(path).verdict == "tied"
     assert torch.equal(GPT.from_pretrained(path).wte.weight, model.wte.weight)
-
-
-def test_the_config_is_in_the_metadata(tmp_path, tiny):
-    write_onnx(tiny, tmp_path / "a.onnx")
-    file = onnx.load(tmp_path / "a.onnx")
-    assert (file.producer_name, file.opset_import[0].version) == ("tiedgpt", 17)
-    (entry,) = file.metadata_props
-    assert entry.key == "tiedgpt" and json.loads(entry.value)["n_head"] == 4
 
 
 PEAK = """

@@ -11,11 +11,13 @@ from safetensors import safe_open
 from transformers import AutoConfig
 
 from tiedgpt import GPT
-from tiedgpt.errors import CorruptInputError, UserError
+from tiedgpt.errors import CheckFailedError, CorruptInputError, UserError
+from tiedgpt.tie import audit, ledger
 from tiedgpt.weights.containers import SafetensorsFile
-from tiedgpt.weights.formats.packed import FILE, find_packed, open_packed
+from tiedgpt.weights.convert import convert
+from tiedgpt.weights.formats.packed import FILE, find_packed, open_packed, writer
 from tiedgpt.weights.formats.packed.panels import PRECISIONS
-from tiedgpt.weights.formats.packed.writer import can_pack, pack_gpt, save_packed
+from tiedgpt.weights.formats.packed.writer import pack_gpt, save_packed
 from tiedgpt.weights.load import load
 
 pytestmark = pytest.mark.filterwarnings("ignore::tiedgpt.weights.load.CheckpointWarning")
@@ -91,13 +93,6 @@ def test_a_packed_directory_is_found_by_itself_and_by_its_file(packed, tmp_path)
     assert find_packed("gpt2") is None
 
 
-def test_bytes_after_the_last_array_are_refused(packed):
-    with (packed / FILE).open("ab") as file:
-        file.write(b"\0")
-    with pytest.raises(CorruptInputError, match="not fully covered"):
-        open_packed(packed)
-
-
 def test_a_file_that_is_cut_short_in_use_is_an_error_and_no_dead_process(packed):
     model = open_packed(packed)
     model.require_whole()
@@ -170,16 +165,36 @@ def test_nothing_else_is_packed_or_written_over(tiny, tmp_path):
         save_packed(pack_gpt(tiny, "int8"), tmp_path / "file")
 
 
-def test_only_plain_models_are_packed(tiny):
-    assert can_pack(tiny)
-    tiny.h[0].mlp.c_fc = torch.nn.Sequential(tiny.h[0].mlp.c_fc)
-    assert not can_pack(tiny)
-    with pytest.raises(UserError, match="adapters"):
-        pack_gpt(tiny, "int8")
-
-
 def test_weights_that_are_not_numbers_are_named(tiny):
     with torch.no_grad():
         tiny.h[1].mlp.c_fc.weight[3, 4] = torch.inf
     with pytest.raises(UserError, match=r"h\.1\.mlp\.c_fc\.weight"):
         pack_gpt(tiny, "int8")
+
+
+@pytest.fixture
+def source(tiny, tmp_path):
+    tiny.save_pretrained(tmp_path / "source")
+    return tmp_path / "source"
+
+
+def test_what_does_not_come_back_as_it_was_is_not_kept(source, tmp_path, monkeypatch):
+    def damaged(path):
+        model = open_packed(path)
+        arrays = {name: np.array(array) for name, array in model.arrays.items()}
+        arrays["c_fc.weights"][1, 0, 3, 2, 1] ^= 1
+        return replace(model, arrays=arrays)
+
+    monkeypatch.setattr(writer, "open_packed", damaged)
+    with pytest.raises(CheckFailedError, match=r"c_fc\.weights"):
+        convert(load(source), tmp_path / "p", "packed", tokenizer=None)
+    assert {path.name for path in tmp_path.iterdir()} == {"source"}
+
+
+def test_the_tie_is_seen_in_it(tiny, source, tmp_path):
+    convert(load(source), tmp_path / "tied", "packed", tokenizer=None)
+    assert audit(tmp_path / "tied").verdict == "tied"
+    assert ledger(tmp_path / "tied").total == tiny.config.parameter_count()
+    GPT(replace(tiny.config, tie_word_embeddings=False)).save_pretrained(tmp_path / "two")
+    convert(load(tmp_path / "two"), tmp_path / "untied", "packed", tokenizer=None)
+    assert audit(tmp_path / "untied").verdict == "untied as claimed"

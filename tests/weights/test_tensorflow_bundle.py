@@ -42,14 +42,6 @@ def test_every_tensor_is_what_was_saved():
         assert np.array_equal(numbers(tensor), expected[name]), name
 
 
-def test_rows_and_columns_are_read_where_they_lie():
-    wte = open_checkpoint(DIRECTORY / "gpt2" / INDEX).tensors["model/wte"]
-    expected = values()["model/wte"]
-    assert np.array_equal(wte.rows(3, 5), expected[3:5])
-    assert np.array_equal(wte.transpose().rows(2, 7), expected[:, 2:7].T)
-    assert np.array_equal(wte.transpose().rows(2, 7), expected[:, 2:7].T)
-
-
 def test_a_checkpoint_in_two_files_with_an_optimizers_slots():
     checkpoint = open_checkpoint(DIRECTORY / "tuned" / INDEX)
     assert len({tensor.storage.place for tensor in checkpoint.tensors.values()}) == 2
@@ -122,13 +114,6 @@ def test_a_missing_file_of_data_is_named(copy):
         open_checkpoint(copy / INDEX)
     (copy / DATA).mkdir()
     with pytest.raises(CorruptInputError, match="data-00000-of-00001"):
-        open_checkpoint(copy / INDEX)
-
-
-def test_a_link_out_of_the_directory_is_refused(copy, tmp_path):
-    (copy / DATA).rename(tmp_path / "elsewhere")
-    (copy / DATA).symlink_to(tmp_path / "elsewhere")
-    with pytest.raises(CorruptInputError, match="a link out of its directory"):
         open_checkpoint(copy / INDEX)
 
 
@@ -230,6 +215,7 @@ def test_a_table_of_several_blocks_is_read(tmp_path):
 ONE = (b"w", entry())
 HOSTILE = {
     "an empty file": b"",
+    "megabytes": bytes(5 << 20),
     "only the footer": bytes(40) + MAGIC,
     "no header": table([block([ONE])]),
     "nothing at all": table([block([])]),
@@ -283,11 +269,6 @@ def test_what_is_sound_and_not_read_is_a_users_error(header, why, tmp_path):
         open_checkpoint(write(tmp_path, bundle(ONE, header=header)))
 
 
-def test_compressed_blocks_say_what_to_do(tmp_path):
-    with pytest.raises(CorruptInputError, match="save it with TensorFlow"):
-        open_checkpoint(write(tmp_path, table([block([(b"", HEADER), ONE])], kind=1)))
-
-
 def test_a_name_is_never_a_path(tmp_path):
     path = write(tmp_path, bundle((b"../../etc/passwd", entry(crc=mask(crc32c(bytes(24)))))))
     tensor = open_checkpoint(path).tensors["../../etc/passwd"]
@@ -297,11 +278,6 @@ def test_a_name_is_never_a_path(tmp_path):
 def test_a_type_of_the_future_is_listed_and_not_read(tmp_path):
     found = open_checkpoint(write(tmp_path, bundle((b"w", entry(kind=77))))).tensors["w"]
     assert (found.shape, found.dtype, found.is_decodable) == ((2, 3), "TensorFlow type 77", False)
-
-
-def test_an_index_of_megabytes_is_none(tmp_path):
-    with pytest.raises(CorruptInputError, match=r"m\.index"):
-        open_checkpoint(write(tmp_path, bytes(5 << 20)))
 
 
 @settings(max_examples=200, deadline=None, suppress_health_check=list(HealthCheck))

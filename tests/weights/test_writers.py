@@ -20,6 +20,7 @@ FILES = [name for name, writer in writers().items() if writer.suffix]
 VARIANTS = {
     "plain": {},
     "no biases": {"bias": False},
+    "dropouts": {"embd_pdrop": 0.0, "attn_pdrop": 0.5, "resid_pdrop": 0.25},
     "GPT-1": {"norm": "post"},
     "GPT-1, narrow, no biases": {"norm": "post", "n_inner": 40, "bias": False},
     "untied": {"tie_word_embeddings": False},
@@ -231,7 +232,7 @@ def test_a_directory_is_not_replaced_by_a_file(name, make, write, tmp_path):
         write(name, make(writers()[name]), tmp_path)
 
 
-@pytest.mark.parametrize("name", FILES)
+@pytest.mark.parametrize("name", writers())
 def test_room_is_asked_for_first(name, make, write, tmp_path, monkeypatch):
     usage = type("Usage", (), {"free": 1000})
     monkeypatch.setattr("tiedgpt.files.shutil.disk_usage", lambda place: usage)

@@ -1,4 +1,4 @@
-"""A checkpoint as it is opened, and the GPT in it by our names and in our layout."""
+"""An opened checkpoint, and the GPT in it under our names and in our layout."""
 
 from __future__ import annotations
 
@@ -21,82 +21,82 @@ TIE_KEY = "tie_word_embeddings"
 
 _PARTS = r"(?:_orig_mod|_checkpoint_wrapped_module|_fsdp_wrapped_module)\."
 WRAPPERS = re.compile(rf"^(?:module\.|{_PARTS})+|(?<=\.){_PARTS}")
-"""What torch.compile, activation checkpointing and DDP put into the names of parameters."""
+"""Parts of parameter names that torch.compile, activation checkpointing and DDP insert."""
 ADAPTER = re.compile(r"lora_A|\.lora_")
-"""What adapters put into them."""
+"""Parts of parameter names that adapters insert."""
 
 
 @dataclass(frozen=True)
 class Claim:
-    """Whether it is said that the head is tied, and where. One stands for the whole checkpoint.
+    """Claim of a checkpoint that its head is tied or untied, and the claim's source.
 
-    What the file itself says goes before a config.json beside it, and both before what its format
-    or its project means where they are silent.
+    The file itself takes precedence over a config.json beside it, and both over the convention of
+    the format.
     """
 
     is_tied: bool | None = None
-    """None where nothing says so."""
+    """None if nothing says it."""
     source: str = "nothing says whether the head is tied"
     different_is_untied: bool = False
-    """Where nothing is said: whether two matrices that differ are an untied head all the same."""
+    """Whether two different matrices mean an untied head when nothing says it."""
 
 
 @dataclass(frozen=True)
 class Usage:
-    """What a graph, a module or config.json tells of the matrices beyond names: for audits."""
+    """Use of the matrices as a graph, a module or config.json shows it, for audits."""
 
     reads: tuple[str, ...] = ()
-    """Names of matrices that are looked up."""
+    """Names of the matrices in lookups."""
     predicts: tuple[str, ...] = ()
-    """Names of matrices that predict, or, of a module, that may."""
+    """Names of the matrices that predict or, in a module, may predict."""
     products: tuple[str, ...] | None = None
-    """Names of all matrices that multiply, where a graph tells; else None."""
+    """Names of all matrices in products of a graph; None without a graph."""
     headless: bool = False
-    """Whether it is known that nothing here predicts tokens: a bare body, a classifier."""
+    """Whether the model is known not to predict tokens: a bare body, a classifier."""
     head_computation: str = ""
-    """Of a module, why its head computes with something derived from, or other than, W."""
+    """Reason why the head of a module computes with something other than W; "" if it does not."""
 
     @property
     def is_of_graph(self) -> bool:
-        """Whether a graph of operators tells it, which knows better than names."""
+        """Whether a graph of operators shows it, which is more reliable than names."""
         return self.products is not None
 
 
 @dataclass(frozen=True)
 class Checkpoint:
-    """All tensors of a checkpoint, not read yet, its config, and what is claimed of its head."""
+    """Unread tensors of a checkpoint, its config, and the claim about its head."""
 
     source: Path | str
     container: str
-    """What holds the tensors, for people: safetensors, torch, GGUF, ONNX, or module."""
+    """Container of the tensors, for messages: safetensors, torch, GGUF, ONNX, or module."""
     tensors: Mapping[str, StoredTensor]
     config: Mapping[str, Any] = field(default_factory=dict)
-    """What the file itself says beside its tensors, and what else a config.json beside it says."""
+    """Values in the file itself, then those of a config.json beside it."""
     claim: Claim = Claim()
     files: tuple[Path, ...] = ()
     usage: Usage = Usage()
     format: Format | None = None
-    """Set where it is opened; None of a module that is no model of transformers."""
+    """None for a module that is not a model of transformers."""
     in_memory: bool = False
 
     @property
     def any_layout(self) -> bool:
-        """Whether it is known which matrices lie as (D, V); else such a matrix is a fault."""
+        """Whether a matrix may be stored as (D, V); otherwise such a matrix is an error."""
         return self.in_memory or self.format is None or self.format.any_layout
 
     @property
     def vocabulary(self) -> int | None:
-        """The number of tokens, where the config tells it."""
+        """Number of tokens by the config, or None."""
         return _size(self.config, "vocab_size")
 
     @property
     def width(self) -> int | None:
-        """The width of the model, where the config tells it."""
+        """Width of the model by the config, or None."""
         return _size(self.config, "n_embd", "hidden_size", "d_model")
 
 
 def claim_in(config: Mapping[str, Any], place: str | Path) -> Claim | None:
-    """Return what a config claims of the head, None where it is silent; `place` is its file."""
+    """Return the claim of a config about the head, or None; `place` is its file."""
     inner = config.get("text_config")
     is_tied = config.get(TIE_KEY, inner.get(TIE_KEY) if isinstance(inner, dict) else None)
     if is_tied is None:
@@ -107,7 +107,7 @@ def claim_in(config: Mapping[str, Any], place: str | Path) -> Claim | None:
 
 
 def _size(config: Mapping[str, Any], *keys: str) -> int | None:
-    """Return the first of some sizes that a config, or the text's config in it, says."""
+    """Return the first of some sizes in a config or in its `text_config`."""
     inner = config.get("text_config")
     config = {**inner, **config} if isinstance(inner, dict) else config
     sizes = (config.get(key) for key in keys)
@@ -116,28 +116,28 @@ def _size(config: Mapping[str, Any], *keys: str) -> int | None:
 
 @dataclass(frozen=True)
 class GPTCheckpoint:
-    """The GPT in a checkpoint: config fields, and tensors under our names."""
+    """GPT in a checkpoint: config fields, and tensors under our names."""
 
     layout: str
-    """Whose names and layout: "transformers gpt2", "nanoGPT", ..."""
+    """Origin of names and layout: "transformers gpt2", "nanoGPT", ..."""
     fields: Mapping[str, Any]
-    """What the checkpoint says, under GPTConfig's names."""
+    """Values in the checkpoint under GPTConfig's names."""
     tensors: dict[str, StoredTensor]
-    """Our names; `head.weight` where there is a second matrix."""
+    """Tensors under our names, with `head.weight` if there is a second matrix."""
     assumed: Mapping[str, Any] = field(default_factory=dict)
-    """What such a checkpoint means where it is silent."""
+    """Values of fields that such a checkpoint leaves out."""
     foreign: Mapping[str, Any] = field(default_factory=dict)
-    """Keys of its config that change nothing here."""
+    """Keys of its config that do not change the computation."""
     notes: tuple[str, ...] = ()
     guesses: Mapping[str, str] = field(default_factory=dict)
-    """Notes on what is assumed and uncertain, by its field; one that the caller gives is none."""
+    """Notes on uncertain values by field, left out for fields that the caller gives."""
 
 
 def to_gpt(checkpoint: Checkpoint) -> GPTCheckpoint:
     """Return the GPT in a checkpoint.
 
-    Raises `UserError` where it is another kind of model, `CorruptInputError` where its tensors
-    contradict each other.
+    Raises `UserError` for another architecture, `CorruptInputError` if its tensors contradict each
+    other.
     """
     assert checkpoint.format is not None
     try:
@@ -149,7 +149,7 @@ def to_gpt(checkpoint: Checkpoint) -> GPTCheckpoint:
 
 
 def without_wrappers(checkpoint: Checkpoint) -> Checkpoint:
-    """Return it with the names that parameters have in the module that was wrapped.
+    """Return the checkpoint with the names of parameters in the unwrapped module.
 
     Raises `UserError` for an adapter, or a model with one that is not merged.
     """

@@ -1,7 +1,7 @@
-"""Files of named tensors that several formats share: safetensors, torch.save's, indexes of shards.
+"""Containers of named tensors that several formats share: safetensors, torch.save, shard indexes.
 
-Such a file says little more than names and shapes; whose it is is told by these, or by a
-config.json beside it (`Format.recognizes`).
+Such a file holds little more than names and shapes. `Format.recognizes` decides by these, or by a
+config.json beside it, which format it has.
 
 Layout of safetensors (huggingface/safetensors, README): 8 bytes little-endian header length, a JSON
 header of `name: {dtype, shape, data_offsets}`, then the tensors' bytes without holes. The library
@@ -57,7 +57,7 @@ def open_container(path: Path) -> Checkpoint:
 
 
 def _open_index(path: Path) -> Checkpoint:
-    """Open the shards that an index lists; they lie beside it."""
+    """Open the shards that an index lists beside it."""
     weight_map = read_json(path).get("weight_map")
     if not isinstance(weight_map, dict) or not weight_map:
         raise CorruptInputError(f"{path} has no weight_map")
@@ -92,7 +92,7 @@ class SafetensorsFile:
 
     @classmethod
     def open(cls, path: Path) -> SafetensorsFile:
-        """Read and check the header; `CorruptInputError` where it is wrong or the file cut off."""
+        """Read and check the header; raise `CorruptInputError` if it is wrong or cut off."""
         try:
             with path.open("rb") as file:
                 length = int.from_bytes(file.read(8), "little")
@@ -133,7 +133,7 @@ def write_safetensors(
     *,
     alignment: int = 8,
 ) -> None:
-    """Write tensors in the order given, those of other files exactly as they are stored there.
+    """Write tensors in the given order, and tensors of other files byte for byte.
 
     Besides them, a block of bytes is in memory at a time. The `safetensors` library takes every
     tensor as bytes before it writes the first, which doubles the memory of a model whose matrices

@@ -33,7 +33,7 @@ MESSAGE = "Upload a model by tiedgpt"
 
 @dataclass(frozen=True)
 class Upload:
-    """What is sent to a repository."""
+    """Files that are sent to a repository."""
 
     repo: str
     private: bool
@@ -90,11 +90,11 @@ def push(
 ) -> Upload:
     """Send a model directory to `repo`, "owner/name", in one commit; return what was sent.
 
-    A repository that is new is `private`; one that is there keeps its visibility. `token` None
-    takes the one of `hf auth login` or HF_TOKEN. A dry run sends nothing and needs neither.
+    A new repository is `private`; an existing one keeps its visibility. Without `token`, that of
+    `hf auth login` or HF_TOKEN is used. A dry run sends nothing and needs no token.
 
-    Raises `UserError` for a directory that holds no model of transformers' layout, a wrong name, no
-    token, and where the hub refuses or cannot be reached; then the repository has its old files.
+    Raises `UserError` for a directory without a model in transformers' layout, a wrong name, no
+    token, and if the hub refuses or cannot be reached; then the repository keeps its old files.
     """
     if not is_hub_name(repo) or "/" not in repo:
         raise UserError(f"{repo!r} is no repository", hint="give owner/name")

@@ -1,11 +1,10 @@
-"""The checkpoint formats: a record for each, in the order in which they are asked about a file.
+"""Registry of checkpoint formats, one record each, in the order in which a file is tried.
 
-    formats()            every `Format`; a format's module is imported when its turn comes
-    format_named(name)   the one of that name
-    register(format)     add one of your own, from anywhere
+    formats()            every `Format`; its module is imported when it is reached
+    register(format)     add a format of your own, from anywhere
 
 Opening, loading, converting, hub downloads, the search for a tokenizer, `tiedgpt doctor` and
-docs/formats.md go through these records. Only a format's own file knows its name.
+docs/formats.md use these records. A format's name occurs in its own file alone.
 """
 
 from __future__ import annotations
@@ -29,141 +28,127 @@ MODULES = (
     "transformers", "packed", "mingpt", "nanogpt", "state_dict", "gguf", "llmc", "onnx",
     "openai_gpt2",
 )  # fmt: skip
-"""Modules of `weights/formats/`, each with its record in FORMAT."""
+"""Modules of `weights/formats/`; each defines its record as FORMAT."""
 HEAD_BYTES = 32
-"""Bytes of a file by which formats recognize it."""
+"""Number of first bytes of a file that `Format.detect` receives."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class TokenizerFile:
-    """Where a format keeps a tokenizer: in the file of the weights, or in a file beside it."""
+    """Tokenizer of a format, in the file of the weights or in a file beside it."""
 
     read: Callable[[Path], Tokenizer]
-    """Return the tokenizer in such a file."""
+    """Function that reads the tokenizer."""
     detect: Callable[[Path, bytes], bool]
-    """Whether a file of these first bytes holds one."""
+    """Whether a file with these first bytes holds a tokenizer."""
     pattern: str
-    """Names of the files of a directory that may hold one."""
+    """Glob pattern of the files that may hold a tokenizer."""
     hub_name: str = ""
-    """The one name that it has in hub repositories."""
+    """Name of the tokenizer file in hub repositories."""
     is_in_weights: bool = False
-    """Whether it is part of the file of the weights, and so belongs to that model alone."""
+    """Whether the file of the weights holds it, so that it belongs to that model alone."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Writer:
-    """How a format is written, and what it cannot hold."""
+    """Function that writes a format, and the limits of the format."""
 
     write: Callable[..., tuple[str, ...] | None]
     """`write(model, path, precision=, tokenizer=, progress=, **options)`; may return notes."""
     program: str = ""
-    """Who computes such a file, for messages: "llama.cpp's gpt2"."""
+    """Program that runs such a file, for messages: "llama.cpp's gpt2"."""
     precisions: tuple[str, ...] = ("fp32", "fp16", "bf16")
-    """In which its tensors can be written."""
+    """Supported precisions of the tensors."""
     default: str = ""
-    """The precision where none is asked for; "": the model's own, where it is one of these."""
+    """Default precision; "" for the precision of the model."""
     suffix: str = ""
-    """Of the file; "": a directory is written."""
+    """Suffix of the file; "" for a format that is a directory."""
     bundled: str = ""
-    """Where DEST has another suffix, the file's name in a directory with config and tokenizer."""
+    """Name of the file in a directory with config and tokenizer, written if DEST has no suffix."""
     holds_tokenizer: bool = False
-    """Whether what is written has a place for the tokenizer."""
+    """Whether the format stores the tokenizer."""
     options: tuple[str, ...] = ()
-    """Further keywords of `write`, which `convert` offers."""
+    """Further keywords of `write` that `convert` offers."""
     fixed: Mapping[str, object] = field(default_factory=dict)
-    """Fields of a config for which the program knows one value."""
+    """Config fields for which the program supports a single value."""
     activation: str = ""
-    """The one activation that the program computes; "": any."""
+    """Only activation that the program computes; "" for any."""
 
     def is_directory(self, path: Path) -> bool:
-        """Whether a directory is written at `path`."""
+        """Return whether a directory is written at `path`."""
         return not self.suffix or (bool(self.bundled) and path.suffix != self.suffix)
-
-
-def is_any(checkpoint: Checkpoint) -> bool:
-    """Return True: a format whose files nobody else writes recognizes them all."""
-    return True
-
-
-def is_weights(path: Path, head: bytes) -> bool:
-    """Return True: a file with this format's suffix holds a model."""
-    return True
-
-
-def no_claim(checkpoint: Checkpoint) -> None:
-    """Return None: nothing is meant by two matrices."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Format:
-    """One checkpoint format: how to recognize, open, understand and write it.
+    """Checkpoint format: how to recognize, open, translate and write it.
 
-    `tests/weights/test_registry.py` has a whole one in some thirty lines.
+    `tests/weights/test_registry.py` defines one in some thirty lines.
     """
 
     name: str
-    """As `convert --to` has it."""
+    """Name for `convert --to`."""
     title: str
-    """As people call its files: "GGUF"."""
+    """Name in messages and documentation: "GGUF"."""
     about: str
-    """What is read, for the table of formats."""
+    """Supported files, for the table in docs/formats.md."""
     about_tokenizer: str = ""
-    """Which tokenizer is found with it, for the table of formats."""
+    """Tokenizer files, for the table in docs/formats.md."""
     detect: Callable[[Path, bytes], bool]
-    """Whether a file is of this format, by its first bytes (or by a name that only it has)."""
+    """Whether a file has this format, by its first bytes or by a name that is unique to it."""
     open: Callable[[Path], Checkpoint]
-    """Open the file: headers only."""
+    """Function that reads the headers of a file."""
     open_module: Callable[[nn.Module], Checkpoint] | None = None
-    """Open a model in memory; `UserError` for any other."""
+    """Function that opens a model in memory and raises `UserError` for any other."""
     to_gpt: Callable[[Checkpoint], GPTCheckpoint]
-    """Translate names and layout into ours."""
-    recognizes: Callable[[Checkpoint], bool] = is_any
-    """Of formats that share a container (safetensors, torch.save): whether this one is its own."""
-    claim: Callable[[Checkpoint], Claim | None] = no_claim
-    """What two matrices mean where neither the file nor a config.json beside it says so."""
+    """Function that translates names and layout into ours."""
+    recognizes: Callable[[Checkpoint], bool] = lambda checkpoint: True
+    """Whether a checkpoint in a shared container (safetensors, torch.save) has this format."""
+    claim: Callable[[Checkpoint], Claim | None] = lambda checkpoint: None
+    """Meaning of two matrices if neither the file nor a config.json beside it says it."""
     suffixes: tuple[str, ...] = ()
-    """How names of its files end."""
-    is_model_file: Callable[[Path, bytes], bool] = is_weights
-    """Whether a file with one of the suffixes is one of weights; False for a project's others."""
+    """Suffixes of its files."""
+    is_model_file: Callable[[Path, bytes], bool] = lambda path, head: True
+    """Whether a file with one of the suffixes holds weights."""
     file_names: tuple[str, ...] = ()
-    """Names that the file of the weights has in a directory, the likeliest first."""
+    """Names of the file of the weights in a directory, the likeliest first."""
     hub_patterns: tuple[tuple[str, ...], ...] = ()
-    """Groups of files of a hub repository; the first group that it has is fetched."""
+    """Groups of patterns of files in a hub repository; the first group present is downloaded."""
     hub_configs: tuple[str, ...] = ()
-    """Other files that are fetched with them."""
+    """Other files that are downloaded with them."""
     is_whole_in_one_file: bool = False
-    """Whether each file in a repository is a model of its own, of which the user names one."""
+    """Whether each file in a repository is a separate model, so that the user must name one."""
     any_layout: bool = False
-    """Whether its files tell which matrices are stored as (D, V); else that is a fault."""
+    """Whether a matrix may be stored as (D, V); otherwise such a matrix is an error."""
     is_copied_by_fix: bool = False
-    """Whether a copy in safetensors keeps names and layout; else `tie fix` writes it as our GPT."""
+    """Whether `tie fix` keeps names and layout; otherwise it writes our GPT."""
     tokenizer: TokenizerFile | None = None
-    """Where its tokenizer is, if it is not one of transformers' or OpenAI's files."""
+    """Its tokenizer, if it is not one of transformers' or OpenAI's files."""
     writer: Writer | None = None
-    """None where it is only read."""
+    """None for a format that is only read."""
     packages: tuple[str, ...] = ()
-    """What reading or writing some of its files needs besides the base installation."""
+    """Packages, beyond the base installation, that some of its files need."""
     extra: str = "formats"
-    """The extra that brings these packages."""
+    """Extra that installs these packages."""
 
 
 _registered: list[Format] = []
 
 
 def register(format: Format) -> None:
-    """Add a format after all others; one of the same name is replaced."""
+    """Add a format after all others; replace a registered one of the same name."""
     if format.name in MODULES:
         raise UserError(f"there is a format named {format.name!r}: give yours another name")
     _registered[:] = [other for other in _registered if other.name != format.name] + [format]
 
 
 def unregister(name: str) -> None:
-    """Forget a format that was registered."""
+    """Remove a registered format."""
     _registered[:] = [format for format in _registered if format.name != name]
 
 
 def formats() -> Iterator[Format]:
-    """Yield every format in the order in which they are asked."""
+    """Yield every format in the order in which a file is tried."""
     for name in MODULES:
         format: Format = import_module(f"tiedgpt.weights.formats.{name}").FORMAT
         yield format
@@ -171,7 +156,7 @@ def formats() -> Iterator[Format]:
 
 
 def suffixes() -> tuple[str, ...]:
-    """Return how names of files of weights end."""
+    """Return the suffixes of files of weights."""
     return tuple(dict.fromkeys(suffix for format in formats() for suffix in format.suffixes))
 
 
@@ -181,20 +166,19 @@ def writers() -> dict[str, Writer]:
 
 
 def writer_named(name: str) -> Writer:
-    """Return how a format is written; `UserError` where it is not."""
+    """Return the writer of a format; raise `UserError` if there is none."""
     known = writers()
     if name not in known:
         near = get_close_matches(name, known, n=1)
         meant = f"did you mean {near[0]}? " if near else ""
         raise UserError(
-            f"{name!r} is no format that is written here",
-            hint=f"{meant}there are {', '.join(known)}",
+            f"cannot write the format {name!r}", hint=f"{meant}choose one of {', '.join(known)}"
         )
     return known[name]
 
 
 def defer(module: str, name: str) -> Callable[..., Any]:
-    """Return a function of a module in `weights/formats/` that is imported when it is called."""
+    """Return a function that imports its module in `weights/formats/` when it is called."""
 
     def call(*arguments: Any, **options: Any) -> Any:
         function = getattr(import_module(f"tiedgpt.weights.formats.{module}"), name)
@@ -204,7 +188,7 @@ def defer(module: str, name: str) -> Callable[..., Any]:
 
 
 def head_of(path: Path) -> bytes:
-    """Return the first bytes of a file; `UserError` where it cannot be read."""
+    """Return the first bytes of a file; raise `UserError` if it cannot be read."""
     try:
         with path.open("rb") as file:
             return file.read(HEAD_BYTES)
@@ -213,9 +197,9 @@ def head_of(path: Path) -> bytes:
 
 
 def require_package(name: str, purpose: str) -> Any:
-    """Import a package of the extra `formats`; `UserError` where it is not installed.
+    """Import a package of the extra `formats`; raise `UserError` if it is not installed.
 
-    `purpose` says what needs it: "reading ONNX files".
+    `purpose` is the operation that needs it: "reading ONNX files".
     """
     try:
         return import_module(name)

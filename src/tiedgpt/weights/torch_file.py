@@ -98,7 +98,7 @@ def _check_pickle(content: bytes) -> None:
 
 
 def _base_address(state: Mapping[str, Tensor], places: Mapping[int, int]) -> int | None:
-    """Return the address at which a zip file is mapped, or None where it is not sure.
+    """Return the address at which a zip file is mapped, or None if it is uncertain.
 
     Under the right address each storage is one of the zip file's members. The map only tells the
     places: reading it would end the process (SIGBUS) when another program cuts the file short.
@@ -112,10 +112,10 @@ def _base_address(state: Mapping[str, Tensor], places: Mapping[int, int]) -> int
 
 
 def _state_dict(path: Path, value: Any) -> dict[str, Tensor]:
-    """Return the dict of tensors in a saved value, by their names in it.
+    """Return the state dict in a saved value.
 
-    Raises `CorruptInputError` where there is none or a tensor does not fit its storage or the
-    file, `UserError` for tensors that are not dense.
+    Raises `CorruptInputError` if there is none or a tensor does not fit its storage or the file,
+    `UserError` for tensors that are not dense.
     """
     import torch
 
@@ -149,7 +149,7 @@ def _check_tensor(path: Path, name: str, tensor: Tensor) -> None:
 
 
 def _is_plain(name: object, value: object) -> bool:
-    """Return whether a value is one that JSON has, too, and that a message can show."""
+    """Return whether JSON can hold a named value and a message can show it."""
     if not isinstance(name, str) or len(name) >= 999:
         return False
     if isinstance(value, str):
@@ -160,7 +160,7 @@ def _is_plain(name: object, value: object) -> bool:
 def stored_tensor(
     name: str, tensor: Tensor, *, owner: int | None = None, dtype: torch.dtype | None = None
 ) -> StoredTensor:
-    """Return a tensor in memory as one that can be read by blocks, each converted to `dtype`."""
+    """Return a tensor in memory as a `StoredTensor` that converts each block to `dtype`."""
     local: Any = tensor.to_local() if hasattr(tensor, "to_local") else tensor
     whole = local.shape == tensor.shape and local.device.type != "meta" and not local.is_complex()
     dtype = dtype or tensor.dtype

@@ -40,7 +40,7 @@ COMPUTES = {
     "norm": "pre", "attention_windows": None, "layer_norm_epsilon": 1e-5,
     "activation_function": "gelu_new", "bias": True, "tie_word_embeddings": True,
 }  # fmt: skip
-"""What llm.c computes, in our fields; its files do not say it."""
+"""Config fields that llm.c fixes without writing them to its files."""
 SIZES = (*FIELDS, "padded_vocab_size")
 """The header after magic and version."""
 
@@ -53,7 +53,7 @@ def detect(path: Path, head: bytes) -> bool:
 def open_llmc(path: Path) -> Checkpoint:
     """Read the header.
 
-    Raises `CorruptInputError` where it is invalid or the file has another length than it says.
+    Raises `CorruptInputError` if it is invalid or contradicts the length of the file.
     """
     with reading(path, "checkpoint of llm.c"), path.open("rb") as file:
         raw = file.read(HEADER.size)
