@@ -56,31 +56,6 @@ def cost(rounded, weight, inputs):
     return float((inputs @ (rounded - weight).T.detach()).square().sum())
 
 
-def test_each_linear_layer_errs_less_on_the_text_than_with_plain_rounding(model, text):
-    rounded, _ = calibrate(model, text)
-    with torch.no_grad():
-        states = list(rounded.states(text.view(-1, 24)))
-    for layer, block in enumerate(model.h):
-        linears = {name: m for name, m in block.named_modules() if isinstance(m, nn.Linear)}
-        inputs = {}
-
-        def keep(linear, x, inputs=inputs):
-            inputs[linear] = x[0].flatten(0, 1)
-
-        for linear in linears.values():
-            linear.register_forward_pre_hook(keep)
-        with torch.no_grad():
-            block(states[layer], layer)
-        assert len(inputs) == 4
-        for name, linear in linears.items():
-            other, weight, x = (
-                rounded.h[layer].get_submodule(name).weight,
-                linear.weight,
-                inputs[linear],
-            )
-            assert cost(other, weight, x) < 0.7 * cost(plain(weight), weight, x)
-
-
 def faces(model, text):
     """What W's rows meet: final hidden states h, and the loss's gradients g at the embedding."""
     ids, read = text.view(-1, 24), []

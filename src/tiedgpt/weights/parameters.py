@@ -61,9 +61,10 @@ def parameters_for(
     Without `precision` it is the model's own. Raises `UserError`, before anything is written, for
     what the format's program does not compute.
     """
+    parameters = gpt_parameters(model, writer.program)
     names = {dtype: name for name, dtype in PRECISIONS.items()}
-    own = names.get(model.wte.weight.dtype, str(model.wte.weight.dtype))
-    precision = precision or own
+    dtype = parameters[EMBEDDING].dtype
+    precision = precision or names.get(dtype, str(dtype))
     if precision not in writer.precisions:
         raise UserError(
             f"must be one of {', '.join(writer.precisions)} for {writer.program}, got "
@@ -71,7 +72,7 @@ def parameters_for(
             option="precision",
         )
     _require_computed(writer, model, approximate_gelu=approximate_gelu)
-    return gpt_parameters(model, writer.program), precision
+    return parameters, precision
 
 
 def gpt_parameters(model: GPT, whose: str) -> dict[str, Tensor]:

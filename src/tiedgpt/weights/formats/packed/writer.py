@@ -10,14 +10,13 @@ from typing import Any, cast
 import numpy as np
 import torch
 from numpy.typing import NDArray
-from torch import nn
+from torch import Tensor, nn
 
 from tiedgpt.core.embedding import TiedEmbedding
 from tiedgpt.core.layers import MLP, Attention, Block
 from tiedgpt.core.model import GPT
 from tiedgpt.errors import CheckFailedError, UserError
 from tiedgpt.files import replacing, require_room, write_json
-from tiedgpt.weights.checkpoint import shapes
 from tiedgpt.weights.containers import write_safetensors
 from tiedgpt.weights.formats.packed import (
     ALIGNMENT,
@@ -34,7 +33,7 @@ from tiedgpt.weights.formats.packed.calibration import calibrate
 from tiedgpt.weights.formats.packed.panels import Precision, pack
 from tiedgpt.weights.formats.transformers import PACKED, config_json
 from tiedgpt.weights.load import Progress
-from tiedgpt.weights.parameters import head_matrix
+from tiedgpt.weights.parameters import gpt_parameters
 from tiedgpt.weights.tensors import StoredTensor
 from tiedgpt.weights.torch_file import stored_tensor
 
@@ -45,15 +44,26 @@ MODULES = {
 
 
 def can_pack(model: GPT) -> bool:
-    """Whether a model computes what its config says and nothing else: no adapters, a plain head."""
-    own_head = model.head is not None
-    return (
-        {name: tuple(p.shape) for name, p in model.named_parameters() if not p.is_meta}
-        == shapes(model.config)
-        and {type(module) for module in model.modules()} <= MODULES
-        and own_head is not model.config.tie_word_embeddings
-        and not (own_head and head_matrix(model.head) is None)  # type: ignore[arg-type]
+    """Return whether a model computes what its config says and nothing else."""
+    try:
+        _parameters(model)
+    except UserError:
+        return False
+    return True
+
+
+def _parameters(model: GPT) -> dict[str, Tensor]:
+    """Return the parameters of a plain model by name; raise `UserError` for any other."""
+    parameters = gpt_parameters(model, "a packed model")
+    others = sorted(
+        type(module).__name__ for module in model.modules() if type(module) not in MODULES
     )
+    if others:
+        raise UserError(
+            f"a model with {others[0]} cannot be packed",
+            hint="merge adapters and unwrap modules, or compute it with torch",
+        )
+    return parameters
 
 
 def pack_gpt(
@@ -66,12 +76,7 @@ def pack_gpt(
     `UserError` for a model that is not plain, or whose weights are not finite, and for ids that do
     not suit.
     """
-    if not can_pack(model):
-        raise UserError(
-            "a model with adapters, other modules, another head than its config's, or without data "
-            "(on the meta device) is not packed",
-            hint="merge the adapters, or compute it with torch",
-        )
+    _parameters(model)
     scales: dict[str, NDArray[np.float32]] = {}
     if calibration is not None:
         if precision != "int4":
@@ -81,7 +86,7 @@ def pack_gpt(
         name: np.zeros(shape, dtype)
         for name, (shape, dtype) in layout(model.config, precision).items()
     }
-    for name, parameter in model.named_parameters():
+    for name, parameter in gpt_parameters(model, "a packed model").items():
         values: NDArray[np.float32] = parameter.detach().to("cpu", torch.float32).numpy()
         key, index = place_of(name)
         if not key.endswith(".weights"):
