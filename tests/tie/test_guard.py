@@ -479,94 +479,18 @@ def test_a_guard_that_ends_in_another_thread_leaves_no_trace_in_either(theirs):
 # Other trace functions
 
 
-def test_a_tracer_that_was_there_sees_every_line_and_is_put_back(theirs):
-    def body():
-        with guard(theirs) as watch:
-            x = 1
-            helper_that_splits(theirs)
-            x += 1
-        return watch
-
-    def lines_seen(guarded: bool) -> list[int]:
-        seen = []
-
-        def tracer(frame, event, arg):
-            if event == "line" and frame.f_code.co_filename == __file__:
-                seen.append(frame.f_lineno)
-            return tracer
-
-        def unguarded():
-            with contextlib.nullcontext():
-                x = 1
-                helper_that_splits(theirs)
-                x += 1
-
-        before = sys.gettrace()
-        sys.settrace(tracer)
-        try:
-            (body if guarded else unguarded)()
-            assert sys.gettrace() is tracer
-        finally:
-            sys.settrace(before)
-        return seen
-
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore", TieWarning)
-        seen = lines_seen(guarded=True)
-    helper = marked_line(helper_that_splits, 1)[0][1]
-    start = marked_line(body, 0)[0][1]
-    inside = [line for line in seen if line in range(start, start + 7)]
-    assert inside == [start + n for n in (1, 2, 3, 4, 1, 5)]
-    assert [line for line in seen if line in range(helper, helper + 3)] == [
-        helper, helper + 1, helper + 2,
-    ]  # fmt: skip
-
-
-def test_a_tracer_that_puts_itself_back_on_each_call_does_not_end_the_watch(theirs):
-    """As the C tracer of coverage does."""
-
+def test_a_guard_refuses_to_replace_another_trace_function(tiny):
     def tracer(frame, event, arg):
-        if event == "call":
-            sys.settrace(tracer)
         return None
-
-    def body():
-        with guard(theirs) as watch:
-            helper_that_splits(theirs)
-        return watch
 
     before = sys.gettrace()
     sys.settrace(tracer)
     try:
-        events = run(body)
+        with pytest.raises(UserError, match="debugger"), guard(tiny):
+            raise AssertionError("not reached")
+        assert sys.gettrace() is tracer
     finally:
         sys.settrace(before)
-    assert [(e.file, e.line) for e in events] == marked(helper_that_splits)
-
-
-def test_a_tracer_put_in_while_a_guard_is_active_is_called_on_by_the_next_guard(theirs, tiny):
-    def body():
-        seen = []
-        with guard(theirs) as outer:
-            ours = sys.gettrace()
-
-            def tracer(frame, event, arg):
-                seen.append(frame.f_code.co_name)
-                return ours(frame, event, arg)
-
-            sys.settrace(tracer)
-            with guard(tiny) as inner:
-                helper_that_splits(theirs)
-                untie(tiny)  # HERE
-            assert sys.gettrace() is tracer and "helper_that_splits" in seen
-            sys.settrace(ours)
-        assert [(e.file, e.line) for e in outer.events] == marked(helper_that_splits)
-        return inner
-
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore", TieWarning)
-        watch = body()
-    assert [(e.file, e.line) for e in watch.events] == marked(body)
 
 
 # Raising
