@@ -35,7 +35,7 @@ MODULES = {
     "tiedgpt.train.objective": "Data Objective",
     "tiedgpt.heads": "Head SequenceClassifier MultipleChoice "
     "FeatureExtractor pad open_head predict",
-    "tiedgpt.data": "prepare_data Preparation verify_data",
+    "tiedgpt.data": "plan_preparation prepare_data verify_data",
     "tiedgpt.evaluate.texts": "score_text TextScore",
     "tiedgpt.weights.registry": "register Format TokenizerFile Writer",
     "tiedgpt.errors": "UserError CorruptInputError NoRoomError DivergedError CheckFailedError",

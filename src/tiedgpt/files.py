@@ -23,8 +23,8 @@ try:
 except ImportError:  # not on Windows
     fcntl = None  # type: ignore[assignment]
 
-PREPARE = "prepare.json"
-"""The file by which a directory of prepared data is known, also before it is complete."""
+PREPARED = "prepared.json"
+"""Name of the file that identifies a directory of prepared data, complete or not."""
 JSON_LINES = (".jsonl", ".ndjson")
 """Endings of files with a JSON object in each line."""
 
@@ -138,14 +138,11 @@ def writing(path: Path) -> Iterator[None]:
         raise UserError(f"cannot write {path}: {why}", hint="check the path") from error
 
 
-def lock_file(file: IO[str], *, wait: bool = False) -> bool:
-    """Lock an open file until it is closed; return whether nobody else had it locked.
-
-    With `wait`, wait until nobody has.
-    """
+def lock_file(file: IO[str]) -> bool:
+    """Lock an open file until it is closed; return whether nobody else had it locked."""
     if fcntl is not None:
         with contextlib.suppress(OSError):
-            fcntl.flock(file, fcntl.LOCK_EX | (0 if wait else fcntl.LOCK_NB))
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
             return True
     return fcntl is None
 

@@ -38,7 +38,7 @@ def test_a_folder_is_searched_through_in_sorted_order_and_counts_what_it_skips(w
     (tmp_path / "f" / "dangling").symlink_to("nowhere")
     corpus = documents([str(tmp_path / "f")])
     assert [d.text for d in corpus] == ["first", "second", "third"]
-    assert {os.path.basename(p) for p in corpus.skipped} == {"dangling"}
+    assert {os.path.basename(p) for p in corpus.remarks.skipped} == {"dangling"}
 
 
 def test_a_glob_finds_files_and_folders(write, tmp_path):
@@ -97,12 +97,20 @@ def test_blank_documents_are_dropped(write):
 
 @pytest.mark.parametrize(
     "content",
-    [b"\xef\xbb\xbfcaf\xe9", b"text\0more", bytes(range(1, 256)) * 9],
+    [b"\xef\xbb\xbfcaf\xe9", bytes(range(1, 256)) * 9],
 )
-def test_bytes_that_are_no_utf8_text_are_refused_with_the_remedy(write, content):
+def test_bytes_that_are_not_utf8_are_refused_with_the_remedy(write, content):
     with pytest.raises(CorruptInputError, match=r"a\.txt is not text.*--encoding") as caught:
         texts(write("a.txt", content))
     assert "\n" not in str(caught.value)
+
+
+def test_nul_byte_is_named_and_its_remedy_works(write):
+    path = write("a.txt", "text\0möre")
+    with pytest.raises(CorruptInputError, match=r"a\.txt contains a NUL byte") as caught:
+        texts(path)
+    assert "--encoding (utf-8" in caught.value.hint
+    assert [document.text for document in documents([path], encoding="utf-8")] == ["text\0möre"]
 
 
 @pytest.mark.parametrize(
@@ -127,7 +135,7 @@ def test_a_binary_file_is_refused_when_named_even_where_its_folder_skips_it(writ
     path = write("f/a.bin", b"\0")
     write("f/a.txt", "text")
     assert texts(str(tmp_path / "f")) == ["text"]
-    with pytest.raises(CorruptInputError, match="not text"):
+    with pytest.raises(CorruptInputError, match="contains a NUL byte"):
         texts(str(tmp_path / "f"), path)
 
 
@@ -186,7 +194,7 @@ def test_a_file_of_another_encoding_is_left_out_where_it_was_found(tmp_path):
     (tmp_path / "b.txt").write_bytes(b"caf\xe9")
     corpus = documents([str(tmp_path)])
     assert [document.text for document in corpus] == ["text"]
-    assert [os.path.basename(path) for path in corpus.skipped] == ["b.txt"]
+    assert [os.path.basename(path) for path in corpus.remarks.skipped] == ["b.txt"]
 
 
 @pytest.mark.parametrize(
@@ -204,7 +212,7 @@ def test_the_encoding_of_a_named_file_is_guessed_and_told(write, text, encoding)
     path = write("a.txt", text.encode(encoding))
     corpus = documents([path])
     assert [document.text for document in corpus] == [text]
-    assert list(corpus.guessed.values()) == [encoding]
+    assert list(corpus.remarks.guessed.values()) == [encoding]
 
 
 def test_utf_32_is_told_from_utf_16_by_its_mark_in_either_order(write):
@@ -228,7 +236,7 @@ def test_files_of_other_things_are_refused_by_name_and_left_out_of_folders(write
     write("f/b.txt", "text")
     corpus = documents([str(tmp_path / "f")])
     assert [document.text for document in corpus] == ["text"]
-    assert f"a{suffix}" in corpus.notes()[0]
+    assert f"a{suffix}" in corpus.remarks.notes()[0]
 
 
 def test_ndjson_is_read_as_jsonl(write):
@@ -239,7 +247,7 @@ def test_an_encoding_can_be_named(write, tmp_path):
     path = write("f/a.txt", "Grüße".encode("latin-1"))
     for source in (path, str(tmp_path / "f")):
         corpus = documents([source], encoding="latin-1")
-        assert [document.text for document in corpus] == ["Grüße"] and not corpus.guessed
+        assert [document.text for document in corpus] == ["Grüße"] and not corpus.remarks.guessed
     write("f/b.txt", "auch UTF-8: ü")
     assert len(list(documents([str(tmp_path / "f")], encoding="latin-1"))) == 2
     wide = write("c.txt", "wide".encode("utf-16-le"))

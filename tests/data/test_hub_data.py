@@ -1,9 +1,9 @@
-"""`hf:OWNER/NAME`: which files of a data set are read, at which commit; and what is refused."""
+"""`hf:OWNER/NAME`: which rows of a data set are read, at which commit; and what is refused."""
 
-import gzip
 import hashlib
 import json
 import os
+import re
 import subprocess
 import sys
 import threading
@@ -11,101 +11,84 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
 import pytest
 
-from tiedgpt.data.hub import select_data
-from tiedgpt.errors import UserError
-
 COMMIT = "1234567890abcdef1234567890abcdef12345678"
-LINES = "".join(json.dumps({"body": f"text {n}"}) + "\n" for n in range(40))
+
+
+def lines(word: str) -> bytes:
+    """Return 40 rows of .jsonl."""
+    return "".join(json.dumps({"body": f"{word} {n}"}) + "\n" for n in range(40)).encode()
+
+
 FILES = {
     "README.md": b"# Texts",
-    "data/train-00000-of-00002.jsonl": LINES.encode(),
-    "data/train-00001-of-00002.jsonl.gz": gzip.compress(LINES.replace("text", "more").encode()),
-    "data/test-00000-of-00001.jsonl": b'{"body": "held"}\n',
-    "small/validation.csv": b"text\nheld\n",
+    "data/train-00000-of-00002.jsonl": lines("one"),
+    "data/train-00001-of-00002.jsonl": lines("two"),
+    "data/test-00000-of-00001.jsonl": b'{"body": "held"}\n' * 3,
 }
 
 
-@pytest.mark.parametrize(
-    ("folder", "split", "expected"),
-    [
-        ("", None, ["data/train-00000-of-00002.jsonl", "data/train-00001-of-00002.jsonl.gz"]),
-        ("", "test", ["data/test-00000-of-00001.jsonl"]),
-        ("small", "validation", ["small/validation.csv"]),
-        (
-            "data",
-            "train",
-            ["data/train-00000-of-00002.jsonl", "data/train-00001-of-00002.jsonl.gz"],
-        ),
-    ],
-)
-def test_the_files_of_a_split_are_those_with_its_name(folder, split, expected):
-    assert select_data("me/texts", list(FILES), folder, split) == expected
-
-
-def test_a_data_set_without_splits_is_read_whole_and_in_one_format():
-    files = ["b.parquet", "a.parquet", "a.csv", "notes.txt"]
-    assert select_data("me/texts", files, "", None) == ["a.parquet", "b.parquet"]
-    with pytest.raises(UserError, match="no split 'train'") as caught:
-        select_data("me/texts", files, "", "train")
-    assert "leave it out" in caught.value.hint
-
-
-def test_the_card_says_which_files_are_a_split():
-    files = ["en/a.parquet", "en/b.parquet", "de/c.parquet"]
-    configs = [
-        {"config_name": "de", "data_files": [{"split": "train", "path": "de/*"}]},
-        {
-            "config_name": "en",
-            "default": True,
-            "data_files": [
-                {"split": "train", "path": ["en/a*"]},
-                {"split": "extra", "path": "en/b.parquet"},
-            ],
-        },
-    ]
-    assert select_data("me/texts", files, "", None, configs) == ["en/a.parquet"]
-    assert select_data("me/texts", files, "", "extra", configs) == ["en/b.parquet"]
-    assert select_data("me/texts", files, "de", None, configs) == ["de/c.parquet"]
-    with pytest.raises(UserError, match="no split 'test'") as caught:
-        select_data("me/texts", files, "", "test", configs)
-    assert "train, extra" in caught.value.hint
-
-
-@pytest.mark.parametrize("files", [[], ["model.safetensors"], ["data.arrow", "script.py"]])
-def test_a_data_set_without_files_of_text_is_refused(files):
-    with pytest.raises(UserError, match=r"hf:me/texts has no \.parquet, \.jsonl"):
-        select_data("me/texts", files, "", None)
-
-
 class Hub(BaseHTTPRequestHandler):
-    """What the hub's API says of one data set."""
+    """The hub's API for one data set."""
+
+    def entry(self, name: str) -> dict[str, object]:
+        data = FILES[name]
+        oid = hashlib.sha1(data).hexdigest()
+        return {"type": "file", "path": name, "size": len(data), "oid": oid, "rfilename": name}
+
+    def answer(self, path: str) -> bytes | None:
+        api = "/api/datasets/me/texts"
+        if path in (api, f"{api}/revision/{COMMIT}"):
+            siblings = [self.entry(name) for name in FILES]
+            return json.dumps({"id": "me/texts", "sha": COMMIT, "siblings": siblings}).encode()
+        if match := re.fullmatch(rf"{api}/tree/{COMMIT}/?(.*)", path):
+            folder = match[1].replace("%2F", "/")
+            names = [name for name in FILES if name.startswith(folder)]
+            folders = {"type": "directory", "path": "data", "oid": "0" * 40}
+            tree = [self.entry(name) for name in names if "/" not in name[len(folder) + 1 :]]
+            is_flat = "recursive=true" not in self.path.lower()
+            if not folder:
+                tree = [self.entry(n) for n in names if is_flat <= ("/" not in n)] + [folders]
+            return json.dumps(tree).encode()
+        return FILES.get(path.removeprefix(f"/datasets/me/texts/resolve/{COMMIT}/"))
+
+    def do_POST(self):
+        body = self.rfile.read(int(self.headers["Content-Length"])).decode()
+        paths = (
+            json.loads(body)["paths"]
+            if body.startswith("{")
+            else re.findall(r"paths=([^&]+)", body)
+        )
+        paths = [path.replace("%2F", "/") for path in paths]
+        known = [self.entry(path) for path in paths if path in FILES]
+        known += [{"type": "directory", "path": "data", "oid": "0" * 40}] * ("data" in paths)
+        self.send(json.dumps(known).encode())
 
     def do_GET(self, body=True):
-        path = self.path.partition("?")[0]
-        siblings = [{"rfilename": name} for name in FILES]
-        tree = [
-            {"type": "file", "path": name, "size": len(data), "oid": hashlib.sha1(data).hexdigest()}
-            for name, data in FILES.items()
-        ]
-        answers = {
-            "/api/datasets/me/texts": {"id": "me/texts", "sha": COMMIT, "siblings": siblings},
-            f"/api/datasets/me/texts/tree/{COMMIT}": tree,
-        }
-        answers[f"/api/datasets/me/texts/revision/{COMMIT}"] = answers["/api/datasets/me/texts"]
-        file = path.removeprefix(f"/datasets/me/texts/resolve/{COMMIT}/")
-        data = FILES.get(file) or (json.dumps(answers[path]).encode() if path in answers else None)
-        self.send_response(404 if data is None else 200)
-        self.send_header("Content-Length", str(len(data or b"")))
-        self.send_header("X-Repo-Commit", COMMIT)
-        self.send_header("ETag", f'"{hashlib.sha1(data or b"").hexdigest()}"')
-        if data is None:
-            self.send_header("X-Error-Code", "RepoNotFound")
-        self.end_headers()
-        if body:
-            self.wfile.write(data or b"")
+        self.send(self.answer(self.path.partition("?")[0]), body)
 
     def do_HEAD(self):
         self.do_GET(body=False)
+
+    def send(self, data: bytes | None, body: bool = True) -> None:
+        status, n_bytes = (404 if data is None else 200), len(data or b"")
+        first, last = 0, n_bytes - 1
+        if data is not None and (
+            match := re.match(r"bytes=(\d+)-(\d*)", self.headers.get("Range", ""))
+        ):
+            status, first = 206, int(match[1])
+            last = min(last, int(match[2] or last))
+        self.send_response(status)
+        if status == 206:
+            self.send_header("Content-Range", f"bytes {first}-{last}/{n_bytes}")
+        self.send_header("Content-Length", str(last - first + 1))
+        self.send_header("X-Repo-Commit", COMMIT)
+        self.send_header("ETag", f'"{hashlib.sha1(data or b"").hexdigest()}"')
+        if data is None:
+            code = "EntryNotFound" if "me/texts" in self.path else "RepoNotFound"
+            self.send_header("X-Error-Code", code)
+        self.end_headers()
+        if body and data:
+            self.wfile.write(data[first : last + 1])
 
     def log_message(self, *_):
         pass
@@ -113,17 +96,17 @@ class Hub(BaseHTTPRequestHandler):
 
 @pytest.fixture
 def tiedgpt(tmp_path):
-    """Run the command line in a fresh process with a hub of its own; return it when it ended."""
+    """Run the command line in a process whose hub is this one; return it when it ended."""
     server = ThreadingHTTPServer(("127.0.0.1", 0), Hub)
     threading.Thread(target=server.serve_forever, daemon=True).start()
     address = f"http://127.0.0.1:{server.server_port}"
     environment = {name: value for name, value in os.environ.items() if "proxy" not in name.lower()}
     environment |= {"HF_ENDPOINT": address, "HF_HOME": str(tmp_path / "hf")}
 
-    def run(*arguments, **more):
+    def run(*arguments):
         command = [sys.executable, "-m", "tiedgpt", *map(str, arguments)]
         return subprocess.run(
-            command, env=environment | more, capture_output=True, text=True, cwd=tmp_path
+            command, env=environment, capture_output=True, text=True, cwd=tmp_path
         )
 
     yield run
@@ -131,24 +114,24 @@ def tiedgpt(tmp_path):
     server.server_close()
 
 
-def test_a_data_set_is_fetched_at_one_commit_which_is_named(tiedgpt, tmp_path):
+@pytest.mark.slow
+def test_data_set_is_streamed_at_one_commit_which_is_named(tiedgpt, tmp_path):
     options = ("--text-field", "body", "--tokenizer", "char", "--workers", "1", "--out")
     done = tiedgpt("data", "prepare", "hf:me/texts", *options, "out")
     assert done.returncode == 0, done.stderr
     assert f"hf:me/texts is hf:me/texts@{COMMIT}" in " ".join(done.stderr.split())
+    record = json.loads((tmp_path / "out" / "prepared.json").read_text())
+    assert [name for name, *_ in record["sources"]] == [f"hf:me/texts@{COMMIT}"]
+    assert record["parts"] == 2, "one for each file"
     manifest = json.loads((tmp_path / "out" / "manifest.json").read_text())
-    assert [name for name, *_ in manifest["sources"]] == [
-        f"hf:me/texts@{COMMIT}/data/train-0000{n}-of-00002.jsonl{'.gz' * n}" for n in range(2)
-    ]
     assert manifest["train"]["documents"] + manifest["val"]["documents"] == 80
-    offline = tiedgpt(
-        *("data", "prepare", f"hf:me/texts@{COMMIT}", *options, "again"), HF_HUB_OFFLINE="1"
-    )
-    assert offline.returncode == 0, offline.stderr
-    shards = ("000000/train_000000.bin", "000000/val_000000.bin")
-    same = [(tmp_path / out / file).read_bytes() for file in shards for out in ("out", "again")]
-    assert same[0] == same[1] and same[2] == same[3]
-    missing = tiedgpt("data", "prepare", "hf:me/none", *options, "none")
-    assert missing.returncode == 1 and "the hub says 404" in missing.stderr
-    wrong = tiedgpt("data", "prepare", "hf:texts", *options, "wrong")
-    assert wrong.returncode == 1 and "write hf:OWNER/NAME" in wrong.stderr
+    test = tiedgpt("data", "prepare", f"hf:me/texts@{COMMIT}:test", *options, "test")
+    assert test.returncode == 0, test.stderr
+    problems = {
+        "hf:me/none": "the hub says 404",
+        "hf:texts": "write hf:OWNER/NAME",
+        "hf:me/texts:dev": "it has train, test",
+    }
+    for source, problem in problems.items():
+        refused = tiedgpt("data", "prepare", source, *options, "refused")
+        assert refused.returncode == 1 and problem in " ".join(refused.stderr.split())

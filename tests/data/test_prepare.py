@@ -1,4 +1,4 @@
-"""Texts of any size: the same shards by any number of processes, after any kill, or our error."""
+"""Texts of any size: the same shards for any number of processes and after any kill."""
 
 import csv
 import errno
@@ -11,6 +11,7 @@ import os
 import random
 import re
 import shutil
+import signal
 from pathlib import Path
 
 import numpy as np
@@ -25,19 +26,19 @@ from tests.train.trials import Command, Fault
 from tiedgpt import Tokenizer
 from tiedgpt.cli.main import main
 from tiedgpt.data import (
-    Preparation,
     Shards,
     documents,
     encode_corpus,
-    in_processes,
     open_encoded,
+    plan_preparation,
     plan_split,
-    preparation,
     prepare_data,
     readers,
     verify_data,
 )
+from tiedgpt.data import prepare as preparation
 from tiedgpt.errors import CheckFailedError, CorruptInputError, NoRoomError, UserError
+from tiedgpt.files import remove
 
 KILLED = -9
 PREPARE = ("data", "prepare")
@@ -64,66 +65,72 @@ def write_folder(folder: Path, times: int = 1) -> Path:
 
 @pytest.fixture
 def folder(tmp_path, monkeypatch) -> Path:
-    monkeypatch.setattr(preparation, "LEAST_UNIT", 4000)
+    monkeypatch.setattr(preparation, "MIN_PART_BYTES", 4000)
     return write_folder(tmp_path / "texts")
 
 
 @pytest.fixture
 def large(monkeypatch):
     """Everything counts as large."""
-    monkeypatch.setattr(preparation, "LARGE", 1)
-    monkeypatch.setattr(preparation, "HELD_OUT", 30_000)
+    monkeypatch.setattr(preparation, "LARGE_BYTES", 1)
+    monkeypatch.setattr(preparation, "HELD_OUT_BYTES", 30_000)
+
+
+def prepare(sources, out: Path, tokenizer="char", *, val=None, **options):
+    """Prepare sources in a directory."""
+    names = [str(source) for source in (sources if isinstance(sources, list) else [sources])]
+    plan = plan_preparation(names, val=None if val is None else str(val))
+    return prepare_data(plan, out, tokenizer, **options)
 
 
 def sums(directory: Path) -> dict[str, str]:
-    """Return the sha256 of every file, without the lock."""
+    """Return the sha256 of every file."""
     files = (path for path in sorted(directory.rglob("*")) if path.is_file())
     return {
         str(path.relative_to(directory)): hashlib.sha256(path.read_bytes()).hexdigest()
         for path in files
-        if path.name != ".lock"
     }
 
 
 def read(directory: Path) -> dict[str, list[str]]:
     """Return the documents of each side."""
     tokenizer = Tokenizer.from_pretrained(directory / "tokenizer")
-    sides = {}
+    encoded, sides = open_encoded(directory), {}
     for side in ("train", "val"):
-        shards = Shards.in_directory(directory, side)
+        shards = encoded.open_shards(side)
         text = tokenizer.decode(shards.read(0, len(shards)).tolist())
         sides[side] = text.split("<|endoftext|>")[:-1]
     return sides
 
 
-def test_the_bytes_are_the_same_for_any_number_of_processes_and_parts(folder, tmp_path, large):
+def test_bytes_are_the_same_for_any_number_of_processes_and_tasks(folder, tmp_path, large):
     calls = []
-    encoded = prepare_data(
-        Preparation([str(folder)]), tmp_path / "one", "char", progress=lambda *at: calls.append(at)
-    )
-    assert calls[0][0] == 0 and calls[-1][0] == calls[-1][1]
+    one = tmp_path / "one"
+    encoded = prepare(folder, one, progress=lambda *at: calls.append(at))
+    assert {stage for stage, *_ in calls} == {"encoding"}
+    assert calls[0][1] == 0 and calls[-1][1] == calls[-1][2]
     assert len(calls) > 8
-    assert encoded == open_encoded(tmp_path / "one") == verify_data(tmp_path / "one")
-    two = in_processes(2)
-    prepare_data(Preparation([str(folder)]), tmp_path / "two", "char", encode=two)
+    assert encoded == open_encoded(one) == verify_data(one)
+    prepare(folder, tmp_path / "two", workers=2)
     for index in (2, 3, 1):
-        assert not (tmp_path / "parts" / "manifest.json").exists()
-        prepare_data(Preparation([str(folder)]), tmp_path / "parts", "char", part=(index, 3))
-    assert sums(tmp_path / "one") == sums(tmp_path / "two") == sums(tmp_path / "parts")
+        assert not (tmp_path / "tasks" / "manifest.json").exists()
+        prepare(folder, tmp_path / "tasks", part=(index, 3))
+    assert sums(one) == sums(tmp_path / "two") == sums(tmp_path / "tasks")
 
 
-def test_a_small_text_has_the_tokens_that_training_on_it_has(folder, tmp_path):
+def test_small_text_is_split_and_encoded_as_in_training(folder, tmp_path):
     tokenizer = Tokenizer.train(TEXTS, 400)
-    prepare_data(Preparation([str(folder)]), tmp_path / "out", tokenizer)
-    encode_corpus(plan_split(documents([str(folder)])), tokenizer, tmp_path / "whole")
+    prepare(folder, tmp_path / "out", tokenizer)
+    encode_corpus(plan_split(documents([str(folder)])), tokenizer, tmp_path / "all")
     for side in ("train", "val"):
-        ours, whole = (Shards.in_directory(tmp_path / name, side) for name in ("out", "whole"))
-        assert np.array_equal(ours.read(0, len(ours)), whole.read(0, len(whole)))
+        ours = open_encoded(tmp_path / "out").open_shards(side)
+        expected = Shards.in_directory(tmp_path / "all", side)
+        assert np.array_equal(ours.read(0, len(ours)), expected.read(0, len(expected)))
     assert len(list((tmp_path / "out").glob("0*"))) > 8
 
 
 def test_every_document_is_on_one_side_and_a_tenth_validates(folder, tmp_path, large):
-    encoded = prepare_data(Preparation([str(folder)]), tmp_path / "out", "char")
+    encoded = prepare(folder, tmp_path / "out")
     sides = read(tmp_path / "out")
     assert sorted(sides["train"] + sides["val"]) == sorted(TEXTS)
     assert 40 < len(sides["val"]) < 130
@@ -132,22 +139,36 @@ def test_every_document_is_on_one_side_and_a_tenth_validates(folder, tmp_path, l
 
 
 @pytest.mark.parametrize("size", ["small", "large"])
-def test_texts_that_validate_are_not_trained_on(folder, tmp_path, size, request):
+def test_validation_text_is_not_trained_on(folder, tmp_path, size, request):
     if size == "large":
         request.getfixturevalue("large")
     val = tmp_path / "val.txt"
     val.write_text("<|endoftext|>".join([*TEXTS[:50], "Only here."]))
-    prepare_data(Preparation([str(folder)], val=str(val)), tmp_path / "out", "char")
+    prepare(folder, tmp_path / "out", val=val)
     sides = read(tmp_path / "out")
     assert sides["val"] == [*TEXTS[:50], "Only here."]
     assert sorted(sides["train"]) == sorted(TEXTS[50:])
 
 
-def test_a_long_text_is_read_in_parts_that_end_with_a_line(tmp_path, large, monkeypatch):
-    monkeypatch.setattr(preparation, "LEAST_UNIT", 4000)
+@pytest.mark.parametrize("size", ["small", "large"])
+def test_training_file_that_is_also_validation_text_is_noted(tmp_path, size, capsys, request):
+    if size == "large":
+        request.getfixturevalue("large")
+    for name in "ab":
+        (tmp_path / f"{name}.txt").write_text(f"Text of {name}.")
+    a, b = str(tmp_path / "a.txt"), str(tmp_path / "b.txt")
+    command = ["data", "prepare", a, b, "--val", a, "--tokenizer", "char", "--workers", "1"]
+    assert main([*command, "--out", str(tmp_path / "out")]) == 0
+    err = " ".join(capsys.readouterr().err.split())
+    assert f"1 document is also in --val and not trained on: {a}" in err
+    assert read(tmp_path / "out") == {"train": ["Text of b."], "val": ["Text of a."]}
+
+
+def test_long_text_is_divided_at_line_ends(tmp_path, large, monkeypatch):
+    monkeypatch.setattr(preparation, "MIN_PART_BYTES", 4000)
     monkeypatch.setattr(readers, "LARGEST_PART", 1000)
     (tmp_path / "a.txt").write_text(text := "".join(f"line {n} é\n" for n in range(5000)))
-    prepare_data(Preparation([str(tmp_path / "a.txt")]), tmp_path / "out", "char")
+    prepare(tmp_path / "a.txt", tmp_path / "out")
     sides = read(tmp_path / "out")
     parts = sides["train"] + sides["val"]
     assert sorted("\n".join(parts).splitlines()) == sorted(text.splitlines())
@@ -180,77 +201,63 @@ def test_sections_of_lines_hold_every_line_once(tmp_path_factory, lengths, n):
     assert b"".join(section.read() for section in sections) == data
 
 
-def test_documents_do_not_depend_on_how_a_large_file_is_divided(tmp_path, large, monkeypatch):
+def test_documents_do_not_depend_on_the_size_of_parts(tmp_path, large, monkeypatch):
     monkeypatch.setattr(readers, "LARGEST_PART", 500)
     (tmp_path / "a.txt").write_text("\n<|endoftext|>\n".join(TEXTS))
-    found = []
+    results = []
     for size in (1000, 7001, 10**9):
-        monkeypatch.setattr(preparation, "LEAST_UNIT", size)
-        prepare_data(Preparation([str(tmp_path / "a.txt")]), tmp_path / f"{size}", "char")
-        found.append(read(tmp_path / f"{size}"))
-    assert found[0] == found[1] == found[2]
-    assert sorted(found[0]["train"] + found[0]["val"]) == sorted(TEXTS)
+        monkeypatch.setattr(preparation, "MIN_PART_BYTES", size)
+        prepare(tmp_path / "a.txt", tmp_path / f"{size}")
+        results.append(read(tmp_path / f"{size}"))
+    assert results[0] == results[1] == results[2]
+    assert sorted(results[0]["train"] + results[0]["val"]) == sorted(TEXTS)
 
 
-def begin(folder: Path, out: Path, **options) -> Preparation:
-    """Encode the first part of two."""
-    preparation = Preparation([str(folder)], **options)
-    assert prepare_data(preparation, out, "char", part=(1, 2)) is None
-    return preparation
+CHANGES = {
+    "b.txt changed": lambda f: (f / "b.txt").write_text("other"),
+    "a.jsonl changed": lambda f: os.utime(f / "a.jsonl", (1, 1)),
+    "c.csv is gone": lambda f: (f / "c.csv").unlink(),
+    "new.txt is new": lambda f: (f / "new.txt").write_text("new"),
+}
 
 
-@pytest.mark.parametrize(
-    ("change", "problem"),
-    [
-        (lambda f: (f / "b.txt").write_text("other"), r"b\.txt changed since .*out was begun"),
-        (lambda f: os.utime(f / "a.jsonl", (1, 1)), r"a\.jsonl changed since"),
-        (lambda f: (f / "c.csv").unlink(), r"c\.csv is gone since"),
-        (lambda f: (f / "new.txt").write_text("new"), r"new\.txt is new since"),
-    ],
-)
-def test_changed_input_is_refused_by_name(folder, tmp_path, change, problem):
-    begin(folder, tmp_path / "out")
-    before = sums(tmp_path / "out")
-    change(folder)
-    with pytest.raises(UserError, match=problem):
-        prepare_data(Preparation([str(folder)]), tmp_path / "out", "char")
-    assert sums(tmp_path / "out") == before
+@pytest.mark.parametrize("problem", CHANGES)
+def test_changed_input_is_refused_by_name(folder, tmp_path, problem):
+    out = tmp_path / "out"
+    assert prepare(folder, out, part=(1, 2)) is None
+    before = sums(out)
+    CHANGES[problem](folder)
+    with pytest.raises(UserError, match=f"{problem} since .*out was begun"):
+        prepare(folder, out)
+    assert sums(out) == before
+
+
+@pytest.mark.parametrize("problem", [name for name in CHANGES if name != "c.csv is gone"])
+def test_input_that_changes_while_it_is_read_is_refused(folder, tmp_path, problem):
+    def progress(stage, done, total):
+        if done == total:
+            CHANGES[problem](folder)
+
+    with pytest.raises(CorruptInputError, match=f"{problem} while it was read"):
+        prepare(folder, tmp_path / "out", progress=progress)
+    assert not (tmp_path / "out" / "manifest.json").exists()
 
 
 def test_other_options_and_another_tokenizer_are_refused(folder, tmp_path):
-    begin(folder, out := tmp_path / "out")
+    prepare(folder, out := tmp_path / "out", part=(1, 2))
     with pytest.raises(UserError) as caught:
-        prepare_data(Preparation([str(folder)], keep_end_of_text=True), out, "char")
+        prepare_data(plan_preparation([str(folder)], keep_end_of_text=True), out, "char")
     assert caught.value.options == ("keep_end_of_text",)
     for tokenizer in ("bpe", Tokenizer.characters(["a"])):
         with pytest.raises(UserError) as caught:
-            prepare_data(Preparation([str(folder)]), out, tokenizer)
+            prepare(folder, out, tokenizer)
         assert caught.value.options == ("tokenizer",)
-    same, third = Tokenizer.train(TEXTS, 300), tmp_path / "third"
-    prepare_data(Preparation([str(folder)]), third, same, part=(1, 2))
+    third = tmp_path / "third"
+    prepare(folder, third, Tokenizer.train(TEXTS, 300), part=(1, 2))
     with pytest.raises(UserError, match=r"and .*third was begun with"):
-        prepare_data(Preparation([str(folder)]), third, Tokenizer.train(TEXTS, 301))
-    again = Tokenizer.from_pretrained(third / "tokenizer")
-    assert prepare_data(Preparation([str(folder)]), third, again) is not None
-
-
-@pytest.mark.parametrize(
-    ("change", "problem"),
-    [
-        (lambda f: (f / "e.jsonl.gz").write_bytes(b""), r"e\.jsonl\.gz changed while"),
-        (lambda f: os.utime(f / "a.jsonl", (1, 1)), r"a\.jsonl changed while it was read"),
-        (lambda f: (f / "new.txt").write_text("new"), r"new\.txt is new while it was read"),
-    ],
-)
-def test_a_folder_that_changes_while_it_is_read_is_refused(folder, tmp_path, change, problem):
-    def progress(done, total):
-        if done and not changed:
-            changed.append(change(folder))
-
-    changed = []
-    with pytest.raises(CorruptInputError, match=problem):
-        prepare_data(Preparation([str(folder)]), tmp_path / "out", "char", progress=progress)
-    assert not (tmp_path / "out" / "manifest.json").exists()
+        prepare(folder, third, Tokenizer.train(TEXTS, 301))
+    same = Tokenizer.from_pretrained(third / "tokenizer")
+    assert prepare(folder, third, same) is not None
 
 
 def cut_file(path: Path, data: bytes) -> None:
@@ -272,83 +279,100 @@ DAMAGE = {
 
 
 @pytest.mark.parametrize("size", ["small", "large"])
-@pytest.mark.parametrize("what", DAMAGE)
-def test_a_damaged_file_is_refused_by_name_and_nothing_of_its_unit_is_left(
-    tmp_path, what, size, monkeypatch, request
+@pytest.mark.parametrize("name", DAMAGE)
+def test_damaged_file_is_refused_by_name_and_leaves_no_part(
+    tmp_path, name, size, monkeypatch, request
 ):
     if size == "large":
         request.getfixturevalue("large")
-    monkeypatch.setattr(preparation, "LEAST_UNIT", 1)
+    monkeypatch.setattr(preparation, "MIN_PART_BYTES", 1)
     monkeypatch.setattr(readers, "LARGEST_LINE", 2000)
-    damage, name = DAMAGE[what]
+    damage, file = DAMAGE[name]
     (tmp_path / "0.txt").write_text("\n".join(TEXTS))
-    damage(tmp_path / name)
-    out, sources = tmp_path / "out", [str(tmp_path / "0.txt"), str(tmp_path / name)]
-    with pytest.raises(CorruptInputError, match=name.replace(".", r"\.")):
-        prepare_data(Preparation(sources), out, Tokenizer.train(TEXTS, 300))
+    damage(tmp_path / file)
+    out = tmp_path / "out"
+    with pytest.raises(CorruptInputError, match=file.replace(".", r"\.")):
+        prepare([tmp_path / "0.txt", tmp_path / file], out, Tokenizer.train(TEXTS, 300))
     assert not (out / "manifest.json").exists()
-    units = sorted(path.name for path in out.glob("*") if path.name.isdigit())
-    assert all((out / unit / "unit.json").exists() for unit in units)
+    assert all((part / "part.json").exists() for part in out.glob("0*"))
     assert not list(out.glob(".0*"))
 
 
-def test_what_cannot_be_read_is_refused_before_anything_is_written(folder, tmp_path):
+def test_unreadable_sources_are_refused_before_anything_is_written(folder, tmp_path):
     (tmp_path / "a.pdf").write_bytes(b"%PDF")
     for source, problem in (("a.pdf", r"a\.pdf is not read"), ("none", "no file matches")):
         with pytest.raises(UserError, match=problem):
-            Preparation([str(tmp_path / source)])
+            plan_preparation([str(tmp_path / source)])
     os.mkfifo(tmp_path / "pipe")
     with pytest.raises(UserError, match="pipe is no file"):
-        Preparation([str(tmp_path / "pipe")])
-
-
-def test_a_directory_with_other_files_and_one_in_use_are_refused(folder, tmp_path):
-    preparation = Preparation([str(folder)])
+        plan_preparation([str(tmp_path / "pipe")])
     (tmp_path / "mine").mkdir()
     (tmp_path / "mine" / "precious").write_text("")
     with pytest.raises(UserError, match="mine is not empty"):
-        prepare_data(preparation, tmp_path / "mine", "char")
-
-    def progress(done, total):
-        with pytest.raises(UserError, match="is in use"):
-            prepare_data(preparation, tmp_path / "out", "char")
-
-    assert prepare_data(preparation, tmp_path / "out", "char", progress=progress) is not None
+        prepare(folder, tmp_path / "mine")
+    assert os.listdir(tmp_path / "mine") == ["precious"]
 
 
-def test_a_process_that_is_killed_is_told_and_the_rest_goes_on(folder, tmp_path):
-    def progress(done, total):
+def test_two_processes_may_encode_the_same_parts(folder, tmp_path):
+    def progress(stage, done, total):
+        if len(calls) < 3:
+            calls.append(done)
+            prepare(folder, tmp_path / "out", part=(len(calls), 3))
+
+    calls = []
+    prepare(folder, tmp_path / "out", progress=progress)
+    prepare(folder, tmp_path / "expected")
+    assert sums(tmp_path / "out") == sums(tmp_path / "expected")
+
+
+def test_killed_worker_is_reported_and_the_same_call_continues(folder, tmp_path):
+    def progress(stage, done, total):
         if done:
-            multiprocessing.active_children()[0].kill()
+            os.kill(multiprocessing.active_children()[0].pid, signal.SIGKILL)
 
-    preparation = Preparation([str(folder)])
     with pytest.raises(NoRoomError, match="was killed"):
-        prepare_data(
-            preparation, tmp_path / "out", "char", encode=in_processes(2), progress=progress
-        )
-    assert any((tmp_path / "out").glob("0*/unit.json"))
-    assert prepare_data(preparation, tmp_path / "out", "char") is not None
-    prepare_data(preparation, tmp_path / "whole", "char")
-    assert sums(tmp_path / "out") == sums(tmp_path / "whole")
+        prepare(folder, tmp_path / "out", workers=2, progress=progress)
+    assert any((tmp_path / "out").glob("0*/part.json"))
+    prepare(folder, tmp_path / "out")
+    prepare(folder, tmp_path / "expected")
+    assert sums(tmp_path / "out") == sums(tmp_path / "expected")
 
 
-def test_verify_names_what_changed_and_its_hint_repairs_it(folder, tmp_path):
-    preparation, out = Preparation([str(folder)]), tmp_path / "out"
-    prepare_data(preparation, out, "char")
+def flip_bit(path: Path) -> None:
+    """Flip a bit in the middle of a file, and keep its size."""
+    data = bytearray(path.read_bytes())
+    data[len(data) // 2] ^= 1
+    path.write_bytes(data)
+
+
+def test_verify_finds_a_flipped_bit_in_any_file_and_its_hint_repairs_it(tmp_path, monkeypatch):
+    monkeypatch.setattr(preparation, "MIN_PART_BYTES", 30_000)
+    (tmp_path / "a.jsonl").write_text("".join(json.dumps({"text": t}) + "\n" for t in TEXTS))
+    out = tmp_path / "out"
+    prepare(tmp_path / "a.jsonl", out)
     before = sums(out)
-    shard = out / "000002" / "train_000000.bin"
-    data = bytearray(shard.read_bytes())
-    data[-1] ^= 1
-    shard.write_bytes(data)
-    (out / "000001" / "train_000000.bin").unlink()
-    with pytest.raises(CheckFailedError, match=r"2 of .* 000001/train_000000\.bin, 000002/") as e:
-        verify_data(out)
-    assert "delete 000001, 000002" in e.value.hint
-    shutil.rmtree(out / "000001")
-    shutil.rmtree(out / "000002")
-    prepare_data(preparation, out, "char")
-    assert sums(out) == before
+    assert len(before) >= 8
+    for name in before:
+        flip_bit(out / name)
+        with pytest.raises(CheckFailedError, match=name.replace(".", r"\.")) as caught:
+            verify_data(out)
+        top = name.partition("/")[0]
+        assert "delete" in caught.value.hint
+        remove(out / top)
+        prepare(tmp_path / "a.jsonl", out)
+        assert sums(out) == before, name
     verify_data(out)
+
+
+def test_changed_count_does_not_enter_the_next_manifest(folder, tmp_path):
+    prepare(folder, tmp_path / "out", part=(1, 2))
+    record = tmp_path / "out" / "000000" / "part.json"
+    facts = json.loads(record.read_text())
+    facts["counts"]["train"]["tokens"] += 1
+    record.write_text(json.dumps(facts))
+    prepare(folder, tmp_path / "out")
+    prepare(folder, tmp_path / "expected")
+    assert sums(tmp_path / "out") == sums(tmp_path / "expected")
 
 
 @pytest.fixture
@@ -410,57 +434,50 @@ def test_killed_with_two_workers_at_twenty_moments(command, tmp_path):
         assert sums(tmp_path / "out") == sums(whole)
 
 
-def test_the_command_tells_what_it_wrote_and_notes_what_it_found(folder, tmp_path, capsys):
+def test_command_shows_the_result_and_the_next_command(folder, tmp_path, capsys, monkeypatch):
+    monkeypatch.setattr("tiedgpt.cli.data.LOG_SECONDS", 0)
     out = str(tmp_path / "out")
-    arguments = ["data", "prepare", str(folder), "--out", out, "--tokenizer", "char"]
-    assert main([*arguments, "--workers", "1", "--part", "1/2", "-f", "json"]) == 0
-    assert json.loads(capsys.readouterr().out) == {"directory": out, "complete": False}
-    assert main([*arguments, "--workers", "1"]) == 0
+    arguments = ["data", "prepare", str(folder), "--out", out, "--tokenizer", "bpe"]
+    arguments += ["--vocab-size", "300", "--workers", "1"]
+    assert main([*arguments, "--part", "1/2", "-f", "json"]) == 0
     printed, err = capsys.readouterr()
-    assert "documents" in printed and f"tiedgpt train {out}" in printed
+    assert json.loads(printed) == {"directory": out, "complete": False}
+    lines = " ".join(err.split()).split("note: ")
+    assert lines[1] == f"preparing {folder} in {out} "
+    assert lines[2].startswith("reading text for the tokenizer: ")
+    progress = [line for line in lines if line.startswith("encoding: ")]
+    assert len(progress) > 4
+    pattern = r"encoding: [\d,.]+ \w+ of [\d,.]+ \w+, [\d,.]+ \w+/s, \d+ s left ?"
+    assert re.fullmatch(pattern, progress[2])
+    assert main(arguments) == 0
+    printed, err = capsys.readouterr()
+    labels = [line.split()[0] for line in printed.splitlines() if not line.startswith(" ")]
+    assert labels == ["train", "validate", "next"] and f"tiedgpt train {out}" in printed
     assert "b.txt has 160 documents, separated by <|endoftext|>" in " ".join(err.split())
     assert main(["data", "verify", out]) == 0
     assert "every file is as it was written" in capsys.readouterr().out
-    (tmp_path / "out" / "000000" / "unit.json").unlink()
     (tmp_path / "out" / "000000" / "train_000000.bin").unlink()
     assert main(["data", "verify", out]) == 6
 
 
-def test_a_log_has_the_rate_and_the_time_left(folder, tmp_path, capsys, monkeypatch):
-    monkeypatch.setattr("tiedgpt.cli.data.LOG_SECONDS", 0)
-    arguments = ["--out", str(tmp_path / "out"), "--tokenizer", "char", "--workers", "1"]
-    assert main(["data", "prepare", str(folder), *arguments]) == 0
-    lines = " ".join(capsys.readouterr().err.split()).split("note: ")
-    told = [line for line in lines if line.startswith("encoding: ")]
-    assert len(told) > 8
-    assert re.fullmatch(
-        r"encoding: [\d,.]+ \w+ of [\d,.]+ \w+, [\d,.]+ \w+/s, \d+ minutes left ?", told[3]
-    )
-
-
 @pytest.mark.parametrize("part", ["0/2", "3/2", "2", "a/b", "1/0"])
-def test_a_part_is_one_of_so_many(part, tmp_path, capsys):
+def test_part_must_be_one_of_n(part, tmp_path, capsys):
     assert main(["data", "prepare", "a.txt", "--out", str(tmp_path), "--part", part]) == 1
     assert f"--part must be I/N with I from 1 to N, got {part}" in capsys.readouterr().err
 
 
 @pytest.mark.slow
-def test_a_ray_cluster_of_two_workers_writes_the_same_bytes(folder, tmp_path, large):
+def test_ray_cluster_of_two_workers_writes_the_same_bytes(folder, tmp_path, large):
     ray = pytest.importorskip("ray")
-    from tiedgpt.data import on_ray
 
-    prepare_data(Preparation([str(folder)]), tmp_path / "here", "char")
+    prepare(folder, tmp_path / "here")
     ray.init(num_cpus=2, include_dashboard=False)
     try:
-        prepare_data(Preparation([str(folder)]), tmp_path / "ray", "char", encode=on_ray("auto"))
+        prepare(folder, tmp_path / "ray", ray="auto")
         (tmp_path / "bad.csv").write_text("body\nx\n")
         with pytest.raises(CorruptInputError, match=r"bad\.csv:2: the field 'text' is missing"):
-            prepare_data(
-                Preparation([str(folder), str(tmp_path / "bad.csv")]),
-                tmp_path / "bad",
-                Tokenizer.train(TEXTS, 300),
-                encode=on_ray("auto"),
-            )
+            bad = [folder, tmp_path / "bad.csv"]
+            prepare(bad, tmp_path / "bad", Tokenizer.train(TEXTS, 300), ray="auto")
     finally:
         ray.shutdown()
     assert sums(tmp_path / "here") == sums(tmp_path / "ray")

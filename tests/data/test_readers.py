@@ -67,7 +67,10 @@ def test_the_end_of_text_separates_documents_of_a_text_file(write, between, n_do
         ]
     has_marks = "<|endoftext|>" in between + end
     assert (
-        any(str(n_documents) in note and "--keep-end-of-text" in note for note in corpus.notes())
+        any(
+            str(n_documents) in note and "--keep-end-of-text" in note
+            for note in corpus.remarks.notes()
+        )
         == has_marks
     )
 

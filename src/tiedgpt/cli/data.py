@@ -1,4 +1,4 @@
-"""`tiedgpt data show|prepare|verify`: what is trained of examples; texts of any size as tokens."""
+"""`tiedgpt data show|prepare|verify`: show trained tokens; encode texts of any size."""
 
 from __future__ import annotations
 
@@ -18,6 +18,7 @@ from tiedgpt.cli.source import source_or_newest
 from tiedgpt.errors import UserError
 from tiedgpt.files import format_bytes
 from tiedgpt.options import argument, option
+from tiedgpt.runtime import count_cores
 from tiedgpt.train.options import DataOptions
 
 if TYPE_CHECKING:
@@ -40,15 +41,24 @@ A line of a .jsonl file is {"text": ...}, {"prompt": ..., "completion": ...} or 
 with plus signs. `tiedgpt tune` trains on such files."""
 ABOUT_PREPARE = """Encode texts of any size as token shards, which `tiedgpt train DIR` trains on.
 
-The bytes are the same whatever the number of processes. Killed at any moment, the same command
-goes on with what is left; files that have changed since are refused."""
+The bytes are the same for any number of processes. After a kill the same command continues with
+the parts that are missing; files that have changed since are refused."""
+ABOUT_VERIFY = """Read every file of prepared texts, and compare it with the manifest.
+
+The exit code is 6 if a file is missing or has changed."""
 STYLES = {False: ("dim", ""), True: ("green", "bold green")}
 """By whether a token is trained; two in turn, so that one sees where tokens end."""
 
 EDGE = 150
 """Tokens shown at the beginning and at the end of an example that is longer than both."""
 LOG_SECONDS = 60
-"""Between lines on the progress, where no bar can be drawn."""
+"""Seconds between lines of progress where no bar can be drawn."""
+STAGES = {
+    "tokenizer": "reading text for the tokenizer",
+    "encoding": "encoding",
+    "verifying": "verifying",
+}
+"""Descriptions of the stages of `prepare_data` and `verify_data`."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -88,7 +98,7 @@ class PrepareArguments(DataOptions):
         "Files of text, .jsonl, .csv, .tsv or .parquet, also compressed; folders, globs, or "
         "hf:OWNER/NAME[:SPLIT] of the hub."
     )
-    out: str = option(MISSING, "The directory to write, or to go on in.", metavar="DIR", short="o")
+    out: str = option(MISSING, "Directory to write or to complete.", metavar="DIR", short="o")
     tokenizer: str = option(
         "bpe",
         "bpe: trained on the data; char: the data's characters; or a directory, file or hub name.",
@@ -98,11 +108,11 @@ class PrepareArguments(DataOptions):
         None, "Size of the vocabulary to train; default: 8,192.", metavar="N"
     )
     workers: int | None = option(
-        None, "Processes that encode; default: one for each core.", "processes"
+        None, "Number of processes; default: one for each core.", "processes"
     )
     part: str | None = option(
         None,
-        "Encode only the I-th of N parts, as a task of a Slurm array does; the last to end "
+        "Encode only the I-th of N parts, as a task of a Slurm array; the last task to end "
         "completes the directory.",
         "processes",
         metavar="I/N",
@@ -123,26 +133,26 @@ class PrepareArguments(DataOptions):
             raise UserError("is for --tokenizer bpe, which is trained", option="vocab_size")
         if self.workers is not None and self.ray is not None:
             raise UserError("exclude each other", option=("workers", "ray"))
-        self.parts  # noqa: B018
+        self.task  # noqa: B018
 
     @property
-    def parts(self) -> tuple[int, int]:
-        """The number of the part, from 1, and how many there are."""
-        found = re.fullmatch(r"(\d{1,6})/(\d{1,6})", self.part or "1/1")
-        if found is None or not 1 <= int(found[1]) <= int(found[2]):
+    def task(self) -> tuple[int, int]:
+        """The number of the task, from 1, and how many there are."""
+        match = re.fullmatch(r"(\d{1,6})/(\d{1,6})", self.part or "1/1")
+        if match is None or not 1 <= int(match[1]) <= int(match[2]):
             raise UserError(
                 f"must be I/N with I from 1 to N, got {self.part}",
                 hint="as --part $SLURM_ARRAY_TASK_ID/16 with `sbatch -a 1-16`",
                 option="part",
             )
-        return int(found[1]), int(found[2])
+        return int(match[1]), int(match[2])
 
 
 @dataclass(frozen=True, kw_only=True)
 class VerifyArguments:
     """Options of `data verify`."""
 
-    directory: str = argument("What `tiedgpt data prepare` wrote.", metavar="DIR")
+    directory: str = argument("Output of `tiedgpt data prepare`.", metavar="DIR")
 
 
 PARTS = {"show": ShowArguments, "prepare": PrepareArguments, "verify": VerifyArguments}
@@ -161,21 +171,23 @@ def run(arguments: list[str]) -> None:
 def prepare(arguments: list[str]) -> None:
     """Encode texts into a directory."""
     args = parse(PrepareArguments, "data prepare", arguments, ABOUT_PREPARE)
-    from tiedgpt.data import Preparation, count_cores, in_processes, on_ray, prepare_data
-    from tiedgpt.data.prepare import VOCABULARY, read_notes
+    note(f"preparing {', '.join(args.data[:3])}{', ...' * (len(args.data) > 3)} in {args.out}")
+    from tiedgpt.data import plan_preparation, prepare_data
+    from tiedgpt.data.prepare import VOCAB_SIZE, read_notes
     from tiedgpt.text import Tokenizer
 
-    encode = in_processes(args.workers or count_cores()) if args.ray is None else on_ray(args.ray)
-    preparation = Preparation(args.data, val=args.val, **args.reading)
-    is_new = args.tokenizer in ("bpe", "char")
-    with _rate("encoding") as progress:
+    plan = plan_preparation(args.data, val=args.val, **args.reading)
+    with _progress() as progress:
         encoded = prepare_data(
-            preparation,
+            plan,
             args.out,
-            args.tokenizer if is_new else Tokenizer.from_pretrained(args.tokenizer),
-            vocab_size=args.vocab_size or VOCABULARY,
-            encode=encode,
-            part=args.parts,
+            args.tokenizer
+            if args.tokenizer in ("bpe", "char")
+            else Tokenizer.from_pretrained(args.tokenizer),
+            vocab_size=args.vocab_size or VOCAB_SIZE,
+            workers=args.workers or count_cores(),
+            ray=args.ray,
+            part=args.task,
             progress=progress,
         )
     if encoded is not None:
@@ -189,18 +201,15 @@ def prepare(arguments: list[str]) -> None:
         fact("part", f"{args.part} is done, and other parts are not")
     else:
         _show_corpus(encoded)
-        fact("train", f"tiedgpt train {args.out}")
+        fact("next", f"tiedgpt train {args.out}")
 
 
 def verify(arguments: list[str]) -> None:
     """Check every file of a prepared directory."""
-    args = parse(
-        VerifyArguments, "data verify", arguments, "Read every file of prepared texts again, and "
-        "compare it with the manifest. The exit code is 6 if one is missing or has changed."
-    )  # fmt: skip
+    args = parse(VerifyArguments, "data verify", arguments, ABOUT_VERIFY)
     from tiedgpt.data import verify_data
 
-    with _rate("verifying") as progress:
+    with _progress() as progress:
         encoded = verify_data(args.directory, progress)
     _show_corpus(encoded)
     fact("verified", "every file is as it was written")
@@ -213,26 +222,29 @@ def _show_corpus(encoded: EncodedCorpus) -> None:
 
 
 @contextmanager
-def _rate(what: str) -> Iterator[Callable[[int, int], None]]:
-    """Show bytes done, their rate and the time left: in a bar, or where there is none in lines."""
+def _progress() -> Iterator[Callable[[str, int, int], None]]:
+    """Show the bytes done, their rate and the time left: a bar, or lines in a log."""
     from rich.progress import DownloadColumn, TimeRemainingColumn, TransferSpeedColumn
 
     to = console(stderr=True)
     columns = DownloadColumn(), TransferSpeedColumn(), TimeRemainingColumn()
-    began, first, last = 0.0, -1, 0.0
-    with bar(what, *columns, to=to) as move:
+    stage, start_time, start_bytes, last_time = "", 0.0, 0, 0.0
+    with bar("", *columns, to=to) as move:
 
-        def show(done: int, total: int) -> None:
-            nonlocal began, first, last
+        def show(name: str, done: int, total: int) -> None:
+            nonlocal stage, start_time, start_bytes, last_time
             move(done, total)
             now = time.monotonic()
-            if first < 0:
-                began, first, last = now, done, now
-            elif not to.is_terminal and now - last >= LOG_SECONDS:
-                last, rate = now, max(1.0, (done - first) / (now - began))
-                left = f"{(total - done) / rate / 60:,.0f} minutes left"
+            if name != stage:
+                stage, start_time, start_bytes, last_time = name, now, done, now
+                note(f"{STAGES[name]}: {format_bytes(total)}", to=to)
+            elif not to.is_terminal and now - last_time >= LOG_SECONDS:
+                last_time = now
+                bytes_per_second = max(1.0, (done - start_bytes) / (now - start_time))
+                seconds = (total - done) / bytes_per_second
+                left = f"{seconds / 60:,.0f} minutes" if seconds >= 120 else f"{seconds:.0f} s"
                 size = f"{format_bytes(done)} of {format_bytes(total)}"
-                note(f"{what}: {size}, {format_bytes(rate)}/s, {left}")
+                note(f"{STAGES[name]}: {size}, {format_bytes(bytes_per_second)}/s, {left} left")
 
         yield show
 

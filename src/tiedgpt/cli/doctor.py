@@ -24,6 +24,7 @@ NEEDED = (
 FEATURES = {
     "Parquet files": (("pyarrow",), "pip install 'tiedgpt[data]'"),
     "zstd compression": (("zstandard",), "pip install 'tiedgpt[data]'"),
+    "hf: data sets": (("datasets",), "pip install 'tiedgpt[data]'"),
     "data prepare --ray": (("ray",), "pip install 'tiedgpt[ray]'"),
     "generate --regex": (("llguidance",), "pip install 'tiedgpt[constrain]'"),
     "plot --out": (("matplotlib",), "pip install 'tiedgpt[plot]'"),

@@ -107,7 +107,7 @@ def _evaluate(args: Arguments) -> None:
             [args.data], encoding=args.encoding, keep_end_of_text=args.keep_end_of_text
         )
         data = [document.text for document in corpus]
-        note(*corpus.notes())
+        note(*corpus.remarks.notes())
         if _was_trained_on(args.source, args.data):
             note(f"{args.source} was trained on {args.data}: its score on new text will be worse")
     with args.engine(source_or_newest(args.source)) as engine:

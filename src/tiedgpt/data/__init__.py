@@ -13,17 +13,13 @@ For example:
 from tiedgpt.data.corpus import Corpus, Document, FileCorpus, documents
 from tiedgpt.data.encode import Counts, EncodedCorpus, encode_corpus, open_encoded
 from tiedgpt.data.examples import EncodedExamples, Example, ExampleReader
-from tiedgpt.data.executors import in_processes, on_ray
 from tiedgpt.data.order import IGNORED, Batches, in_order, permutation
 from tiedgpt.data.packing import PackedBatches
-from tiedgpt.data.preparation import Preparation
-from tiedgpt.data.prepare import prepare_data, verify_data
+from tiedgpt.data.prepare import plan_preparation, prepare_data, verify_data
 from tiedgpt.data.python_docs import python_documentation
-from tiedgpt.data.readers import has_records
 from tiedgpt.data.shards import Shards, ShardWriter
 from tiedgpt.data.split import Split, plan_split
 from tiedgpt.data.templates import TEMPLATES, Template, read_template, write_template
-from tiedgpt.runtime import count_cores
 
 __all__ = [
     "IGNORED",
@@ -38,20 +34,16 @@ __all__ = [
     "ExampleReader",
     "FileCorpus",
     "PackedBatches",
-    "Preparation",
     "ShardWriter",
     "Shards",
     "Split",
     "Template",
-    "count_cores",
     "documents",
     "encode_corpus",
-    "has_records",
     "in_order",
-    "in_processes",
-    "on_ray",
     "open_encoded",
     "permutation",
+    "plan_preparation",
     "plan_split",
     "prepare_data",
     "python_documentation",

@@ -6,26 +6,27 @@ out, in a directory that appears by one rename once everything in it is on the d
 
 from __future__ import annotations
 
+import hashlib
 import json
 from collections.abc import Callable, Mapping
 from contextlib import ExitStack
 from dataclasses import asdict, astuple, dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from tiedgpt.data.shards import TOKENS_PER_SHARD, ShardWriter
+from tiedgpt.data.shards import TOKENS_PER_SHARD, Shards, ShardWriter
 from tiedgpt.data.split import SIDES, Side, Split
 from tiedgpt.errors import CorruptInputError, UserError
-from tiedgpt.files import replacing, write_json
+from tiedgpt.files import read_json, replacing, write_json
 
 if TYPE_CHECKING:
     from tiedgpt.text import Tokenizer
 
 COUNTS = "counts.json"
 MANIFEST = "manifest.json"
-"""Of a directory of `prepare.py`, in place of counts.json, which it includes."""
+"""Name of the file that replaces counts.json in a directory of `prepare.py`."""
 
 
 @dataclass(frozen=True)
@@ -43,11 +44,39 @@ class Counts:
 
 @dataclass(frozen=True)
 class EncodedCorpus:
-    """A directory of shards and the size of its two sides."""
+    """A directory of shards, and the size of its two sides."""
 
     directory: Path
     train: Counts
     val: Counts
+    files: Mapping[str, int] | None = None
+    """Size in bytes of every file by its path in a prepared directory; None for other ones."""
+
+    def open_shards(self, side: Side) -> Shards:
+        """Return the tokens of a side.
+
+        Raises `CorruptInputError` with the name of a file that is missing or has another size.
+        """
+        if self.files is None:
+            shards = Shards.in_directory(self.directory, side)
+        else:
+            sizes = {self.directory / name: size for name, size in self.files.items()}
+            paths = [path for path in sizes if path.match(f"{side}_*.bin")]
+            for path in paths:
+                if not path.is_file() or path.stat().st_size != sizes[path]:
+                    raise CorruptInputError(
+                        f"{path} is missing or has changed",
+                        hint=f"`tiedgpt data verify {self.directory}` says what to do",
+                    )
+            shards = Shards(sorted(paths))
+        n_tokens = getattr(self, side).tokens
+        if len(shards) != n_tokens:
+            raise CorruptInputError(
+                f"{self.directory} holds {len(shards):,} {side} tokens and {n_tokens:,} were "
+                "written: shards are missing or changed",
+                hint="train in another --out",
+            )
+        return shards
 
 
 def encode_corpus(
@@ -79,7 +108,7 @@ def encode_corpus(
         )
         require_both_sides(counts)
         write_json(temporary / COUNTS, {side: asdict(counts[side]) for side in SIDES})
-    return EncodedCorpus(directory, **counts)
+    return EncodedCorpus(directory, counts["train"], counts["val"])
 
 
 def write_shards(
@@ -133,14 +162,42 @@ def open_encoded(directory: str | Path) -> EncodedCorpus:
 
     Raises:
         UserError: the directory was not made by either.
-        CorruptInputError: its counts cannot be read.
+        CorruptInputError: its counts cannot be read, or its manifest was changed.
     """
-    path = Path(directory) / MANIFEST
-    path = path if path.exists() else path.with_name(COUNTS)
+    directory = Path(directory)
+    if (directory / MANIFEST).exists():
+        manifest = read_sealed(directory / MANIFEST)
+        sizes = {name: size for name, (size, _) in manifest["files"].items()}
+        train, val = (Counts(**manifest[side]) for side in SIDES)
+        return EncodedCorpus(directory, train, val, sizes)
+    path = directory / COUNTS
     try:
         counts = json.loads(path.read_text(encoding="utf-8"))
-        return EncodedCorpus(Path(directory), Counts(**counts["train"]), Counts(**counts["val"]))
+        return EncodedCorpus(directory, Counts(**counts["train"]), Counts(**counts["val"]))
     except OSError as error:
         raise UserError(f"{directory} holds no encoded text ({error.strerror})") from error
     except (ValueError, KeyError, TypeError) as error:
         raise CorruptInputError(f"{path} is damaged: encode the text again") from error
+
+
+def write_sealed(path: Path, facts: dict[str, Any]) -> None:
+    """Write a JSON file that ends with the sha256 of what is before it."""
+    write_json(path, {**facts, "sha256": _seal(facts)})
+
+
+def read_sealed(path: Path) -> dict[str, Any]:
+    """Return the facts of `write_sealed`; raise `CorruptInputError` if one bit has changed."""
+    try:
+        facts = read_json(path)
+        is_intact = facts.pop("sha256", None) == _seal(facts)
+    except CorruptInputError:
+        is_intact = False
+    if not is_intact:
+        raise CorruptInputError(
+            f"{path} is damaged", hint="delete it, and give the command that prepared it again"
+        )
+    return facts
+
+
+def _seal(facts: dict[str, Any]) -> str:
+    return hashlib.sha256(json.dumps(facts).encode()).hexdigest()

@@ -1,272 +1,545 @@
-"""Texts of any size as token shards, in units that any number of processes encode.
+"""Texts of any size as token shards, encoded in parts by any number of processes.
 
-    prepare_data(preparation, DIR)  begins in DIR or goes on there; preparation.py divides the texts
-    encode_unit(DIR, 17)            makes DIR/000017/, with shards and counts, by one rename
+    plan = plan_preparation(["texts"])     the sources, and the parts that they are divided into
+    prepare_data(plan, DIR, workers=8)     encodes the parts that are not in DIR yet
 
-    DIR/tokenizer/, prepare.json     written first: what a unit is, and how it is encoded
-    DIR/000000/, DIR/000001/, ...    the units; one that is there is complete
-    DIR/manifest.json                written last: sizes and sha256 of everything
+    DIR/prepared.json       written first: the sources and the options
+    DIR/tokenizer/
+    DIR/000000/, ...        the parts, each made by one rename: shards and part.json
+    DIR/manifest.json       written last: counts, and size and sha256 of every file
 
-The bytes of a unit are the same whoever encodes it, in whichever order, before or after a kill. A
-worker holds a document in memory at a time, and never a unit.
+The bytes of a part depend on the plan and the tokenizer alone. A worker holds one document in
+memory at a time. The JSON files contain the sha256 of their own content.
 """
 
 from __future__ import annotations
 
 import functools
 import hashlib
+import json
 import os
+import re
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
-from dataclasses import asdict, replace
-from pathlib import Path
-from typing import IO, TYPE_CHECKING, Any
+from concurrent.futures.process import BrokenProcessPool
+from dataclasses import asdict, dataclass, replace
+from itertools import pairwise
+from pathlib import Path, PurePath
+from typing import TYPE_CHECKING, Any, NamedTuple
 
-from tiedgpt.data.corpus import FileCorpus
+from tiedgpt.data.corpus import PEEK_BYTES, FileCorpus, Remarks, documents
 from tiedgpt.data.encode import (
     MANIFEST,
     Counts,
     EncodedCorpus,
     open_encoded,
+    read_sealed,
     require_both_sides,
+    write_sealed,
     write_shards,
 )
-from tiedgpt.data.preparation import Plan, Preparation
-from tiedgpt.data.shards import require_vocabulary
-from tiedgpt.data.split import SIDES
-from tiedgpt.errors import CheckFailedError, TiedGPTError, UserError
-from tiedgpt.files import (
-    PREPARE,
-    lock_file,
-    read_json,
-    remove,
-    remove_leftovers,
-    replacing,
-    write_json,
-    writing,
+from tiedgpt.data.readers import (
+    DECOMPRESSORS,
+    DELIMITERS,
+    PARQUET,
+    Section,
+    count_row_groups,
+    ending,
+    has_records,
 )
+from tiedgpt.data.shards import Shards, require_vocabulary
+from tiedgpt.data.split import SIDES, TARGET_SHARE, Side, Split, plan_split
+from tiedgpt.errors import (
+    CheckFailedError,
+    CorruptInputError,
+    NoRoomError,
+    TiedGPTError,
+    UserError,
+)
+from tiedgpt.files import PREPARED, remove, remove_leftovers, replacing, writing
 
 if TYPE_CHECKING:
     from tiedgpt.text import Tokenizer
 
-TOKENIZER, UNIT, LOCK = "tokenizer", "unit.json", ".lock"
+TOKENIZER, RECORD = "tokenizer", "part.json"
+OWN_NAMES = re.compile(r"\d{6,}|tokenizer|manifest\.json|prepared\.json|\..*\.tmp-.*")
+"""Names of the files and directories in a prepared directory."""
 TOKENIZER_CHARACTERS = 200_000_000
-"""A vocabulary is learned from this much text; more changes it little and takes long."""
-VOCABULARY = 8192
-"""The size of a vocabulary that is learned, unless another is asked for."""
-Encode = Callable[[Path, Sequence[int]], Iterator[int]]
-"""Encodes units of a directory by number, and yields the number of each as it is done."""
+"""Characters of text that a vocabulary is trained on; more takes long and changes it little."""
+VOCAB_SIZE = 8192
+"""Default size of a vocabulary that is trained."""
+LARGE_BYTES = 64_000_000
+"""Size from which a text is split by a threshold of digests, and long documents are cut."""
+PARTS, MIN_PART_BYTES, MAX_PART_BYTES = 32, 1 << 16, 256 << 20
+"""Number of parts to aim at, and the size of the smallest and the largest part."""
+COMPRESSION = 4
+"""Estimated ratio of a text's size to that of its compressed file."""
+HELD_OUT_BYTES = 64_000_000
+"""Maximum size of the validation side of a large text."""
+Progress = Callable[[str, int, int], None]
+"""Receives the stage, "tokenizer" or "encoding", and the bytes done and in all."""
+
+
+class Source(NamedTuple):
+    """A file, or a data set of the hub. It has changed if any field has."""
+
+    name: str
+    size: int
+    mtime_ns: int
+    side: Side
+
+
+class Part(NamedTuple):
+    """Some files, or a section of a large one: the work of one process."""
+
+    side: Side
+    corpus: FileCorpus
+    rules: Split
+    """The split of all parts, without their documents."""
+    n_bytes: int
+
+    def open(self) -> tuple[FileCorpus, Split]:
+        """Return the documents, with remarks of their own, and the same documents split."""
+        corpus, validation = replace(self.corpus, remarks=Remarks()), self.rules.validation
+        if self.side == "train":
+            return corpus, replace(self.rules, corpus=corpus, validation=validation)
+        return corpus, replace(self.rules, corpus=(), validation=corpus)
+
+
+@dataclass(frozen=True)
+class Plan:
+    """The sources of a preparation, and the parts that they are divided into."""
+
+    data: dict[Side, Sequence[str]]
+    reading: dict[str, Any]
+    """The options of `documents`."""
+    sources: list[Source]
+    parts: list[Part]
+    n_bytes: int
+    """Estimated size of the training text."""
+    remarks: Remarks
+    """Remarks on the names of the files; those on their content belong to the parts."""
+    notes: tuple[str, ...] = ()
+
+    def facts(self, tokenizer: str) -> dict[str, Any]:
+        """Return everything that the bytes of the parts depend on, as JSON has it."""
+        facts = {"reading": self.reading, "tokenizer": tokenizer, "parts": len(self.parts)}
+        return {**facts, "sources": [[*source] for source in self.sources]}
+
+    def sample(self, characters: int, progress: Progress | None = None) -> Iterator[str]:
+        """Yield training texts from all parts, at most `characters` together."""
+        parts = [part for part in self.parts if part.side == "train"]
+        total = min(characters, self.n_bytes)
+        for number, part in enumerate(parts, 1):
+            rest = characters // len(parts)
+            for side, document in part.open()[1]:
+                if side == "train":
+                    yield document.text[:rest]
+                    rest -= len(document.text)
+                if rest <= 0:
+                    break
+            if progress is not None:
+                progress("tokenizer", total * number // len(parts), total)
+
+    def texts(self) -> Iterator[str]:
+        """Yield all texts of both sides."""
+        for part in self.parts:
+            yield from (document.text for document in part.open()[0])
+
+
+def plan_preparation(
+    data: Sequence[str],
+    *,
+    val: str | None = None,
+    text_field: str = "text",
+    encoding: str = "auto",
+    keep_end_of_text: bool = False,
+) -> Plan:
+    """Divide files into parts, and decide how they are split; the options are `documents`'s.
+
+    Texts of less than `LARGE_BYTES` are read once to split them exactly. Raises `UserError` if a
+    source is missing or is not a regular file.
+    """
+    reading: dict[str, Any] = {
+        "text_field": text_field,
+        "encoding": encoding,
+        "keep_end_of_text": keep_end_of_text,
+    }
+    names: dict[Side, Sequence[str]] = {"train": data}
+    if val is not None:
+        names["val"] = [val]
+    corpora = {side: documents(sources, **reading) for side, sources in names.items()}
+    sources = [source for side, corpus in corpora.items() for source in _sources(corpus, side)]
+    remarks = Remarks()
+    for corpus in corpora.values():
+        remarks.add(corpus.remarks.to_json())
+    n_bytes = estimate_bytes(corpora["train"])
+    is_large = n_bytes >= LARGE_BYTES
+    corpora = {side: replace(corpus, in_parts=is_large) for side, corpus in corpora.items()}
+    share = min(TARGET_SHARE, HELD_OUT_BYTES / n_bytes) if is_large else None
+    split = plan_split(corpora["train"], corpora.get("val"), share=share)
+    if is_large and val is not None:  # equal documents are not searched, only equal files
+        validation = {*map(os.path.realpath, corpora["val"].paths)}
+        equal = [path for path in corpora["train"].paths if os.path.realpath(path) in validation]
+        split = replace(split, left_out=(*equal,))
+    target = min(MAX_PART_BYTES, max(MIN_PART_BYTES, sum(s.size for s in sources) // PARTS))
+    rules = replace(split, corpus=(), validation=None if val is None else (), left_out=())
+    parts = []
+    for side, corpus in corpora.items():
+        sizes = {source.name: source.size for source in sources if source.side == side}
+        for piece, size in _divide(corpus, sizes, target):
+            parts.append(Part(side, piece, rules, size))
+    return Plan(names, reading, sources, parts, n_bytes, remarks, tuple(split.notes()))
+
+
+def estimate_bytes(corpus: FileCorpus) -> int:
+    """Return about how many bytes of text a corpus has; pipes and standard input count as none."""
+    n_bytes = sum(COMPRESSION * data.n_bytes for data in corpus.hub.values())
+    for path in filter(os.path.isfile, corpus.paths):
+        is_compressed = PurePath(path).suffix.lower() in (*DECOMPRESSORS, PARQUET)
+        n_bytes += os.path.getsize(path) * (COMPRESSION if is_compressed else 1)
+    return n_bytes
+
+
+def _sources(corpus: FileCorpus, side: Side) -> Iterator[Source]:
+    """Yield the files that are text by their name; raise `UserError` for pipes and the like."""
+    for path in corpus.paths:
+        if path in corpus.hub:
+            yield Source(path, corpus.hub[path].n_bytes, 0, side)
+        elif not os.path.isfile(path):
+            name = "standard input" if path == "-" else path
+            raise UserError(f"{name} is no file", hint="write what is to be prepared to one")
+        elif has_records(path) or corpus.is_text(path):
+            status = os.stat(path)
+            yield Source(path, status.st_size, status.st_mtime_ns, side)
+
+
+def _divide(
+    corpus: FileCorpus, sizes: dict[str, int], target: int
+) -> Iterator[tuple[FileCorpus, int]]:
+    """Yield consecutive small files together, sections of large ones, and their size."""
+    paths, n_bytes = list[str](), 0
+    for path, size in sizes.items():
+        sections = _list_sections(path, size, corpus, target)
+        if paths and (sections or n_bytes + size > target):
+            yield corpus.select(paths), n_bytes
+            paths, n_bytes = [], 0
+        for section in sections:
+            yield corpus.select([path], section), size // len(sections)
+        if not sections:
+            paths.append(path)
+            n_bytes += size
+    if paths:
+        yield corpus.select(paths), n_bytes
+
+
+def _list_sections(path: str, size: int, corpus: FileCorpus, target: int) -> list[Section]:
+    """Return the sections that a file is divided into; none if it is read whole."""
+    if path in corpus.hub:
+        n_shards = corpus.hub[path].count_shards()
+        return [(index, n_shards) for index in range(n_shards)]
+    n_sections = -(-size // target)
+    is_stream = PurePath(path).suffix.lower() in DECOMPRESSORS or ending(path) in DELIMITERS
+    if n_sections < 2 or is_stream:
+        return []
+    with open(path, "rb") as file:
+        if ending(path) == PARQUET:
+            size = count_row_groups(file, path)
+        elif not has_records(path) and not (
+            corpus.in_parts and corpus.has_lines(file.read(PEEK_BYTES))
+        ):
+            return []
+    n_sections = min(n_sections, size)
+    cuts = [number * size // n_sections for number in range(n_sections + 1)]
+    return [*pairwise(cuts)] if n_sections > 1 else []
 
 
 def prepare_data(
-    preparation: Preparation,
+    plan: Plan,
     directory: str | Path,
     tokenizer: Tokenizer | str = "bpe",
     *,
-    vocab_size: int = VOCABULARY,
-    encode: Encode | None = None,
+    vocab_size: int = VOCAB_SIZE,
+    workers: int = 1,
+    ray: str | None = None,
     part: tuple[int, int] = (1, 1),
-    progress: Callable[[int, int], None] | None = None,
+    progress: Progress | None = None,
 ) -> EncodedCorpus | None:
-    """Encode files into a directory, or go on there; return what it holds once it is complete.
+    """Encode the parts that a directory does not have; return what it holds once it is complete.
 
-    The tokenizer is one, or "bpe" or "char" to make it of the text. `encode` is how units are
-    encoded: `in_processes(4)`, `on_ray("auto")`; else here, one by one. With `part` (i, n) it
-    is every n-th unit only, from the i-th: other processes encode the others, and the last to end
-    completes the directory. `progress` is called with the bytes of files done, and in all.
+    `tokenizer` "bpe" or "char" trains one on the text. `workers` is the number of processes; `ray`
+    the address of a Ray cluster that sees the files ("auto", or "local" to start one). With `part`
+    (i, n) it is every n-th part only, from the i-th: other processes encode the others, and the
+    last to end completes the directory.
 
     Raises:
-        UserError: the directory was begun with other files or options, or is another's; or as
-            `documents` raises.
+        UserError: the directory was begun with other files or options, or holds something else.
         CorruptInputError: a file is damaged, or changed while it was read.
-        NoRoomError: the disk is full; what is done stays.
+        NoRoomError: the disk is full, or a process was killed; the same command continues.
     """
     directory, (index, n_parts) = Path(directory), part
-    with _lock(directory, wait=n_parts > 1) as lock:
-        if (directory / PREPARE).exists():
-            plan = preparation.open_plan(directory, describe_tokenizer(tokenizer, vocab_size))
-        else:
-            plan = _begin(preparation, directory, tokenizer, vocab_size)
-        if n_parts > 1:  # the units are independent; only beginning is not
-            lock.close()
-        own = range(index - 1, len(plan.units), n_parts)
-        missing = [number for number in own if not is_done(directory, number)]
-        total = sum(plan.units[number].n_bytes for number in own)
-        done = total - sum(plan.units[number].n_bytes for number in missing)
+    facts = plan.facts(describe_tokenizer(tokenizer, vocab_size))
+    _begin(directory, facts)
+    if n_parts == 1:
+        remove_leftovers(directory)
+    trained = _open_tokenizer(plan, directory, tokenizer, vocab_size, progress)
+    identity = hashlib.sha256(json.dumps([facts, trained.to_json()]).encode()).hexdigest()
+    numbers = range(index - 1, len(plan.parts), n_parts)
+    missing = [number for number in numbers if _read_part(directory, number, identity) is None]
+    total = sum(plan.parts[number].n_bytes for number in numbers)
+    done = total - sum(plan.parts[number].n_bytes for number in missing)
+    tasks = [(os.getcwd(), directory, number, plan.parts[number], identity) for number in missing]
+    if progress is not None:
+        progress("encoding", done, total)
+    for number in _run(tasks, workers, ray):
+        done += plan.parts[number].n_bytes
         if progress is not None:
-            progress(done, total)
-        for number in (encode or encode_here)(directory, missing):
-            done += plan.units[number].n_bytes
-            if progress is not None:
-                progress(done, total)
-        if not all(is_done(directory, number) for number in range(len(plan.units))):
-            return None
-        preparation.require_same_sources()
-        if n_parts == 1:
-            return _finish(directory, plan, preparation)
-    with _lock(directory, wait=True):  # several parts may have ended at once
-        return _finish(directory, plan, preparation)
+            progress("encoding", done, total)
+    pins = plan.remarks.pins
+    again = {side: [pins.get(name, name) for name in names] for side, names in plan.data.items()}
+    corpora = {side: documents(names, **plan.reading) for side, names in again.items()}
+    sources = [source for side, corpus in corpora.items() for source in _sources(corpus, side)]
+    if problem := _find_change(facts["sources"], sources):
+        raise CorruptInputError(
+            f"{problem} while it was read", hint="prepare the data in a new directory"
+        )
+    records = [_read_part(directory, number, identity) for number in range(len(plan.parts))]
+    if None in records:
+        return None
+    return _finish(directory, plan, [record for record in records if record is not None])
 
 
-@contextmanager
-def _lock(directory: Path, *, wait: bool) -> Iterator[IO[str]]:
-    """Keep others out of a directory, which is made, while the block runs or the lock is open."""
-    with writing(directory):
-        directory.mkdir(parents=True, exist_ok=True)
-        names = {path.name for path in directory.iterdir() if ".tmp-" not in path.name}
-        if PREPARE not in names and names - {LOCK, TOKENIZER}:
-            raise UserError(f"{directory} is not empty", hint="give --out a new directory")
-        lock = (directory / LOCK).open("a")
-    with lock:
-        if not lock_file(lock, wait=wait):
-            raise UserError(f"{directory} is in use by another process", hint="wait for it")
-        yield lock
-
-
-def _begin(
-    preparation: Preparation, directory: Path, tokenizer: Tokenizer | str, vocab_size: int
-) -> Plan:
-    """Write the tokenizer and the plan of a directory, and return the plan."""
-    from tiedgpt.text import Tokenizer
-
-    description = describe_tokenizer(tokenizer, vocab_size)
-    if tokenizer == "char":
-        tokenizer = Tokenizer.characters(preparation.texts())
-    elif isinstance(tokenizer, str):
-        tokenizer = Tokenizer.train(preparation.sample(TOKENIZER_CHARACTERS), vocab_size)
-    require_vocabulary(len(tokenizer))
-    remove(directory / TOKENIZER)  # what a kill left of it
-    tokenizer.save_pretrained(directory / TOKENIZER)
-    plan = replace(preparation.plan, tokenizer=description)
-    write_json(directory / PREPARE, asdict(plan))
-    return plan
-
-
-def describe_tokenizer(tokenizer: Tokenizer | str, vocab_size: int = VOCABULARY) -> str:
-    """Return what tells a tokenizer, or one that is to be made, from others."""
+def describe_tokenizer(tokenizer: Tokenizer | str, vocab_size: int = VOCAB_SIZE) -> str:
+    """Return words that distinguish a tokenizer, or one to be trained, from others."""
     if isinstance(tokenizer, str):
         return f"bpe of {vocab_size:,}" if tokenizer == "bpe" else tokenizer
     return f"that with the sha256 {hashlib.sha256(tokenizer.to_json().encode()).hexdigest()[:16]}"
 
 
-def encode_here(directory: Path, numbers: Sequence[int]) -> Iterator[int]:
-    """Encode units of a directory in this process; yield the number of each that is done."""
-    for number in numbers:
-        encode_unit(directory, number)
-        yield number
-
-
-def encode_unit(directory: str | Path, number: int) -> None:
-    """Encode one unit of a directory that was begun, unless that is done.
-
-    Raises as `prepare_data`; then nothing of the unit is left.
-    """
-    place = _unit_path(Path(directory), number)
-    if is_done(Path(directory), number):
-        return
-    for path in (place, *place.parent.glob(f".{place.name}.tmp-*")):
-        remove(path)
-    mtime_ns = os.stat(Path(directory, PREPARE)).st_mtime_ns
-    plan, tokenizer = _read_plan_and_tokenizer(directory, mtime_ns)
-    unit = plan.units[number]
-    corpus = plan.corpus(unit)
-    with replacing(place) as temporary:
-        temporary.mkdir()
-        counts = write_shards(plan.split(unit, corpus), tokenizer, temporary)
-        record: dict[str, Any] = {side: asdict(counts[side]) for side in SIDES}
-        record["files"] = {path.name: _identify(path) for path in sorted(temporary.iterdir())}
-        record["remarks"] = corpus.remarks()
-        write_json(temporary / UNIT, record)
-
-
-@functools.lru_cache(1)
-def _read_plan_and_tokenizer(directory: str | Path, mtime_ns: int) -> tuple[Plan, Tokenizer]:
-    """Return what encoding needs; it is read once, unless the plan's file changes."""
-    from tiedgpt.text import Tokenizer
-
-    return Plan.read(Path(directory)), Tokenizer.from_pretrained(Path(directory) / TOKENIZER)
-
-
-def _unit_path(directory: Path, number: int) -> Path:
-    return directory / f"{number:06d}"
-
-
-def _identify(path: Path) -> tuple[int, str]:
-    """Return a file's size and its sha256."""
-    with open(path, "rb") as file:
-        return path.stat().st_size, hashlib.file_digest(file, "sha256").hexdigest()
-
-
-def is_done(directory: Path, number: int) -> bool:
-    """Whether a unit of a directory is there, with files of the sizes that they were written in."""
-    place = _unit_path(directory, number)
+def is_begun(directory: Path, plan: Plan, tokenizer: Tokenizer) -> bool:
+    """Return whether a directory was begun with this plan and this tokenizer."""
     try:
-        files = read_json(place / UNIT)["files"]
-        return all((place / name).stat().st_size == size for name, (size, _) in files.items())
-    except (TiedGPTError, OSError, KeyError, TypeError, ValueError, AttributeError):
+        return read_sealed(directory / PREPARED) == plan.facts(describe_tokenizer(tokenizer))
+    except TiedGPTError:
         return False
 
 
-def _finish(directory: Path, plan: Plan, preparation: Preparation) -> EncodedCorpus:
-    """Write the manifest of a directory whose units are all there."""
-    counts = dict.fromkeys(SIDES, Counts())
-    tokenizer = sorted((directory / TOKENIZER).iterdir())
-    files = {f"{TOKENIZER}/{path.name}": _identify(path) for path in tokenizer}
-    remarks = FileCorpus("")
-    for each in preparation.remarks:
-        remarks.add_remarks(each)
-    for number in range(len(plan.units)):
-        place = _unit_path(directory, number)
-        record = read_json(place / UNIT)
-        counts = {side: counts[side] + Counts(**record[side]) for side in SIDES}
-        files |= {f"{place.name}/{name}": identity for name, identity in record["files"].items()}
-        remarks.add_remarks(record["remarks"])
+def _begin(directory: Path, facts: dict[str, Any]) -> None:
+    """Write the facts of a preparation; raise `UserError` if the directory has others."""
+    path = directory / PREPARED
+    with writing(directory):
+        directory.mkdir(parents=True, exist_ok=True)
+        names = [name for name in os.listdir(directory) if not OWN_NAMES.fullmatch(name)]
+    if not path.exists():
+        if names:
+            raise UserError(f"{directory} is not empty", hint="give --out a new directory")
+        write_sealed(path, facts)
+    begun = read_sealed(path)
+    then, now = ({**each["reading"], "tokenizer": each["tokenizer"]} for each in (begun, facts))
+    for name in now:
+        if then.get(name) != now[name]:
+            raise UserError(
+                f"is {now[name]}, and {directory} was begun with {then.get(name)}",
+                hint="give another --out",
+                option=name,
+            )
+    if begun != facts:
+        problem = _find_change(begun["sources"], facts["sources"]) or "the division changed"
+        raise UserError(
+            f"{problem} since {directory} was begun", hint="prepare the data in a new directory"
+        )
+
+
+def _find_change(then: Sequence[Sequence[Any]], now: Sequence[Sequence[Any]]) -> str:
+    """Return in words how two lists of sources differ; "" if they do not."""
+    before, after = ({(s[0], s[3]): [*s] for s in sources} for sources in (then, now))
+    for key in [*before, *after]:
+        if before.get(key) != after.get(key):
+            verb = "is new" if key not in before else "changed" if key in after else "is gone"
+            return f"{key[0]} {verb}"
+    return "" if [*before] == [*after] else "the order of the files changed"
+
+
+def _open_tokenizer(
+    plan: Plan,
+    directory: Path,
+    tokenizer: Tokenizer | str,
+    vocab_size: int,
+    progress: Progress | None,
+) -> Tokenizer:
+    """Return the tokenizer of a directory; train or copy it first if it is not there."""
+    from tiedgpt.text import Tokenizer
+
+    place = directory / TOKENIZER
+    if not place.is_dir():
+        if tokenizer == "char":
+            tokenizer = Tokenizer.characters(plan.texts())
+        elif isinstance(tokenizer, str):
+            tokenizer = Tokenizer.train(plan.sample(TOKENIZER_CHARACTERS, progress), vocab_size)
+        require_vocabulary(len(tokenizer))
+        try:
+            with replacing(place) as temporary:
+                tokenizer.save_pretrained(temporary)
+        except UserError:
+            if not place.is_dir():  # another task of an array may have been first
+                raise
+    return Tokenizer.from_pretrained(place)
+
+
+def _run(tasks: Sequence[tuple[Any, ...]], workers: int, ray: str | None) -> Iterator[int]:
+    """Encode parts, and yield the number of each as it is done."""
+    from joblib import Parallel, delayed, parallel_config
+
+    if ray is not None:
+        _connect_to_ray(ray)
+        with parallel_config(backend="ray"):
+            yield from Parallel(n_jobs=-1, batch_size=1)(delayed(_encode_part)(*t) for t in tasks)
+        return
+    if min(workers, len(tasks)) < 2:
+        yield from (_encode_part(*task) for task in tasks)
+        return
+    pool = Parallel(min(workers, len(tasks)), batch_size=1, return_as="generator_unordered")
+    try:
+        yield from pool(delayed(_encode_part)(*task) for task in tasks)
+    except BrokenProcessPool:
+        raise NoRoomError(
+            "a process that encodes was killed, perhaps for the memory that it took",
+            hint="the same command continues; give fewer --workers",
+        ) from None
+
+
+def _connect_to_ray(address: str) -> None:
+    """Make Ray a backend of joblib; raise `UserError` without the package or the cluster."""
+    try:
+        import ray
+        from ray.util.joblib import register_ray
+    except ImportError:
+        raise UserError("--ray needs the package ray", hint="pip install 'tiedgpt[ray]'") from None
+    try:
+        ray.init(address, ignore_reinit_error=True, log_to_driver=False)
+    except (ConnectionError, ValueError, RuntimeError) as error:
+        raise UserError(f"--ray {address}: {error}", hint="`ray start` starts a cluster") from None
+    register_ray()
+
+
+def _encode_part(cwd: str, directory: Path, number: int, part: Part, identity: str) -> int:
+    """Encode a part of a directory; return its number. An exception leaves nothing behind."""
+    os.chdir(cwd)  # which a node of a cluster does not share
+    place = directory / f"{number:06d}"
+    if _read_part(directory, number, identity) is not None:
+        return number
+    remove(place)
+    try:
+        with replacing(place) as temporary:
+            temporary.mkdir()
+            corpus, split = part.open()
+            counts = write_shards(split, _load_tokenizer(directory, identity), temporary)
+            files = {path.name: _identify(path) for path in sorted(temporary.iterdir())}
+            record = {"identity": identity, "counts": {s: asdict(counts[s]) for s in SIDES}}
+            record |= {"files": files, "remarks": corpus.remarks.to_json()}
+            write_sealed(temporary / RECORD, record)
+    except UserError:
+        if _read_part(directory, number, identity) is None:  # else another process was first
+            raise
+    return number
+
+
+@functools.lru_cache(1)
+def _load_tokenizer(directory: Path, identity: str) -> Tokenizer:
+    from tiedgpt.text import Tokenizer
+
+    return Tokenizer.from_pretrained(directory / TOKENIZER)
+
+
+def _read_part(directory: Path, number: int, identity: str) -> dict[str, Any] | None:
+    """Return the record of a part whose files are all there; None for any other."""
+    place = directory / f"{number:06d}"
+    try:
+        record = read_sealed(place / RECORD)
+        sizes = {place / name: size for name, (size, _) in record["files"].items()}
+        is_there = all(path.stat().st_size == size for path, size in sizes.items())
+    except (TiedGPTError, OSError):
+        return None
+    return record if is_there and record["identity"] == identity else None
+
+
+def _identify(path: Path) -> list[int | str]:
+    """Return the size and the sha256 of a file."""
+    with open(path, "rb") as file:
+        return [path.stat().st_size, hashlib.file_digest(file, "sha256").hexdigest()]
+
+
+def _finish(directory: Path, plan: Plan, records: Sequence[dict[str, Any]]) -> EncodedCorpus:
+    """Write the manifest of a directory that has all parts."""
+    paths = [directory / PREPARED, *sorted((directory / TOKENIZER).iterdir())]
+    counts, remarks = dict.fromkeys(SIDES, Counts()), Remarks()
+    remarks.add(plan.remarks.to_json())
+    files = dict[str, list[int | str]]()
+    for number, record in enumerate(records):
+        place = directory / f"{number:06d}"
+        for side in SIDES:
+            part = Counts(**record["counts"][side])
+            shards = Shards(sorted(place.glob(f"{side}_*.bin")))
+            if len(shards) != part.tokens:
+                raise CorruptInputError(
+                    f"{place} has {len(shards):,} {side} tokens and {part.tokens:,} were written",
+                    hint="delete it, and give the same command again",
+                )
+            counts[side] += part
+        files |= {f"{place.name}/{name}": each for name, each in record["files"].items()}
+        remarks.add(record["remarks"])
+        paths.append(place / RECORD)
     require_both_sides(counts)
-    manifest: dict[str, Any] = {side: asdict(counts[side]) for side in SIDES}
-    manifest |= {"reading": plan.reading, "tokenizer": plan.tokenizer}
-    manifest["sources"] = [source.identity for source in plan.sources]
-    write_json(directory / MANIFEST, manifest | {"files": files, "notes": remarks.notes()})
+    files |= {path.relative_to(directory).as_posix(): _identify(path) for path in paths}
+    facts: dict[str, Any] = {side: asdict(counts[side]) for side in SIDES}
+    notes = [*plan.notes, *remarks.notes()]
+    write_sealed(
+        directory / MANIFEST, {**facts, "notes": notes, "files": dict(sorted(files.items()))}
+    )
     remove_leftovers(directory)
     return open_encoded(directory)
 
 
 def require_complete(directory: Path) -> None:
-    """Raise `UserError` for a directory that has no manifest yet."""
+    """Raise `UserError` for a directory without a manifest."""
     if not (directory / MANIFEST).exists():
-        raise UserError(f"{directory} is not complete", hint="`tiedgpt data prepare` goes on there")
+        raise UserError(f"{directory} is not complete", hint="`tiedgpt data prepare` completes it")
 
 
 def read_notes(directory: str | Path) -> list[str]:
-    """Return what is worth telling of the texts in a complete directory."""
-    return list(read_json(Path(directory) / MANIFEST)["notes"])
+    """Return notes on the texts in a complete directory."""
+    return list(read_sealed(Path(directory) / MANIFEST)["notes"])
 
 
-def verify_data(
-    directory: str | Path, progress: Callable[[int, int], None] | None = None
-) -> EncodedCorpus:
-    """Read every file of a complete directory again, and compare it with the manifest.
+def verify_data(directory: str | Path, progress: Progress | None = None) -> EncodedCorpus:
+    """Read every file of a complete directory, and compare it with the manifest.
 
-    `progress` is called with the bytes done, and in all. Raises `CheckFailedError` where a file is
-    missing or has changed, `UserError` where the directory is not complete.
+    Raises `CheckFailedError` if a file is missing or has changed, `UserError` if the directory is
+    not complete.
     """
     directory = Path(directory)
     require_complete(directory)
-    listed = read_json(directory / MANIFEST)["files"].items()
-    files = {name: (size, sha256) for name, (size, sha256) in listed}
-    wrong, done, total = [], 0, sum(size for size, _ in files.values())
+    try:
+        files = read_sealed(directory / MANIFEST)["files"]
+        encoded = open_encoded(directory)
+    except CorruptInputError as error:
+        raise CheckFailedError(error.message, hint=error.hint) from None
+    damaged, done, total = list[str](), 0, sum(size for size, _ in files.values())
     for name, identity in files.items():
         path = directory / name
         if not path.is_file() or _identify(path) != identity:
-            wrong.append(name)
+            damaged.append(name)
         done += identity[0]
         if progress is not None:
-            progress(done, total)
-    if wrong:
-        units = sorted({name.partition("/")[0] for name in wrong})
+            progress("verifying", done, total)
+    if damaged:
+        names = ", ".join(damaged[:3]) + ", ..." * (len(damaged) > 3)
+        tops = sorted({name.partition("/")[0] for name in damaged})
+        delete = ", ".join(tops[:3]) + ", ..." * (len(tops) > 3)
         raise CheckFailedError(
-            f"{directory}: {len(wrong):,} of {len(files):,} files are missing or have changed: "
-            f"{', '.join(wrong[:3])}{', ...' * (len(wrong) > 3)}",
-            hint=f"delete {', '.join(units[:3])}{', ...' * (len(units) > 3)} in it, and give the "
-            "command that prepared it again",
+            f"{directory}: {len(damaged):,} of {len(files):,} files are missing or have changed: "
+            f"{names}",
+            hint=f"delete {delete} in it, and give the command that prepared it again",
         )
-    return open_encoded(directory)
+    for side in SIDES:
+        encoded.open_shards(side)
+    return encoded

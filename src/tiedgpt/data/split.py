@@ -1,7 +1,7 @@
 """Split documents into training and validation by their content, never by a seed.
 
-A corpus comes in; `plan_split` reads it once for lengths and digests. The `Split` that it returns
-yields (side, document) pairs in the corpus' order. Runs with different seeds have the same
+`plan_split` reads a corpus once for lengths and digests. The `Split` that it returns yields
+(side, document) pairs in the order of the corpus. Runs with different seeds have the same
 validation set, so their losses can be compared.
 """
 
@@ -17,17 +17,17 @@ from tiedgpt.errors import UserError
 Side = Literal["train", "val"]
 SIDES: tuple[Side, ...] = "train", "val"
 
-TARGET = 0.10
-"""The share of all characters that goes to validation."""
-AT_LEAST = 0.05
-"""With a smaller share in whole documents, every document is cut."""
-AT_MOST = 0.20
-"""A document that would make the share larger stays in training."""
+TARGET_SHARE = 0.10
+"""Share of all characters that validates."""
+MIN_SHARE = 0.05
+"""Share below which the last tenth of every document validates instead."""
+MAX_SHARE = 0.20
+"""Share that a single document may not push validation above."""
 
 
 @dataclass(frozen=True)
 class Threshold:
-    """The digests below a share of all that there can be: a split that needs to know no text."""
+    """The set of the lowest digests: a share of all possible ones, chosen without reading."""
 
     share: float
 
@@ -42,13 +42,15 @@ class Split:
 
     corpus: Corpus
     validation: Corpus | None
-    """A corpus of its own for validation, as the user named it."""
+    """The corpus that validates; None if a part of `corpus` does."""
     held_out: frozenset[bytes] | Threshold
     """SHA-256 digests of the texts that are not trained on."""
     is_cut: bool
-    """The first nine tenths of every document train, the last tenth validates."""
+    """Whether the last tenth of every document validates."""
     characters: int
     """Characters of both sides together."""
+    left_out: tuple[str, ...] = ()
+    """Names of the training documents that are also in `validation`."""
 
     def __iter__(self) -> Iterator[tuple[Side, Document]]:
         """Yield each document, or each of its two parts, with its side."""
@@ -62,8 +64,18 @@ class Split:
         for document in self.validation or ():
             yield "val", document
 
+    def notes(self) -> list[str]:
+        """Return a note on the documents that are left out, if there are any."""
+        count, names = len(self.left_out), ", ".join(self.left_out[:3])
+        more = ", ..." * (count > 3)
+        documents = "document is" if count == 1 else "documents are"
+        note = f"{count:,} {documents} also in --val and not trained on: {names}{more}"
+        return [note] if count else []
 
-def plan_split(corpus: Corpus, validation: Corpus | None = None) -> Split:
+
+def plan_split(
+    corpus: Corpus, validation: Corpus | None = None, *, share: float | None = None
+) -> Split:
     """Return a split of a corpus into training and validation, by document.
 
     Documents go to validation in the order of their SHA-256 until they have a tenth of all
@@ -71,29 +83,40 @@ def plan_split(corpus: Corpus, validation: Corpus | None = None) -> Split:
     less than a twentieth (one long text, a few equal ones), the last tenth of every document
     validates, cut at a line break if one is near. Equal documents are always on the same side.
     With `validation`, the whole corpus trains, except documents that are also in `validation`.
+    With `share`, the corpus is not read: the documents with the lowest digests validate.
 
     Raises:
         UserError: no text would be left to train on, or there is none to validate on.
     """
-    sizes = _sizes(corpus)
     if validation is not None:
         held_out = _sizes(validation)
-        total = sum(n for key, n in sizes.items() if key not in held_out)
+        if not held_out:
+            raise UserError("the validation text is empty", hint="name a file with text")
+        digests = frozenset(held_out)
+        if share is not None:
+            return Split(corpus, validation, digests, is_cut=False, characters=0)
+        total, left_out = 0, list[str]()
+        for document in corpus:
+            if digest(document.text) in digests:
+                left_out.append(document.name)
+            else:
+                total += len(document.text)
         if not total:
             raise UserError(
                 "every training document is also validation text", hint="name other text"
             )
-        if not held_out:
-            raise UserError("the validation text is empty", hint="name a file with text")
         total += sum(held_out.values())
-        return Split(corpus, validation, frozenset(held_out), is_cut=False, characters=total)
+        return Split(corpus, validation, digests, False, total, tuple(left_out))
+    if share is not None:
+        return Split(corpus, None, Threshold(share), is_cut=False, characters=0)
+    sizes = _sizes(corpus)
     total, taken = sum(sizes.values()), 0
     chosen = set()
     for key in sorted(sizes):
-        if taken < TARGET * total and taken + sizes[key] <= AT_MOST * total:
+        if taken < TARGET_SHARE * total and taken + sizes[key] <= MAX_SHARE * total:
             chosen.add(key)
             taken += sizes[key]
-    is_cut = taken < AT_LEAST * total
+    is_cut = taken < MIN_SHARE * total
     if total < 2:
         raise UserError(
             f"{total} characters cannot be split into training and validation",

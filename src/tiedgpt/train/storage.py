@@ -24,7 +24,7 @@ from typing import IO, TYPE_CHECKING, Any
 import tiedgpt
 from tiedgpt.core.config import GPTConfig
 from tiedgpt.errors import CorruptInputError, TiedGPTError, UserError
-from tiedgpt.files import PREPARE, lock_file, remove, remove_leftovers, replacing, sync, writing
+from tiedgpt.files import PREPARED, lock_file, remove, remove_leftovers, replacing, sync, writing
 from tiedgpt.train.metrics import PART, History, read_history, read_metrics
 from tiedgpt.train.options import AUTO, DURATIONS
 from tiedgpt.train.plan import Plan
@@ -62,7 +62,7 @@ class RunDirectory:
             existed = self.path.exists()
             if existed and not self.path.is_dir():
                 raise UserError(f"{self.path} is a file", hint="give --out a directory")
-            marks = (self.lock_file, self.record, self.data / PREPARE)
+            marks = (self.lock_file, self.record, self.data / PREPARED)
             a_run = any(path.exists() for path in marks)
             if existed and not a_run and any(self.path.iterdir()):
                 raise UserError(
@@ -118,7 +118,7 @@ class RunDirectory:
                 hint="give another --out",
             )
         remove(self.tokenizer)
-        if not (self.data / PREPARE).exists():
+        if not (self.data / PREPARED).exists():
             remove(self.data)
 
     def is_finished(self) -> bool:

@@ -5,8 +5,8 @@ from tiedgpt.train.objective import Sources
 from tiedgpt.train.objectives.choose import Choose
 from tiedgpt.train.objectives.classify import Classify
 from tiedgpt.train.objectives.labelled import Labelled, LabelSources
+from tiedgpt.train.objectives.prepared import is_prepared, open_texts
 from tiedgpt.train.objectives.replies import ReplySources, has_examples
-from tiedgpt.train.objectives.units import is_prepared, open_texts
 from tiedgpt.train.tune_options import AnyOptions, TuneOptions
 
 LABELLED: dict[str, type[Labelled]] = {"classify": Classify, "choose": Choose}

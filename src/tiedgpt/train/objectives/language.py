@@ -37,7 +37,7 @@ from tiedgpt.data import (
     write_template,
 )
 from tiedgpt.data.encode import COUNTS
-from tiedgpt.errors import CorruptInputError, UserError
+from tiedgpt.errors import UserError
 from tiedgpt.evaluate.perplexity import Score, score
 from tiedgpt.files import remove
 from tiedgpt.infer import Engine
@@ -141,7 +141,8 @@ class TextSources(Sources):
     def notes(self, run: RunDirectory) -> list[str]:
         """Return what is worth telling of the texts."""
         corpora = (each.corpus for each in (self.corpus, self.validation) if each is not None)
-        return [note for part in corpora if isinstance(part, FileCorpus) for note in part.notes()]
+        files = [corpus for corpus in corpora if isinstance(corpus, FileCorpus)]
+        return [*self.split.notes(), *(note for part in files for note in part.remarks.notes())]
 
     def make(self, run: RunDirectory, options: AnyOptions, basis: Basis) -> Pair:
         """Return a language model, and the shards to train it on."""
@@ -198,8 +199,7 @@ def open_text(
     An evaluation of some batches takes windows spread evenly over the validation text.
     """
     encoded = open_encoded(directory)
-    train = _open_shards(directory, "train", encoded.train)
-    held = _open_shards(directory, "val", encoded.val)
+    train, held = encoded.open_shards("train"), encoded.open_shards("val")
     description = {
         "text": _describe_text(encoded.train, encoded.val),
         "tokens": f"{describe_tokens(tokenizer)}, "
@@ -240,18 +240,6 @@ def _describe_text(train: Counts, val: Counts) -> str:
         f"{format_count(train.documents, 'document')}, {train.utf8_bytes / 1e6:.2f} MB, "
         f"{train.tokens:,} tokens; to validate on: {of}{val.tokens:,} tokens"
     )
-
-
-def _open_shards(directory: Path, side: str, counts: Counts) -> Shards:
-    """Open a side; it holds what was counted when it was written."""
-    shards = Shards.in_directory(directory, side)
-    if len(shards) != counts.tokens:
-        raise CorruptInputError(
-            f"{directory} holds {len(shards):,} {side} tokens and {counts.tokens:,} were written: "
-            "shards are missing or changed",
-            hint="train in another --out",
-        )
-    return shards
 
 
 @dataclass(frozen=True)

@@ -23,7 +23,6 @@ from tiedgpt.data import (
     ExampleReader,
     PackedBatches,
     documents,
-    has_records,
 )
 from tiedgpt.errors import UserError
 from tiedgpt.evaluate.perplexity import totals
@@ -56,7 +55,7 @@ def has_examples(options: TuneOptions) -> bool:
         return True
     corpus = documents(options.data)
     of_text = options.text_field != TuneOptions.text_field
-    if of_text or not any(map(has_records, corpus.paths)):
+    if of_text or not corpus.has_records:
         return False
     reader = ExampleReader(corpus, Tokenizer.characters(["a"]), skip_bad=options.skip_bad)
     return reader.kind != "text"

@@ -1,4 +1,4 @@
-"""Training on prepared directories and on large texts, which are prepared on the way."""
+"""Training on prepared directories, and on large texts, which training prepares itself."""
 
 import hashlib
 import json
@@ -8,11 +8,12 @@ import pytest
 
 from tiedgpt import Tokenizer
 from tiedgpt.cli.main import main
-from tiedgpt.data import Preparation, preparation, prepare_data
+from tiedgpt.data import plan_preparation, prepare_data
+from tiedgpt.data import prepare as preparation
 from tiedgpt.errors import UserError
 from tiedgpt.train import TrainOptions, train
 from tiedgpt.train.events import AlreadyFinished, Ended
-from tiedgpt.train.objectives import units
+from tiedgpt.train.objectives import prepared
 
 TEXTS = [f"Document {n} says that {n} times {n} is {n * n}." for n in range(400)]
 TINY = {"size": "nano", "context": 16, "batch_size": 2, "steps": 2, "dtype": "fp32"}
@@ -21,7 +22,7 @@ TINY = {"size": "nano", "context": 16, "batch_size": 2, "steps": 2, "dtype": "fp
 @pytest.fixture
 def text(tmp_path, monkeypatch) -> Path:
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(preparation, "LEAST_UNIT", 4000)
+    monkeypatch.setattr(preparation, "MIN_PART_BYTES", 4000)
     path = tmp_path / "text.jsonl"
     path.write_text("".join(json.dumps({"text": each}) + "\n" for each in TEXTS))
     return path
@@ -30,9 +31,9 @@ def text(tmp_path, monkeypatch) -> Path:
 @pytest.fixture
 def large(text, monkeypatch) -> Path:
     """The same text, which counts as large."""
-    for module in (preparation, units):
-        monkeypatch.setattr(module, "LARGE", 1)
-    monkeypatch.setattr(units, "count_cores", lambda: 1)
+    for module in (preparation, prepared):
+        monkeypatch.setattr(module, "LARGE_BYTES", 1)
+    monkeypatch.setattr(prepared, "count_cores", lambda: 1)
     return text
 
 
@@ -42,7 +43,7 @@ def run(out: str, *data: object, **options) -> object:
 
 
 def test_a_prepared_directory_is_trained_on_with_its_own_tokenizer(text, tmp_path):
-    encoded = prepare_data(Preparation([str(text)]), tmp_path / "data", vocab_size=300)
+    encoded = prepare_data(plan_preparation([str(text)]), tmp_path / "data", vocab_size=300)
     assert isinstance(run("run", tmp_path / "data"), Ended)
     ours, theirs = (Tokenizer.from_pretrained(p) for p in ("run/tokenizer", "data/tokenizer"))
     assert ours.to_json() == theirs.to_json()
@@ -59,17 +60,17 @@ def test_a_prepared_directory_is_trained_on_with_its_own_tokenizer(text, tmp_pat
     [({"val": "text.jsonl"}, "val"), ({"text_field": "body"}, "text_field")],
 )
 def test_what_was_decided_beforehand_is_refused(text, options, option):
-    prepare_data(Preparation([str(text)]), "data", "char")
+    prepare_data(plan_preparation([str(text)]), "data", "char")
     with pytest.raises(UserError, match="was decided when data was prepared") as caught:
         run("run", "data", **options)
     assert caught.value.options == (option,)
 
 
 def test_a_directory_that_is_not_complete_and_another_tokenizer_are_refused(text, tmp_path):
-    prepare_data(Preparation([str(text)]), "begun", "char", part=(1, 2))
+    prepare_data(plan_preparation([str(text)]), "begun", "char", part=(1, 2))
     with pytest.raises(UserError, match="begun is not complete"):
         run("run", "begun")
-    prepare_data(Preparation([str(text)]), "data", "char")
+    prepare_data(plan_preparation([str(text)]), "data", "char")
     Tokenizer.train(TEXTS, 300).save_pretrained("other")
     with pytest.raises(UserError, match="another tokenizer than that of other"):
         run("run", "data", tokenizer="other")
@@ -79,7 +80,7 @@ def test_a_directory_that_is_not_complete_and_another_tokenizer_are_refused(text
 
 
 def test_a_shard_that_lost_tokens_is_refused(text, tmp_path):
-    prepare_data(Preparation([str(text)]), "data", "char")
+    prepare_data(plan_preparation([str(text)]), "data", "char")
     next(Path("data").glob("*/train_000000.bin")).unlink()
     assert main(["train", "data", "--out", "run", "--steps", "1", "--context", "16"]) == 3
 
@@ -95,7 +96,7 @@ def test_a_large_text_is_prepared_in_the_run_and_known_by_its_date(large, tmp_pa
 
 
 def interrupt(run_: str, *data: object, **options) -> None:
-    """Begin a run, and interrupt it after the third unit."""
+    """Begin a run, and interrupt it after the third part."""
 
     def progress(done: int, total: int) -> None:
         calls.append(done)
@@ -113,7 +114,7 @@ def test_an_interrupted_preparation_goes_on_unless_other_things_are_asked_for(la
     kept = tmp_path / "run" / "data" / "000001" / "train_000000.bin"
     before = kept.stat().st_ino
     assert isinstance(run("run", large), Ended)
-    assert kept.stat().st_ino == before, "the unit was encoded once"
+    assert kept.stat().st_ino == before, "the part was encoded once"
     run("whole", large)
     manifests = [tmp_path / name / "data" / "manifest.json" for name in ("run", "whole")]
     assert len({hashlib.sha256(path.read_bytes()).hexdigest() for path in manifests}) == 1
@@ -122,6 +123,6 @@ def test_an_interrupted_preparation_goes_on_unless_other_things_are_asked_for(la
     assert Tokenizer.from_pretrained("other/data/tokenizer").kind == "char"
     interrupt("small", large)
     Path("small.txt").write_text("\n".join(TEXTS))
-    units.LARGE = 10**9
+    prepared.LARGE_BYTES = 10**9
     assert isinstance(run("small", "small.txt"), Ended)
     assert (tmp_path / "small" / "data" / "counts.json").exists()

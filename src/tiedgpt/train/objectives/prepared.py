@@ -1,4 +1,4 @@
-"""Texts in units (`data/prepare.py`): those too large to hold, and those prepared beforehand."""
+"""Large texts, encoded in parts by all cores, and directories of `tiedgpt data prepare`."""
 
 from __future__ import annotations
 
@@ -7,18 +7,20 @@ import json
 from collections.abc import Iterable
 from pathlib import Path
 
-from tiedgpt.data import FileCorpus, Preparation, count_cores, in_processes, prepare_data
+from tiedgpt.data import FileCorpus, plan_preparation, prepare_data
 from tiedgpt.data.encode import MANIFEST
-from tiedgpt.data.preparation import LARGE, estimate_bytes
 from tiedgpt.data.prepare import (
+    LARGE_BYTES,
     TOKENIZER,
     TOKENIZER_CHARACTERS,
-    describe_tokenizer,
+    estimate_bytes,
+    is_begun,
     read_notes,
     require_complete,
 )
-from tiedgpt.errors import TiedGPTError, UserError
-from tiedgpt.files import PREPARE, remove
+from tiedgpt.errors import UserError
+from tiedgpt.files import PREPARED, remove
+from tiedgpt.runtime import count_cores
 from tiedgpt.text import Tokenizer
 from tiedgpt.train.objective import Progress
 from tiedgpt.train.objectives.language import TextSources
@@ -28,8 +30,8 @@ from tiedgpt.train.tune_options import AnyOptions
 
 
 def is_prepared(data: Iterable[str]) -> bool:
-    """Whether one of the sources is a directory of `tiedgpt data prepare`."""
-    return any((Path(source) / PREPARE).is_file() for source in data)
+    """Return whether one of the sources is a directory of `tiedgpt data prepare`."""
+    return any((Path(source) / PREPARED).is_file() for source in data)
 
 
 def open_texts(options: AnyOptions) -> TextSources:
@@ -38,55 +40,54 @@ def open_texts(options: AnyOptions) -> TextSources:
         return PreparedSources(options)
     sources = TextSources(options)
     files = sources.corpus.corpus
-    is_large = isinstance(files, FileCorpus) and estimate_bytes(files) >= LARGE
+    is_large = isinstance(files, FileCorpus) and estimate_bytes(files) >= LARGE_BYTES
     return LargeSources(options) if is_large else sources
 
 
 class LargeSources(TextSources):
-    """Files that are never held: they are known by sizes and dates, and encoded by all cores."""
+    """Files that are never held in memory, and identified by name, size and date."""
 
     def __init__(self, options: AnyOptions) -> None:
-        self.preparation = Preparation(options.data, val=options.val, **options.reading)
+        self.plan = plan_preparation(options.data, val=options.val, **options.reading)
 
     def digest(self) -> str:
         """Return a sha256 of the names, sizes and dates of the files."""
-        return self.preparation.digest()
+        return hashlib.sha256(json.dumps(self.plan.facts("")).encode()).hexdigest()
 
     def texts(self) -> tuple[Iterable[str], Iterable[str]]:
-        """Return a sample of the texts that are trained on, and all of them."""
-        return self.preparation.sample(TOKENIZER_CHARACTERS), self.preparation.texts()
+        """Return a sample of the training texts, and all texts."""
+        return self.plan.sample(TOKENIZER_CHARACTERS), self.plan.texts()
 
     def count_characters(self) -> int:
-        """Return how long the texts are, about."""
-        return self.preparation.n_bytes
+        """Return the estimated length of the texts."""
+        return self.plan.n_bytes
 
     def is_encoded(self, run: RunDirectory) -> bool:
-        """Whether an earlier call encoded the texts."""
-        if not (run.tokenizer.is_dir() and (run.data / MANIFEST).exists()):
-            return False
-        return self._has_begun(run, Tokenizer.from_pretrained(run.tokenizer))
+        """Return whether an earlier call encoded the texts."""
+        return (
+            run.tokenizer.is_dir()
+            and (run.data / MANIFEST).exists()
+            and is_begun(run.data, self.plan, Tokenizer.from_pretrained(run.tokenizer))
+        )
 
     def encode(self, tokenizer: Tokenizer, run: RunDirectory, progress: Progress | None) -> None:
-        """Write the texts as shards of tokens, or go on with it."""
-        if not self._has_begun(run, tokenizer):
+        """Write the texts as shards of tokens, or continue an interrupted call."""
+        if not is_begun(run.data, self.plan, tokenizer):
             remove(run.data)
-        processes = in_processes(count_cores())
-        prepare_data(self.preparation, run.data, tokenizer, encode=processes, progress=progress)
 
-    def _has_begun(self, run: RunDirectory, tokenizer: Tokenizer) -> bool:
-        try:
-            self.preparation.open_plan(run.data, describe_tokenizer(tokenizer))
-        except TiedGPTError:
-            return False
-        return True
+        def show(_: str, done: int, total: int) -> None:
+            if progress is not None:
+                progress(done, total)
+
+        prepare_data(self.plan, run.data, tokenizer, workers=count_cores(), progress=show)
 
     def notes(self, run: RunDirectory) -> list[str]:
-        """Return what is worth telling of the texts."""
+        """Return notes on the texts."""
         return read_notes(self.shards(run))
 
 
 class PreparedSources(LargeSources):
-    """What `tiedgpt data prepare` wrote, with a tokenizer of its own."""
+    """A directory of `tiedgpt data prepare`, with its own tokenizer."""
 
     tokenizer: Tokenizer
 
@@ -102,14 +103,11 @@ class PreparedSources(LargeSources):
                 raise UserError(f"was decided when {self.path} was prepared", option=name)
         require_complete(self.path)
         self.tokenizer = Tokenizer.from_pretrained(self.path / TOKENIZER)
-        theirs = options.start if options.tokenizer == "bpe" else options.tokenizer
-        if theirs is not None:
-            self._require_equal(theirs)
-
-    def _require_equal(self, source: str) -> None:
-        """Raise `UserError` unless the tokenizer of a source is the one that was used."""
-        both = self.tokenizer, Tokenizer.from_pretrained(source)
-        ours, theirs = (json.loads(each.to_json())["model"] for each in both)
+        source = options.start if options.tokenizer == "bpe" else options.tokenizer
+        if source is None:
+            return
+        tokenizers = self.tokenizer, Tokenizer.from_pretrained(source)
+        ours, theirs = (json.loads(tokenizer.to_json())["model"] for tokenizer in tokenizers)
         if ours != theirs:
             raise UserError(
                 f"{self.path} was prepared with another tokenizer than that of {source}",
@@ -117,7 +115,7 @@ class PreparedSources(LargeSources):
             )
 
     def digest(self) -> str:
-        """Return a sha256 of the manifest, which has those of all shards."""
+        """Return the sha256 of the manifest, which contains those of all shards."""
         return hashlib.sha256((self.path / MANIFEST).read_bytes()).hexdigest()
 
     def shards(self, run: RunDirectory) -> Path:
@@ -125,8 +123,8 @@ class PreparedSources(LargeSources):
         return self.path
 
     def is_encoded(self, run: RunDirectory) -> bool:
-        """Whether an earlier call copied the tokenizer."""
+        """Return whether an earlier call copied the tokenizer."""
         return run.tokenizer.exists()
 
     def encode(self, tokenizer: Tokenizer, run: RunDirectory, progress: Progress | None) -> None:
-        """Do nothing: it is encoded."""
+        """Do nothing: the texts are encoded."""
