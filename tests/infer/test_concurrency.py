@@ -17,7 +17,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.infer.conftest import equal
-from tiedgpt.errors import UserError
 from tiedgpt.infer import ClosedError, Engine, QueueFullError
 from tiedgpt.infer.scheduler import Request
 from tiedgpt.infer.sequence import SequenceState
@@ -96,13 +95,6 @@ def test_a_processor_that_asks_to_exit_ends_neither_the_thread_nor_the_program(e
     with pytest.raises(RuntimeError, match=r"SystemExit\(3\)"):
         engine.generate([5], processors=[leave])
     assert engine.generate([5], **SHORT).ids
-
-
-def test_a_processor_that_returns_another_shape_ends_its_request_alone(engine):
-    good = engine.submit([5], **SHORT)
-    with pytest.raises(UserError, match=r"must return logits \(298,\), got \(1,\)"):
-        engine.generate([5], processors=[lambda *_: [1.0]])
-    equal([good.result()], [engine.generate([5], **SHORT)], exact=False)
 
 
 def test_a_read_that_fails_ends_the_requests_in_it_and_the_engine_goes_on(
@@ -222,12 +214,13 @@ def test_a_queue_that_is_full_refuses_and_calls_that_wait_wait(engine, endless):
 
 
 def test_a_closed_engine_refuses_and_what_ran_is_cancelled(engine, endless):
+    others = set(engine_threads())
     with Engine(engine.model, slots=1, queue_size=1) as closing:
         running, waiting = (closing.submit([n], **endless) for n in (5, 6))
         pool = ThreadPoolExecutor(8)
         blocked = [pool.submit(closing.generate, [7], **endless) for _ in range(8)]
         within_a_minute(lambda: closing.stats()["waiting"] == 1)
-        thread = closing._worker._thread
+        (thread,) = set(engine_threads()) - others
     assert running.result().finish_reason == waiting.result().finish_reason == "cancelled"
     assert not thread.is_alive()
     for future in blocked:
@@ -271,6 +264,7 @@ def test_a_generation_that_nobody_holds_is_cancelled(engine, endless):
     within_a_minute(lambda: engine.stats()["running"] == 0)
 
 
+@pytest.mark.slow
 def test_an_engine_sleeps_while_there_is_nothing_to_do(engine):
     engine.generate([5], **SHORT)
     before = time.process_time()
@@ -313,6 +307,7 @@ KINDS = [
 PROMPTS = [[n % 50 for n in range(35)] + [n] for n in range(3)] + [[5], [7, 8, 9], [10] * 20]
 
 
+@pytest.mark.slow
 def test_many_threads_at_a_time_get_what_each_gets_alone(make):
     """One in eight requests fails, is cancelled or has no time left, at any moment.
 
@@ -367,9 +362,6 @@ def test_many_threads_at_a_time_get_what_each_gets_alone(make):
         told = crowded.stats()
         assert told["running"] == told["waiting"] == 0
         assert threads >= set(threading.enumerate())
-        scheduler = crowded._worker._scheduler
-        assert scheduler is None or sorted(scheduler.pool.free) == list(range(6))
-        assert crowded._worker._room._value == crowded._worker._most
     crowded.close()
     assert n_requests() <= before
 

@@ -10,7 +10,6 @@ from tokenizers import models
 from tests.infer.conftest import beams
 from tiedgpt import GPT, GPTConfig, Tokenizer
 from tiedgpt.errors import UserError
-from tiedgpt.infer import GenerationConfig
 from tiedgpt.infer.constraints import matcher_for
 from tiedgpt.infer.torch_session import TorchRunner
 from tiedgpt.text.bpe import BYTE_ALPHABET, byte_level_tokenizer
@@ -218,11 +217,6 @@ def test_text_that_the_characters_cannot_spell_is_refused():
     matcher = constrained(runner, tokenizer, grammar='start: "a" ("Z" | "Y")')
     with pytest.raises(UserError, match="no token of the vocabulary"):
         sample(runner, tokenizer, matcher, 0)
-
-
-def test_one_constraint_at_a_time():
-    with pytest.raises(UserError, match="regex and grammar"):
-        GenerationConfig(regex="a", grammar='start: "a"')
 
 
 def test_a_model_that_ends_no_text_is_refused():

@@ -25,26 +25,6 @@ def test_greedy_with_the_cache_equals_greedy_without(engine):
     assert prompt + got.ids == greedy_without_cache(engine.model, prompt, len(got.ids))
 
 
-@pytest.mark.parametrize("slots", [1, 2, 8])
-def test_prompts_of_different_lengths_give_together_what_each_gives_alone(make, backend, slots):
-    prompts = ["the cat", "the", "naïve café, the dog sat on", "日"]
-    some = make(slots=slots)
-    for options in ({"temperature": 0}, {"temperature": 1.0, "seed": 3, "top_k": 20}):
-        options |= {"max_new_tokens": 20, "top_logprobs": 2}
-        together = some.generate(prompts, **options)
-        alone = [backend.generate(prompt, **options) for prompt in prompts]
-        equal(together, alone, exact=backend.backend == "kernels")
-
-
-def test_sequences_leave_the_batch_at_different_times(engine):
-    prompts = [[5, 6, 7], [8, 9], [10] * 40]
-    completions = engine.generate(prompts, max_new_tokens=30, temperature=0)
-    assert [c.finish_reason for c in completions].count("context") >= 1
-    for prompt, completion in zip(prompts, completions, strict=True):
-        alone = engine.generate(prompt, max_new_tokens=30, temperature=0)
-        assert (completion.ids, completion.finish_reason) == (alone.ids, alone.finish_reason)
-
-
 def test_a_seed_draws_the_same_text_and_the_same_prompt_again_draws_anew(engine):
     first = engine.generate("the", max_new_tokens=15, seed=1)
     assert engine.generate("the", max_new_tokens=15, seed=1) == first
@@ -199,7 +179,10 @@ def test_an_engine_is_made_from_a_directory(engine, tmp_path):
         ([0, True], {}, "True is no id"),
         ([0, 1.5], {}, "1.5 is no id"),
         ("x", {"num_beams": 9}, r"takes 9 slots and the engine has 8: .*slots=9"),
-        (b"x", {}, "neither a text nor ids"),
+        *(
+            (odd, {}, "neither a text nor ids")
+            for odd in (b"x", None, 5, {"input_ids": [5]}, {5}, np.array(5))
+        ),
         ([b"x"], {}, "must be text or ids"),
         ([None], {}, "must be text or ids"),
         ([["the cat"]], {}, "got a list of prompts, which generate takes"),
@@ -341,6 +324,8 @@ def test_streams_take_one_prompt_not_a_list_of_them(engine):
     for ask in (engine.stream, engine.submit):
         with pytest.raises(UserError, match="got a list of prompts, which generate takes"):
             ask(["the cat", "the dog"])
+        with pytest.raises(UserError, match="must be text or ids"):
+            ask(None)
 
 
 def test_an_engine_says_what_it_is(backend):

@@ -4,7 +4,6 @@ import json
 import math
 import re
 
-import numpy as np
 import pytest
 import torch
 
@@ -151,15 +150,6 @@ def test_a_sliding_context_keeps_to_the_constraint(engine):
     )
     assert completion.dropped > 0
     assert re.fullmatch("((cat|dog),){20,30}", completion.text)
-
-
-def test_no_prompt_at_all_is_an_error_of_ours(engine):
-    for ask in (engine.stream, engine.submit):
-        with pytest.raises(UserError, match="must be text or ids"):
-            ask(None)
-    for wrong in (None, 5, b"a", {"input_ids": [5]}, {5}, np.array(5)):
-        with pytest.raises(UserError, match="neither a text nor ids"):
-            engine.generate(wrong)
 
 
 @pytest.mark.parametrize("options", [{"num_beams": 2}, {}])

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from tiedgpt import GPT, GPTConfig
-from tiedgpt.errors import NoRoomError, UserError
+from tiedgpt.errors import NoRoomError
 from tiedgpt.infer.torch_session import TorchRunner
 
 
@@ -59,47 +59,8 @@ def test_any_reads_cuts_and_copies_score_as_the_whole_sequence_does(windows, see
         assert session.lengths == [len(ids) for ids in held]
 
 
-def test_reading_leaves_every_modules_mode_as_it_was(model):
-    model.train()
-    model.h[0].eval()
-    session = TorchRunner(model).session(n_slots=1, capacity=8)
-    first = session.read([0], [[1, 2]])[0]
-    session.truncate(0, 0)
-    np.testing.assert_array_equal(first, session.read([0], [[1, 2]])[0])
-    assert model.training and model.h[1].training and not model.h[0].training
-
-
-def test_a_model_that_begins_to_train_is_read_without_dropout(model):
-    session = TorchRunner(model.eval()).session(n_slots=1, capacity=8)
-    first = session.read([0], [[1, 2]])[0]
-    model.train()
-    session.truncate(0, 0)
-    np.testing.assert_array_equal(first, session.read([0], [[1, 2]])[0])
-    assert all(module.training for module in model.modules())
-
-
 def test_what_does_not_fit_is_refused_before_memory_is_taken(model):
     huge = GPTConfig(vocab_size=97, n_positions=1 << 20, n_embd=32, n_layer=2, n_head=4)
     model.config = huge
     with pytest.raises(NoRoomError, match="GB are free"):
         TorchRunner(model).session(n_slots=1 << 20, capacity=1 << 20)
-
-
-@pytest.mark.parametrize(
-    ("slots", "ids", "says"),
-    [
-        ([0, 0], [[1], [2]], "one for each"),
-        ([0], [[1], [2]], "one for each"),
-        ([2], [[1]], "no slot 2"),
-        ([0], [[]], "0 positions"),
-        ([0], [[1] * 9], "9 positions"),
-        ([1], [[1] * 4], "after 5 in slot 1"),
-    ],
-)
-def test_impossible_reads_are_refused_and_change_nothing(model, slots, ids, says):
-    session = TorchRunner(model).session(n_slots=2, capacity=8)
-    session.read([1], [[1] * 5])
-    with pytest.raises(UserError, match=says):
-        session.read(slots, ids)
-    assert session.lengths == [0, 5]
-    assert session.read([], []) == []

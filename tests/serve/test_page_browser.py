@@ -1,8 +1,7 @@
-"""The page in headless Chromium: its numbers, what it asks for, who can use it, how quick it is."""
+"""The page in headless Chromium: numbers, requests, accessibility and errors."""
 
 import json
 import math
-import re
 
 import numpy as np
 import pytest
@@ -125,19 +124,6 @@ def test_the_layers_grid_and_the_ledger_are_the_librarys(browser, url, run):
         )
 
 
-def test_the_matrix_is_named_with_its_place(browser, url):
-    with opened(browser, url) as page:
-        go(page, url, "matrix")
-        text = page.locator("main").inner_text()
-        for part in (
-            "transformer.wte.weight",
-            "model.safetensors",
-            "reads and predicts",
-            "float32",
-        ):
-            assert part in text
-
-
 def test_an_untied_model_shows_both_matrices(browser, run, tmp_path):
     from tiedgpt import GPT
     from tiedgpt.tie import untie
@@ -170,7 +156,7 @@ def test_hostile_tokens_are_text(browser, url, run):
 
 
 @pytest.mark.parametrize("scheme", ["light", "dark"])
-@pytest.mark.parametrize("width", [320, 375, 768, 1280])
+@pytest.mark.parametrize("width", [375, 1280])
 def test_no_rule_of_accessibility_is_broken(browser, url, scheme, width):
     axe = pytest.importorskip("axe_playwright_python.sync_playwright").Axe()
     wrong = []
@@ -178,8 +164,6 @@ def test_no_rule_of_accessibility_is_broken(browser, url, scheme, width):
     with opened(browser, url, viewport=viewport, color_scheme=scheme) as page:
         for view, tour in [*((view, 0) for view in VIEWS), ("matrix", 1), ("dot", 5)]:
             go(page, url, view, tour=tour)
-            broad = page.evaluate("document.documentElement.scrollWidth")
-            assert broad <= width, f"{view} is {broad} pixels wide"
             found = axe.run(page).response["violations"]
             wrong += [
                 f"{view}: {rule['id']}: {node['html'][:200]}"
@@ -265,16 +249,6 @@ def test_an_address_that_was_damaged_shows_a_page(browser, url, odd):
             assert page.locator("main data").count()
 
 
-def test_a_key_is_asked_for(browser, run):
-    with serving(run, key="a-key") as url, opened(browser, url, quiet=False) as page:
-        page.goto(f"{url}/{fragment('text')}")
-        page.get_by_label(re.compile("key", re.I)).fill("a-key")
-        page.keyboard.press("Enter")
-        page.wait_for_selector("main .token")
-        settled(page)
-        assert page.locator("main .error").count() == 0
-
-
 def test_a_dead_server_leaves_the_old_numbers_with_the_reason(browser, run):
     with opened(browser, quiet=False) as page:
         with serving(run) as url:
@@ -302,76 +276,3 @@ def test_without_javascript_there_is_a_sentence(browser, url):
     with opened(browser, url, java_script_enabled=False) as page:
         page.goto(url)
         assert "JavaScript" in page.locator("noscript").first.inner_text()
-
-
-def test_the_first_view_takes_less_than_a_second(browser, url):
-    with opened(browser, url) as page:
-        page.goto(url)
-        settled(page)
-        seconds = []
-        for _ in range(5):
-            page.goto("about:blank")
-            page.goto(f"{url}/{fragment('text')}", wait_until="commit")
-            page.wait_for_selector("main .token")
-            seconds.append(page.evaluate("performance.now()") / 1000)
-    assert np.median(seconds) < 1
-
-
-EMPTY = """async () => {
-    const { render } = await import("/page/vendor/preact.js");
-    window.box ??= document.createElement("div");
-    document.querySelector("main").appendChild(box);
-    render(null, box); }"""
-
-
-def milliseconds(page, script):
-    """The least CPU time of the page's own thread for a script, which draws into `box`.
-
-    Neither other programs nor a core that they slow down count for the page.
-    """
-    cdp = page.context.new_cdp_session(page)
-    cdp.send("Performance.enable", {"timeDomain": "threadTicks"})
-
-    def spent():
-        metrics = cdp.send("Performance.getMetrics")["metrics"]
-        return next(one["value"] for one in metrics if one["name"] == "TaskDuration")
-
-    times = []
-    for _ in range(15):
-        page.evaluate(EMPTY)
-        page.wait_for_timeout(50)
-        before = spent()
-        page.evaluate(script)
-        times.append(1000 * (spent() - before))
-    return min(times)
-
-
-def test_1024_tokens_are_drawn_in_50_ms(browser, url):
-    with opened(browser, url) as page:
-        page.goto(url)
-        settled(page)
-        script = """async () => {
-            const { h, render } = await import("/page/vendor/preact.js");
-            const { Tokens, heat } = await import("/page/parts.js");
-            const pieces = Array.from({ length: 1024 }, (_, i) => ` word${i}`);
-            render(h(Tokens, { pieces, pin: 0, onPin() {}, label: "x",
-              look: (i) => ({ fill: heat((i % 10) / 10, false), bar: (i % 7) / 7 }) }), box);
-            box.offsetHeight; }"""
-        assert milliseconds(page, script) < 50
-
-
-def test_50257_points_are_drawn_in_100_ms(browser, url):
-    with opened(browser, url) as page:
-        page.goto(url)
-        settled(page)
-        script = """async () => {
-            const { h, render } = await import("/page/vendor/preact.js");
-            const { Scatter } = await import("/page/chart.js");
-            const order = Array.from({ length: 50257 }, (_, i) => i);
-            const x = order.map((i) => Math.log(i + 1)), y = order.map((i) => 3 + Math.sin(i));
-            render(h(Scatter, { x, y, order, names: ["x", "y"], seen: 5, onSee() {},
-              says: String, marks: [[5, "five"]], label: "x" }), box);
-            const canvas = box.querySelector("canvas"), before = canvas.width;
-            while (canvas.width === before) await new Promise((go) => setTimeout(go));
-            (await createImageBitmap(canvas)).close(); }"""
-        assert milliseconds(page, script) < 100

@@ -148,22 +148,6 @@ def test_gradients_of_another_text_are_said_to_be_elsewhere(page, file):
     assert any("tiedgpt serve" in error for error in errors(page))
 
 
-def test_it_writes_what_the_engine_writes(browser, file, run, rounded):
-    page = Chromium(browser)
-    page.open(f"{file}#view=write")
-    page.run(SETTLED)
-    ids = page.run("""async () => {
-        const { stream } = await import("page/api.js");
-        const ids = [];
-        const body = { prompt: "the cat", max_tokens: 50, temperature: 0, logprobs: 1 };
-        for await (const { choices: [{ logprobs }] } of stream("/v1/completions", body))
-            ids.push(...logprobs?.token_ids ?? []);
-        return ids; }""")
-    with Engine(rounded, tokenizer=Tokenizer.from_pretrained(run)) as engine:
-        expected = engine.generate("the cat", max_new_tokens=50, temperature=0).ids
-    assert ids == expected
-
-
 HANDS = """
     const pause = (ms) => new Promise((go) => setTimeout(go, ms));
     const named = (selector, text) =>
@@ -240,11 +224,3 @@ def test_a_file_without_a_tokenizer_shows_its_ids(page, tmp_path):
         page.open(f"file://{path}#view={view}")
         page.run(SETTLED)
         assert not errors(page), view
-
-
-def test_a_file_fits_a_phone(browser, file):
-    page = Chromium(browser, width=375)
-    for view in VIEWS:
-        page.open(f"{file}#view={view}")
-        page.run(SETTLED)
-        assert page.run("() => document.documentElement.scrollWidth") <= 375, view

@@ -13,7 +13,6 @@ from tiedgpt.errors import UserError
 from tiedgpt.infer import GenerationConfig, filters
 from tiedgpt.infer.filters import log_normalizer
 from tiedgpt.infer.kernels import sampling
-from tiedgpt.infer.kernels.compile_cache import Step
 from tiedgpt.infer.kernels.sampling import score
 from tiedgpt.infer.kernels.thread_pool import ThreadPool
 from tiedgpt.infer.packed_session import PackedRunner
@@ -197,16 +196,6 @@ def test_rows_without_a_choice_say_why_and_the_others_are_chosen(temperature):
     assert 0 <= last.token < 70
 
 
-def test_tokens_are_drawn_as_often_as_they_are_likely():
-    logits = peaked(5, 12, 1.5)
-    n = 20_000
-    uniform = np.random.default_rng(0).random(n)
-    rows = [choice(logits, number, temperature=0.7) for number in uniform]
-    drawn = [one.token for one in sampling.choose(pool, rows)]
-    expected = np.exp(logits / 0.7) / np.exp(logits / 0.7).sum()
-    np.testing.assert_allclose(np.bincount(drawn, minlength=12) / n, expected, atol=0.015)
-
-
 @settings(deadline=None, max_examples=60)
 @given(seed=st.integers(0, 1000), size=st.sampled_from([1, 15, 16, 97, 5_003]), ties=st.booleans())
 def test_targets_have_the_log_p_and_the_rank_of_a_sort(seed, size, ties):
@@ -248,20 +237,6 @@ def test_no_rows_are_no_tokens():
 def test_ids_of_no_row_are_refused(options):
     with pytest.raises(UserError, match="outside the 60 logits"):
         chosen(peaked(1, 60), 0.5, **options)
-
-
-def test_sampling_that_was_cut_short_leaves_the_pool_usable(monkeypatch):
-    several, rows = ThreadPool(3), [choice(peaked(i, 500), 0.5) for i in range(6)]
-    expected = sampling.choose(several, rows)
-
-    def interrupted(*work):
-        raise KeyboardInterrupt
-
-    with monkeypatch.context() as patch:
-        patch.setattr(Step, "__call__", interrupted)
-        with pytest.raises(KeyboardInterrupt):
-            sampling.choose(several, rows)
-    assert sampling.choose(several, rows) == expected
 
 
 @pytest.mark.parametrize(
