@@ -22,10 +22,10 @@ from tiedgpt.infer.kernels import vectors as vec
 from tiedgpt.infer.kernels.arguments import BLOCK, LANES, QUERIES
 from tiedgpt.infer.kernels.microkernels import (
     PANEL,
-    PARTS,
     add_products,
     add_scaled,
     load_sums,
+    split_panel,
     zero_sums,
 )
 from tiedgpt.infer.kernels.quantize import convert
@@ -91,20 +91,21 @@ def _matmul(n):
 
     @instructions(types.void, ARRAY, ARRAY, types.intp, ARRAY, ARRAY)
     def matmul(builder, x, w, n_rows, out, after):
-        sums = zero_sums(builder, n)
-        with cgutils.for_range(builder, n_rows) as loop:
-            start = builder.mul(loop.index, w.stride)
-            if n == 1:
-                _prefetch_row(builder, builder.gep(after, [start]))
-            places = [builder.add(start, i64(LANES * b)) for b in range(PARTS)]
-            parts = [load_float32(builder, builder.gep(w.data, [place])) for place in places]
-            places = [builder.add(builder.mul(x.stride, i64(m)), loop.index) for m in range(n)]
-            numbers = [builder.load(builder.gep(x.data, [place])) for place in places]
-            add_products(builder, sums, parts, numbers, add_scaled)
-        for m, vectors in enumerate(load_sums(builder, sums)):
-            row = builder.gep(out.data, [builder.mul(out.stride, i64(m))])
-            for b, part in enumerate(vectors):
-                store(builder, part, builder.gep(row, [i64(b * LANES)]))
+        for parts in split_panel(n):
+            sums = zero_sums(builder, n, len(parts))
+            with cgutils.for_range(builder, n_rows) as loop:
+                start = builder.mul(loop.index, w.stride)
+                if n == 1:
+                    _prefetch_row(builder, builder.gep(after, [start]))
+                places = [builder.add(start, i64(LANES * part)) for part in parts]
+                rows = [load_float32(builder, builder.gep(w.data, [place])) for place in places]
+                places = [builder.add(builder.mul(x.stride, i64(m)), loop.index) for m in range(n)]
+                numbers = [builder.load(builder.gep(x.data, [place])) for place in places]
+                add_products(builder, sums, rows, numbers, add_scaled)
+            for m, vectors in enumerate(load_sums(builder, sums)):
+                row = builder.gep(out.data, [builder.mul(out.stride, i64(m))])
+                for part, values in zip(parts, vectors, strict=True):
+                    store(builder, values, builder.gep(row, [i64(part * LANES)]))
 
     return matmul
 

@@ -12,6 +12,7 @@ from functools import partial, reduce
 from typing import Any
 
 import numpy as np
+from llvmlite import ir
 from numba import types
 from numba.core import cgutils
 from numba.extending import overload
@@ -46,10 +47,11 @@ def _microkernel(n: int) -> Any:
             scales=builder.gep(x.scales, [builder.mul(first, builder.lshr(width, i64(6)))]),
             sums=builder.gep(x.sums, [builder.mul(first, builder.lshr(width, i64(5)))]),
         )
-        rows = PRECISIONS[precision](builder, panel_of_it, vectors, width, n)
-        for m, row in enumerate(rows):
-            for part, values in enumerate(row):
-                simd.store(builder, values, builder.gep(out, [i64(m * PANEL + part * LANES)]))
+        multiply = PRECISIONS[precision]
+        for parts in split_panel(n):
+            for m, row in enumerate(multiply(builder, panel_of_it, vectors, width, n, parts)):
+                for part, values in zip(parts, row, strict=True):
+                    simd.store(builder, values, builder.gep(out, [i64(m * PANEL + part * LANES)]))
 
     return microkernel
 
@@ -62,14 +64,24 @@ def _precision(matrix: Matrix) -> str:
     return "int4" if matrix.scales.type.pointee == i16 else "int8"
 
 
-def _variables(builder: Any, n: int, kind: Any) -> list[list[Any]]:
+def split_panel(n: int) -> list[range]:
+    """Return the parts of 16 rows that are multiplied with n vectors at a time.
+
+    Their sums must fit into registers: 16 of 256 bits (AVX2) and 32 of 128 bits (ARM) hold those of
+    4 parts with 1 vector, of 2 with 2, and of 1 with 4 or 6.
+    """
+    n_parts = PARTS if simd.HAS_WIDE_REGISTERS else max(1, PARTS // n)
+    return [range(start, start + n_parts) for start in range(0, PARTS, n_parts)]
+
+
+def _variables(builder: Any, n: int, n_parts: int, kind: Any) -> list[list[Any]]:
     """Return places on the stack for n rows of vectors; LLVM keeps them in registers."""
-    return [[cgutils.alloca_once(builder, kind) for _ in range(PARTS)] for _ in range(n)]
+    return [[cgutils.alloca_once(builder, kind) for _ in range(n_parts)] for _ in range(n)]
 
 
-def zero_sums(builder: Any, n: int) -> list[list[Any]]:
-    """Return places for the sums of n vectors with 64 rows, set to 0."""
-    sums = _variables(builder, n, vector(f32))
+def zero_sums(builder: Any, n: int, n_parts: int) -> list[list[Any]]:
+    """Return places for the sums of n vectors with `n_parts` parts of 16 rows, set to 0."""
+    sums = _variables(builder, n, n_parts, vector(f32))
     for row in sums:
         for place in row:
             builder.store(constant(f32, 0.0), place)
@@ -95,75 +107,91 @@ def add_scaled(builder: Any, total: Any, part: Any, x: Any) -> Any:
     return simd.fma(builder, part, simd.splat(builder, x), total)
 
 
-def _fp32(builder: Any, w: Matrix, x: Vectors, width: Any, n: int) -> list[list[Any]]:
+def _fp32(builder: Any, w: Matrix, x: Vectors, width: Any, n: int, parts: range) -> list[list[Any]]:
     """float32 weights (P, K, 64) and vectors (n, K)."""
-    return _floats(builder, w.weights, x.values, width, n, add_scaled)
+    return _floats(builder, w.weights, x.values, width, n, parts, add_scaled)
 
 
-def _bf16(builder: Any, w: Matrix, x: Vectors, width: Any, n: int) -> list[list[Any]]:
+def _bf16(builder: Any, w: Matrix, x: Vectors, width: Any, n: int, parts: range) -> list[list[Any]]:
     """bf16 weights (P, K/2, 64, 2) and vectors (n, K), two numbers in an int32."""
     weights, pairs = (builder.bitcast(p, i32.as_pointer()) for p in (w.weights, x.values))
-    return _floats(builder, weights, pairs, builder.lshr(width, i64(1)), n, simd.dot16)
+    return _floats(builder, weights, pairs, builder.lshr(width, i64(1)), n, parts, simd.dot16)
 
 
-def _floats(builder: Any, weights: Any, x: Any, steps: Any, n: int, add: Any) -> list[list[Any]]:
+def _floats(
+    builder: Any, weights: Any, x: Any, steps: Any, n: int, parts: range, add: Any
+) -> list[list[Any]]:
     """Add up products of weights (steps, 64) and vectors (n, steps)."""
-    sums = zero_sums(builder, n)
+    sums = zero_sums(builder, n, len(parts))
     with cgutils.for_range(builder, steps) as loop:
         row = builder.gep(weights, [builder.mul(loop.index, i64(PANEL))])
-        places = [builder.gep(row, [i64(LANES * p)]) for p in range(PARTS)]
-        parts = [simd.load(builder, place, place.type.pointee) for place in places]
+        places = [builder.gep(row, [i64(LANES * part)]) for part in parts]
+        rows = [simd.load(builder, place, place.type.pointee) for place in places]
         starts = [builder.mul(steps, i64(m)) for m in range(n)]
         numbers = [builder.load(builder.gep(x, [builder.add(s, loop.index)])) for s in starts]
-        add_products(builder, sums, parts, numbers, add)
+        add_products(builder, sums, rows, numbers, add)
     return load_sums(builder, sums)
 
 
 def _integers(
-    builder: Any, w: Matrix, x: Vectors, width: Any, n: int, group: int, *, offset: int,
-    per_byte: int,
+    builder: Any, w: Matrix, x: Vectors, width: Any, n: int, parts: range, *, group: int,
+    offset: int, per_byte: int,
 ) -> list[list[Any]]:  # fmt: skip
     """Integer weights plus an offset, and int8 vectors (n, K) with a scale for each 64.
 
     The weights are int8 + 128 (P, K/4, 64, 4), or 4 bits + 8 (P, K/8, 64, 4), two in a byte.
     The products of a group are added up as int32. If a group has 4-bit weights, its sum is
-    multiplied by their bf16 scale, too. Each number of x is used for all 64 rows before the next
-    is read. With 4 bits and six vectors, 16 rows at a time would keep 12 numbers of x beside 24
-    sums, more than there are registers: that took twice as long.
+    multiplied by their bf16 scale, too. Each number of x is used for all rows before the next is
+    read. With 4 bits and six vectors, 16 rows at a time would keep 12 numbers of x beside 24 sums,
+    more than AVX-512 has registers: that took twice as long.
     """
-    sums, whole = zero_sums(builder, n), _variables(builder, n, vector(i32))
+    adds_words = per_byte == 2 and simd.BYTE_CLASS == "avx2"  # 32 x 15 x 127 is less than 2^15 x 2
+    is_signed = per_byte == 1 and simd.TAKES_SIGNED_WEIGHTS
+    lanes = vector(i16, 32) if adds_words else vector(i32)
+    sums = zero_sums(builder, n, len(parts))
+    totals = _variables(builder, n, len(parts), lanes)
     words, steps = builder.bitcast(x.values, i32.as_pointer()), group // (4 * per_byte)
     starts = [builder.mul(builder.lshr(width, i64(2)), i64(m)) for m in range(n)]
     with cgutils.for_range(builder, builder.udiv(width, i64(group))) as outer:
         g = outer.index
+        begins = []
         for m in range(n):
-            x_sum = _x_sum(builder, x, width, m, g, group)
-            begin = simd.splat(builder, builder.mul(x_sum, i32(-offset)))
-            for place in whole[m]:
-                builder.store(begin, place)
+            x_sum = i32(0) if is_signed else _x_sum(builder, x, width, m, g, group)
+            begins.append(simd.splat(builder, builder.mul(x_sum, i32(-offset))))
+            for place in totals[m]:
+                builder.store(ir.Constant(lanes, None) if adds_words else begins[m], place)
         with cgutils.for_range(builder, i64(steps)) as inner:
             step = builder.add(builder.mul(g, i64(steps)), inner.index)
             row = builder.gep(w.weights, [builder.mul(step, i64(4 * PANEL))])
-            parts = [
-                simd.load(builder, builder.gep(row, [i64(64 * p)]), i8, 64) for p in range(PARTS)
-            ]
-            for half, its in enumerate([parts] if per_byte == 1 else _halves(builder, parts)):
+            rows = [simd.load(builder, builder.gep(row, [i64(64 * p)]), i8, 64) for p in parts]
+            if is_signed:
+                rows = [builder.xor(part, constant(i8, -128, 64)) for part in rows]
+            for half, its in enumerate([rows] if per_byte == 1 else _halves(builder, rows)):
                 k = builder.add(builder.mul(step, i64(per_byte)), i64(half))
                 fours = [builder.load(builder.gep(words, [builder.add(s, k)])) for s in starts]
-                add_products(builder, whole, its, fours, simd.dot8)
+                add = _add_words if adds_words else simd.dot8
+                add_products(builder, totals, its, fours, add)
         row = builder.gep(w.scales, [builder.mul(g, i64(PANEL))])
         x_group = builder.udiv(builder.mul(g, i64(group)), i64(GROUP))
         for m in range(n):
             x_row = builder.mul(builder.lshr(width, i64(6)), i64(m))
             x_scale = builder.load(builder.gep(x.scales, [builder.add(x_row, x_group)]))
-            for part, place in enumerate(sums[m]):
-                product = builder.sitofp(builder.load(whole[m][part]), vector(f32))
+            for part, place, total in zip(parts, sums[m], totals[m], strict=True):
+                integers = builder.load(total)
+                if adds_words:
+                    integers = builder.add(simd.add_pairs(builder, integers), begins[m])
+                product = builder.sitofp(integers, vector(f32))
                 if group == GROUP_INT4:
                     scale = simd.load_float32(builder, builder.gep(row, [i64(LANES * part)]))
                     product = builder.fmul(product, scale)
-                total = add_scaled(builder, builder.load(place), product, x_scale)
-                builder.store(total, place)
+                builder.store(add_scaled(builder, builder.load(place), product, x_scale), place)
     return load_sums(builder, sums)
+
+
+def _add_words(builder: Any, totals: Any, weights: Any, four: Any) -> Any:
+    """Add to 32 sums of 16 bits 2 products each; those of 32 4-bit weights cannot overflow."""
+    x = builder.bitcast(simd.splat(builder, four), vector(i8, 64))
+    return builder.add(totals, simd.multiply_pairs(builder, weights, x))
 
 
 def _halves(builder: Any, parts: list[Any]) -> list[list[Any]]:

@@ -1,13 +1,13 @@
 """LLVM instructions for vectors of 16 numbers: values in, values out.
 
-Where the CPU's registers are smaller, LLVM splits vectors; where it lacks the dot products of bytes
-and of bf16, they are written with other instructions, and the sums are the same.
+LLVM splits a vector over several registers where the CPU's are smaller. The dot product of bytes is
+written once for each class of CPU (`BYTE_CLASS`); all classes return the same integers.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from functools import wraps
+from functools import partial, wraps
 from typing import Any
 
 import llvmlite.binding as llvm
@@ -39,8 +39,21 @@ def _feature_list() -> str:
 
 FEATURE_LIST = _feature_list()
 FEATURES = {name[1:] for name in FEATURE_LIST.split(",") if name.startswith("+")}
-HAS_DOT8 = {"avx512vnni", "avx512vl"} <= FEATURES
-"""Whether an instruction adds 4 products of bytes to each lane (vpdpbusd on 512 bits)."""
+
+
+def _byte_class(features: set[str]) -> str:
+    """Return the class of instructions for dot products of bytes: a key of `BYTE_DOTS`."""
+    if {"avx512vnni", "avx512vl"} <= features:
+        return "avx512-vnni"
+    if "avxvnni" in features:
+        return "avx-vnni"
+    if "avx2" in features:
+        return "avx2"
+    return "arm-dotprod" if "dotprod" in features else "plain"
+
+
+HAS_WIDE_REGISTERS = "avx512f" in FEATURES
+"""Whether a register holds 16 float32; 4 accumulators of 16 numbers fit for each of 6 vectors."""
 HAS_DOT16 = {"avx512bf16", "avx512f"} <= FEATURES
 """Whether an instruction adds 2 products of bf16 to each lane (vdpbf16ps on 512 bits)."""
 
@@ -155,20 +168,101 @@ def load_float32(builder: Any, address: Any) -> Any:
     return builder.sitofp(builder.sext(load(builder, address, i8), vector(i32)), vector(f32))
 
 
-def dot8(builder: Any, sums: Any, bytes_: Any, four: Any) -> Any:
-    """Add to 16 sums 4 products each: 64 unsigned bytes with the 4 signed bytes of an int32."""
-    if HAS_DOT8:
-        arguments = [sums, builder.bitcast(bytes_, vector(i32)), splat(builder, four)]
-        if llvm.llvm_version_info[0] >= 22:  # earlier ones take words
-            arguments[1:] = [builder.bitcast(x, vector(i8, 64)) for x in arguments[1:]]
-        return call(builder, "llvm.x86.avx512.vpdpbusd.512", vector(i32), arguments)
-    words = builder.bitcast(bytes_, vector(i32))
+def _split(builder: Any, value: Any, n_parts: int) -> list[Any]:
+    """Return the parts of a vector, each of a register's size."""
+    n = value.type.count // n_parts
+    undefined = ir.Constant(value.type, ir.Undefined)
+    masks = [ir.Constant(vector(i32, n), [*range(p * n, p * n + n)]) for p in range(n_parts)]
+    return [builder.shuffle_vector(value, undefined, mask) for mask in masks]
+
+
+def _join(builder: Any, parts: list[Any]) -> Any:
+    """Return one vector of several."""
+    while len(parts) > 1:
+        mask = ir.Constant(vector(i32, 2 * parts[0].type.count), [*range(2 * parts[0].type.count)])
+        pairs = zip(parts[::2], parts[1::2], strict=True)
+        parts = [builder.shuffle_vector(low, high, mask) for low, high in pairs]
+    return parts[0]
+
+
+def _call_on_parts(builder: Any, name: str, result: ir.Type, arguments: list[Any]) -> Any:
+    """Call an intrinsic of smaller registers on each part of its arguments, and join the results.
+
+    `result` is the type of one part.
+    """
+    n_parts = 512 // (result.count * result.element.width)
+    parts = zip(*(_split(builder, x, n_parts) for x in arguments), strict=True)
+    return _join(builder, [call(builder, name, result, list(part)) for part in parts])
+
+
+def _vnni(builder: Any, sums: Any, weights: Any, x: Any, bits: int) -> Any:
+    """`vpdpbusd` on registers of 512 or 256 bits: 1 instruction a register."""
+    name = f"llvm.x86.avx512.vpdpbusd.{bits}"
+    if llvm.llvm_version_info[0] < 22:  # takes words
+        weights, x = (builder.bitcast(value, vector(i32)) for value in (weights, x))
+    return _call_on_parts(builder, name, vector(i32, bits // 32), [sums, weights, x])
+
+
+def _avx2(builder: Any, sums: Any, weights: Any, x: Any) -> Any:
+    """`vpmaddubsw` of |x| and of weights with the sign of x, then `vpmaddwd`: 4 instructions.
+
+    Signed weights of at most 127 and |x| of at most 127 give pairs of at most 2 x 127 x 127, which
+    16 bits hold: nothing saturates.
+    """
+    size = call(builder, "llvm.abs.v64i8", x.type, [x, ir.Constant(ir.IntType(1), 0)])
+    kind = vector(i8, 32)
+    signed = _call_on_parts(builder, "llvm.x86.avx2.psign.b", kind, [weights, x])
+    return builder.add(sums, add_pairs(builder, multiply_pairs(builder, size, signed)))
+
+
+def multiply_pairs(builder: Any, unsigned: Any, signed: Any) -> Any:
+    """Return the 32 sums of 2 products of bytes in 16 bits (AVX2's `vpmaddubsw`)."""
+    kind = vector(i16, 16)
+    return _call_on_parts(builder, "llvm.x86.avx2.pmadd.ub.sw", kind, [unsigned, signed])
+
+
+def add_pairs(builder: Any, words: Any) -> Any:
+    """Return the 16 sums of two neighbouring words each (AVX2's `vpmaddwd`)."""
+    ones = constant(i16, 1, 32)
+    return _call_on_parts(builder, "llvm.x86.avx2.pmadd.wd", vector(i32, 8), [words, ones])
+
+
+def _arm(builder: Any, sums: Any, weights: Any, x: Any) -> Any:
+    """`sdot`: 1 instruction a register of 128 bits."""
+    name = "llvm.aarch64.neon.sdot.v4i32.v16i8"
+    return _call_on_parts(builder, name, vector(i32, 4), [sums, weights, x])
+
+
+def _plain(builder: Any, sums: Any, weights: Any, x: Any) -> Any:
+    """Shifts and 32-bit multiplications, for any CPU."""
+    words, fours = (builder.bitcast(value, vector(i32)) for value in (weights, x))
     for k in range(4):
-        shifted = builder.lshr(words, constant(i32, 8 * k)) if k else words
-        w = builder.and_(shifted, constant(i32, 255))
-        x = builder.ashr(builder.shl(four, i32(24 - 8 * k)) if k < 3 else four, i32(24))
-        sums = builder.add(sums, builder.mul(w, splat(builder, x)))
+        w = builder.and_(builder.lshr(words, constant(i32, 8 * k)), constant(i32, 255))
+        at_top = builder.shl(fours, constant(i32, 24 - 8 * k))
+        sums = builder.add(sums, builder.mul(w, builder.ashr(at_top, constant(i32, 24))))
     return sums
+
+
+BYTE_DOTS: dict[str, Callable[..., Any]] = {
+    "avx512-vnni": partial(_vnni, bits=512),
+    "avx-vnni": partial(_vnni, bits=256),
+    "avx2": _avx2,
+    "arm-dotprod": _arm,
+    "plain": _plain,
+}
+"""The dot products of bytes by class; `dot8` calls that of this CPU."""
+BYTE_CLASS = _byte_class(FEATURES)
+TAKES_SIGNED_WEIGHTS = BYTE_CLASS in ("avx2", "arm-dotprod")
+"""Whether `dot8` takes signed weights, -127 to 127, in place of unsigned ones."""
+
+
+def dot8(builder: Any, sums: Any, weights: Any, four: Any) -> Any:
+    """Add to 16 sums 4 products each: 64 bytes of weights with the 4 signed bytes of an int32.
+
+    Weights are unsigned, or signed where `TAKES_SIGNED_WEIGHTS`; from 0 to 127 they may be either.
+    """
+    x = builder.bitcast(splat(builder, four), vector(i8, 64))
+    return BYTE_DOTS[BYTE_CLASS](builder, sums, weights, x)
 
 
 def dot16(builder: Any, sums: Any, pairs: Any, two: Any) -> Any:
