@@ -113,9 +113,19 @@ def _fp32(builder: Any, w: Matrix, x: Vectors, width: Any, n: int, parts: range)
 
 
 def _bf16(builder: Any, w: Matrix, x: Vectors, width: Any, n: int, parts: range) -> list[list[Any]]:
-    """bf16 weights (P, K/2, 64, 2) and vectors (n, K), two numbers in an int32."""
+    """bf16 weights (P, K/2, 64, 2) and vectors (n, K), two numbers in an int32.
+
+    Without an instruction for bf16, both halves of the weights need registers of their own, and at
+    most 4 vectors go at a time.
+    """
     weights, pairs = (builder.bitcast(p, i32.as_pointer()) for p in (w.weights, x.values))
-    return _floats(builder, weights, pairs, builder.lshr(width, i64(1)), n, parts, simd.dot16)
+    steps, at_most = builder.lshr(width, i64(1)), n if simd.HAS_DOT16 else 4
+    rows = list[list[Any]]()
+    for m in range(0, n, at_most):
+        group = builder.gep(pairs, [builder.mul(steps, i64(m))])
+        n_group = min(at_most, n - m)
+        rows += _floats(builder, weights, group, steps, n_group, parts, simd.dot16)
+    return rows
 
 
 def _floats(

@@ -272,16 +272,13 @@ def dot16(builder: Any, sums: Any, pairs: Any, two: Any) -> Any:
         arguments = [sums, builder.bitcast(pairs, kind)]
         arguments.append(builder.bitcast(splat(builder, two), kind))
         return call(builder, "llvm.x86.avx512bf16.dpbf16ps.512", vector(f32), arguments)
-    high = i32(0xFFFF0000)
-    for shift in (True, False):
-        w = (
-            builder.shl(pairs, constant(i32, 16))
-            if shift
-            else builder.and_(pairs, splat(builder, high))
+    both, high = splat(builder, two), constant(i32, 0xFFFF0000)
+    for shifts in (True, False):
+        w, x = (
+            builder.shl(value, constant(i32, 16)) if shifts else builder.and_(value, high)
+            for value in (pairs, both)
         )
-        x = builder.shl(two, i32(16)) if shift else builder.and_(two, high)
-        x = splat(builder, builder.bitcast(x, f32))
-        sums = fma(builder, builder.bitcast(w, vector(f32)), x, sums)
+        sums = fma(builder, builder.bitcast(w, vector(f32)), builder.bitcast(x, vector(f32)), sums)
     return sums
 
 
