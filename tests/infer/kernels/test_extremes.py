@@ -61,10 +61,14 @@ def test_activations_that_are_no_numbers_show_in_the_scores_and_are_not_kept(for
 
 
 def test_a_cpu_is_taken_to_have_what_numba_compiles_for():
-    code = "from tiedgpt.infer.kernels import simd; print(simd.HAS_DOT8, simd.HAS_DOT16)"
-    names = [{"NUMBA_CPU_NAME": name} for name in ("generic", "haswell")]
-    for settings in (*names, {"NUMBA_CPU_FEATURES": "+avx2,-avx512vnni"}):
+    code = "from tiedgpt.infer.kernels import simd; print(simd.BYTE_CLASS, simd.HAS_DOT16)"
+    classes = (
+        ({"NUMBA_CPU_NAME": "generic"}, b"plain"),
+        ({"NUMBA_CPU_NAME": "haswell"}, b"plain"),
+        ({"NUMBA_CPU_FEATURES": "+avx2,-avx512vnni"}, b"avx2"),
+    )
+    for settings, byte_class in classes:
         done = subprocess.run(
             [sys.executable, "-c", code], env=os.environ | settings, capture_output=True, check=True
         )
-        assert done.stdout.split() == [b"False", b"False"]
+        assert done.stdout.split() == [byte_class, b"False"]

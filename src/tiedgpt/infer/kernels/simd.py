@@ -252,8 +252,9 @@ BYTE_DOTS: dict[str, Callable[..., Any]] = {
 }
 """The dot products of bytes by class; `dot8` calls that of this CPU."""
 BYTE_CLASS = _byte_class(FEATURES)
-TAKES_SIGNED_WEIGHTS = BYTE_CLASS in ("avx2", "arm-dotprod")
-"""Whether `dot8` takes signed weights, -127 to 127, in place of unsigned ones."""
+SIGNED_CLASSES = ("avx2", "arm-dotprod")
+"""The classes whose weights are signed, -127 to 127; those of the others are unsigned."""
+TAKES_SIGNED_WEIGHTS = BYTE_CLASS in SIGNED_CLASSES
 
 
 def dot8(builder: Any, sums: Any, weights: Any, four: Any) -> Any:
