@@ -1,9 +1,10 @@
-"""Write the pages that are made from the code: command-line.md, python.md, lessons.md, formats.md.
+"""Write the pages of the documentation that are made from the code.
 
-    python docs/generate.py [PAGE ...]
+    python docs/generate.py                  command-line.md, python.md, formats.md: some seconds
+    python docs/generate.py lessons.md       also named pages alone; the lessons train a tiny model
 
-`tests/docs/test_generated.py` holds the pages against the code. The lessons train a tiny model,
-whose numbers differ from machine to machine; the test compares their sentences only.
+`tests/docs/test_generated.py` compares the pages with the code. The numbers of the lessons differ
+from machine to machine; the test compares their sentences only.
 """
 
 from __future__ import annotations
@@ -244,12 +245,24 @@ def checkpoint_formats() -> str:
 PAGES = {
     "command-line.md": command_line,
     "python.md": python,
-    "lessons.md": lessons,
     "formats.md": checkpoint_formats,
+    "lessons.md": lessons,
 }
+SLOW_PAGES = ("lessons.md",)
+
+
+def main(pages: list[str]) -> None:
+    """Write the named pages, or all that take seconds, and print what is done."""
+    if unknown := [page for page in pages if page not in PAGES]:
+        raise SystemExit(f"{__doc__}\nno page {unknown[0]}; the pages are {', '.join(PAGES)}")
+    for page in pages or [page for page in PAGES if page not in SLOW_PAGES]:
+        print(f"docs/{page} ...", end=" ", flush=True)
+        before, text = (DOCS / page).read_text(encoding="utf-8"), PAGES[page]()
+        (DOCS / page).write_text(text, encoding="utf-8")
+        print("unchanged" if text == before else "written")
+    for page in SLOW_PAGES if not pages else ():
+        print(f"docs/{page} is written if it is named: it takes minutes")
 
 
 if __name__ == "__main__":
-    for page in sys.argv[1:] or PAGES:
-        (DOCS / page).write_text(PAGES[page](), encoding="utf-8")
-        print(f"written  {page}")
+    main(sys.argv[1:])

@@ -84,4 +84,4 @@ def main(paths: list[Path]) -> None:
 
 
 if __name__ == "__main__":
-    main([Path(name) for name in sys.argv[1:]] or sorted(HERE.glob("*.ipynb")))
+    main([Path(name).resolve() for name in sys.argv[1:]] or sorted(HERE.glob("*.ipynb")))

@@ -3,6 +3,7 @@
 import json
 import os
 import random
+import re
 import runpy
 import sys
 from pathlib import Path
@@ -125,6 +126,19 @@ def test_a_notebook_runs(name, here, capfd):
     )
 
 
-def test_every_script_is_tested():
+def test_every_script_is_tested_and_counted():
     scripts = {path.name for path in EXAMPLES.glob("*.py")}
     assert scripts == SAYS.keys() | {"small_model.py", "notebooks.py"}
+    numbers = ["four", "five", "six", "seven", "eight", "nine", "ten"]
+    counts = [numbers[len(names) - 4] for names in (list(EXAMPLES.glob("*.ipynb")), SAYS)]
+    for page in ("README.md", "docs/index.md", "CHANGELOG.md", "examples/README.md"):
+        text = (ROOT / page).read_text()
+        found = re.findall(r"(?i)(\w+) notebooks(?:,| and) (\w+) scripts", text)
+        assert [[a.lower(), b] for a, b in found] == [counts], page
+
+
+def test_notebooks_write_to_a_temporary_folder():
+    for path in EXAMPLES.glob("*.ipynb"):
+        cells = json.loads(path.read_text(encoding="utf-8"))["cells"]
+        first = next(cell for cell in cells if cell["cell_type"] == "code")
+        assert "os.chdir(tempfile.mkdtemp())" in "".join(first["source"]), path

@@ -23,6 +23,14 @@ def test_a_reference_is_up_to_date(page, generate):
     assert stored == generate["PAGES"][page](), HOW
 
 
+def test_generate_says_what_it_does_and_writes_the_lessons_only_if_named(generate, capsys):
+    with pytest.raises(SystemExit, match=r"python docs/generate\.py(.|\n)*no page --help"):
+        generate["main"](["--help"])
+    generate["main"]([])
+    said = capsys.readouterr().out
+    assert "docs/python.md ... unchanged" in said and "docs/lessons.md is written if" in said
+
+
 @pytest.mark.parametrize("topic", TOPICS)
 def test_a_lesson_on_the_page_has_the_sentences_that_it_has_today(topic, monkeypatch):
     """Numbers and words of the tiny model differ from machine to machine; sentences do not."""

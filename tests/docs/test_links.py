@@ -72,6 +72,10 @@ def test_extras_and_targets_that_are_named_exist():
         commands = "".join(re.findall(r"^```sh\n(.*?)^```", text, re.DOTALL | re.MULTILINE))
         commands += "\n".join(re.findall(r"`([^`\n]+)`", text))
         assert set(re.findall(r"^make ([a-z-]+)", commands, re.MULTILINE)) <= set(targets), page
+    rows = re.findall(
+        r"^\| `(\w+)` \|", (ROOT / "docs" / "quick-start.md").read_text(), re.MULTILINE
+    )
+    assert set(rows) == extras.keys()
 
 
 def found(name: str) -> bool:

@@ -1,4 +1,4 @@
-"""One matrix, two faces: it reads tokens and it predicts them.
+"""One matrix, two sides: it reads tokens and it predicts them.
 
 Radford et al. 2018, eq. 2:  h_0 = U W_e + W_p,  ...,  P(u) = softmax(h_n W_e^T).
 There is no second parameter to tie to the first, so nothing can untie them.
@@ -13,7 +13,7 @@ from tiedgpt.errors import UserError
 
 
 class TiedEmbedding(nn.Embedding):
-    """The matrix W of shape (V, D): an embedding with a second face.
+    """The matrix W of shape (V, D): an embedding that also predicts.
 
     `wte(ids)` reads: each id becomes its row of W. `wte.unembed(h)` predicts: h W^T.
     """

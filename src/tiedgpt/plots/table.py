@@ -11,7 +11,7 @@ from rich.cells import cell_len, set_cell_size
 
 
 def aligned(columns: Sequence[str], rows: Iterable[Sequence[str]]) -> list[str]:
-    """Return the heads, a rule and each row of a table, with two blanks between its columns.
+    """Return the heads, a rule and each row of a table, with two spaces between its columns.
 
     A column `>name` is aligned to the right. A cell may have several lines, and so may a row.
     """
@@ -29,13 +29,13 @@ def aligned(columns: Sequence[str], rows: Iterable[Sequence[str]]) -> list[str]:
 def _line(columns: Sequence[str], cells: Sequence[str], widths: Sequence[int]) -> str:
     padded = []
     for column, cell, width in zip(columns, cells, widths, strict=True):
-        blanks = " " * (width - cell_len(cell))
-        padded.append(blanks + cell if column.startswith(">") else cell + blanks)
+        padding = " " * (width - cell_len(cell))
+        padded.append(padding + cell if column.startswith(">") else cell + padding)
     return "  ".join(padded).rstrip()
 
 
 def visible(piece: str, width: int = 80) -> str:
-    r"""Return a token's text with its blanks and controls visible, cut to a width: ' the', '\n'."""
+    r"""Return a token's text with its spaces and controls visible, cut to a width: ' the', '\n'."""
     text = piece if piece.startswith(("bytes:\\x", "id:")) else repr(piece)
     return text if cell_len(text) <= width else f"{set_cell_size(text, width - 2)}.."
 

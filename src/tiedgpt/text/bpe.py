@@ -46,10 +46,10 @@ CHUNK = 8_192
 """Characters encoded at a time."""
 LONGEST_RUN = 4_096
 """Text that cannot be cut for so many characters is left to `tokenizers`: tiktoken panics on a
-million blanks in a row, and up to 0.11 takes quadratic time for one piece."""
+million spaces in a row, and up to 0.11 takes quadratic time for one piece."""
 _CUT = re.compile(r"\S(?=[ \n])")
-"""No piece of GPT-2's regex continues from a character that is not blank to a blank, and it looks
-ahead only after blanks: text may be cut there. (Python's \\s covers more than the regex's.)"""
+"""Places where text may be cut: no piece of GPT-2's regex continues from another character to
+whitespace, and it looks ahead only after whitespace. (Python's \\s covers more than the regex's.)"""
 
 
 def unlike_gpt2(stored: dict[str, Any]) -> list[str]:
@@ -63,7 +63,7 @@ def unlike_gpt2(stored: dict[str, Any]) -> list[str]:
 
 
 def chunks(text: str) -> Iterator[str]:
-    """`text`, cut before a blank once past CHUNK; pieces of GPT-2's regex stay whole."""
+    """`text`, cut before whitespace once past CHUNK; pieces of GPT-2's regex stay whole."""
     start = 0
     while start < len(text):
         cut = _CUT.search(text, start + CHUNK)
@@ -103,7 +103,7 @@ def train_bpe(texts: Iterable[str], vocab_size: int) -> tokenizers.Tokenizer:
 
 
 def _short(parts: Iterable[str]) -> Iterator[str]:
-    """Yield text to learn from, cut anywhere where it has no blank: pieces take quadratic time."""
+    """Yield text to learn from, cut where it has no whitespace: pieces take quadratic time."""
     for part in parts:
         step = LONGEST_RUN if len(part) > CHUNK + LONGEST_RUN else len(part)
         yield from (part[at : at + step] for at in range(0, len(part), step))

@@ -36,5 +36,5 @@ class Codec:
         return token.encode()
 
     def word_ends(self) -> set[int]:
-        """The ids whose last byte is a blank that stands only before another id."""
+        """The ids whose last byte is a space that stands only before another id."""
         return set()

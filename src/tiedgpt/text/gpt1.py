@@ -1,9 +1,9 @@
 """GPT-1's BPE: text -> lower-case words -> pieces of words -> ids.
 
-Control characters, accents and upper case are removed; the text is split at blanks and around every
+Control characters, accents and upper case are removed; the text is split at spaces and around every
 punctuation mark, and each word is merged from its characters (Radford et al. 2018, "Improving
 Language Understanding by Generative Pre-Training", section 4.1). A token that ends a word is
-written with `</w>` and decodes to the word and a blank: the ids do not tell what was removed.
+written with `</w>` and decodes to the word and a space: the ids do not tell what was removed.
 
 Each character outside the vocabulary becomes `<unk>`.
 """
@@ -55,14 +55,14 @@ class LowerCaseBPE(Codec):
         return token.replace(END_OF_WORD, " ").encode()
 
     def word_ends(self) -> set[int]:
-        """The ids whose last byte is a blank that stands only before another id."""
+        """The ids whose last byte is a space that stands only before another id."""
         vocabulary = self._rust.get_vocab(with_added_tokens=False)
         return {id for token, id in vocabulary.items() if token.endswith(END_OF_WORD)}
 
     def encode(self, text: str, at: int = 0) -> Ids:
         """`text` -> ids, of any text.
 
-        It is cut before blanks, across which nothing is merged, unless an added token may reach
+        It is cut before spaces, across which nothing is merged, unless an added token may reach
         across.
         """
         ids: list[int] = []

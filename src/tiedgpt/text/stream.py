@@ -1,6 +1,6 @@
 """Ids one at a time -> text one piece at a time, for output that is shown while it is generated.
 
-A token may end inside a UTF-8 character, or, in GPT-1's vocabulary, with a word, which a blank
+A token may end inside a UTF-8 character, or, in GPT-1's vocabulary, with a word, which a space
 follows only if another token does. Bytes are held back until they are certain, so that the joined
 pieces equal the decoded text.
 """
@@ -14,7 +14,7 @@ class StreamDecoder:
     """Turns ids into text as they come, never into part of a character.
 
     Made by `Tokenizer.stream()`. `bytes_of(id)` gives the bytes of one token; the last byte of the
-    ids in `word_ends` is a blank that stands only before another id. Where the text continues an
+    ids in `word_ends` is a space that stands only before another id. Where the text continues an
     earlier one, `after` is the last id of that.
     """
 

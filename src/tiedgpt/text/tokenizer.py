@@ -164,7 +164,7 @@ class Tokenizer(ExplainsNames):
         """A list, numpy array or torch tensor of ids (N,) -> text.
 
         Bytes that are not UTF-8 become U+FFFD; special tokens are shown. After GPT-1's last word
-        there is no blank. Raises UserError for an id outside the vocabulary, or no integer.
+        there is no space. Raises UserError for an id outside the vocabulary, or no integer.
         """
         listed: Any = ids.tolist() if hasattr(ids, "tolist") else ids
         try:
@@ -179,7 +179,7 @@ class Tokenizer(ExplainsNames):
     def token_bytes(self, id: int) -> bytes:
         """The bytes of text that one id stands for, possibly part of a character.
 
-        A token that ends a word in GPT-1's vocabulary includes the blank that follows. Raises
+        A token that ends a word in GPT-1's vocabulary includes the space that follows. Raises
         UserError for an id outside the vocabulary.
         """
         token = self._token_bytes(id) if 0 <= id < self._size else None
@@ -194,7 +194,7 @@ class Tokenizer(ExplainsNames):
         """(V,): how many bytes of text each id stands for; 0 for special tokens.
 
         Their sum is a text's length in bytes. With GPT-1's vocabulary that is the decoded text,
-        with a blank after the last word, too, and without what became `<unk>`.
+        with a space after the last word, too, and without what became `<unk>`.
         """
         tokens = map(self._token_bytes, range(self._size))
         lengths = np.array([len(token or b"") for token in tokens], dtype=np.int64)
@@ -205,7 +205,7 @@ class Tokenizer(ExplainsNames):
         """A decoder for ids that come one by one; its joined pieces are what `decode` gives.
 
         If the ids continue a prompt, `after` is its last id: if that ended a word of GPT-1's, the
-        first piece begins with a blank.
+        first piece begins with a space.
         """
         return StreamDecoder(self.token_bytes, self._word_ends, after)
 

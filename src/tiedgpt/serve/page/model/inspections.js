@@ -21,7 +21,7 @@ function index(given, n, name) {
 // A token, given as its id or as its text -> its id.
 function tokenId({ gpt, tokenizer }, given, name) {
   const ids = typeof given === "string" && tokenizer ? tokenizer.encode(given) : [given];
-  if (ids.length !== 1) throw new Error(`${name} must be one token, got ${ids.length}: perhaps it needs a blank before it`);
+  if (ids.length !== 1) throw new Error(`${name} must be one token, got ${ids.length}: perhaps it needs a space before it`);
   return index(ids[0], gpt.config.vocab_size, name);
 }
 

@@ -50,7 +50,7 @@ function Side({ name, data, info, dark, isModel }) {
   return html`<div><h3>${name}</h3>
     ${isModel && info.parameters && html`<p class="says">${count(info.parameters)} parameters, ${info.tied ? "tied" : "untied"}.</p>`}
     <${Facts} of=${[[html`mean <${Term} name="loss" />, nats`, loss, (x) => fixed(x, 3)], ["bits per byte", perByte, (x) => fixed(x, 3)], ["predictions", next]]} />
-    <${Tokens} small pieces=${data.pieces} pin=${pin} onPin=${setPin} look=${costLook(data, scaleOf(info), dark)} label=${`${name}: what each token cost`} />
+    <${Tokens} small pieces=${data.pieces} pin=${pin} onPin=${setPin} look=${costLook(data, scaleOf(info), dark)} label=${`${name}: the loss of each token`} />
     ${pin > 0 && html`<p class="says"><${Piece} text=${data.pieces[pin]} />: <${Num} x=${data.surprisal_bits[pin - 1]} digits=${2} /> bits,
       ${" "}rank <${Num} x=${data.rank[pin - 1]} /></p>`}</div>`;
 }

@@ -98,7 +98,7 @@ function RandomHead({ state }) {
   const of = (name) => data[head === "random" ? `random_${name}` : name];
   const own = info.tied === false ? "its own head" : "W";
   return html`<${Panel} title="Put a random head in its place" found=${found} ask=${["/inspect/random_head", subject]}
-      says="A new head begins as a random matrix of the same shape. The layers stay; what they say is lost.">
+      says="A new head begins as a random matrix of the same shape. The layers are unchanged, but a random head cannot read them.">
     ${data && html`<${Choice} label="What predicts" value=${head} onChange=${setHead}
         options=${[["own", `predict with ${own}`], ["random", "with a random head"]]} />
       <div class="columns" aria-live="polite"><${Facts} of=${[[html`<${Term} name="loss" />, nats`, of("loss"), (x) => fixed(x, 3)],

@@ -20,7 +20,7 @@ export default function Start({ state, update }) {
 function Cost({ state, update }) {
   const { positions, pin, info, dark, found } = state;
   const scale = scaleOf(info);
-  return html`<${Panel} title="What the text cost" found=${found} quiet says=${html`Colour and height are each token's
+  return html`<${Panel} title="The loss of the text" found=${found} quiet says=${html`Colour and height are each token's
       ${" "}<${Term} name="surprisal" />. Pin another token, and this page shows what was predicted after it.`}>
     <div class="hero"><${Tokens} pieces=${positions.pieces} pin=${pin} onPin=${(at) => update({ pin: at })}
       look=${costLook(positions, scale, dark)} label="Tokens: pin one" /></div>

@@ -15,7 +15,7 @@ export default function Text({ state, update }) {
   const ask = subject && ["/inspect/positions", { ...subject, top: 10 }];
   const isTraining = state.mode === "training";
   return html`
-    <${Panel} found=${found} ask=${ask} title=${isTraining ? "What did each token cost?" : "Which prediction is used?"}
+    <${Panel} found=${found} ask=${ask} title=${isTraining ? "What is the loss of each token?" : "Which prediction is used?"}
       says=${isTraining ? html`Each token is coloured by its <${Term} name="surprisal" />, −log₂ of the probability that the model gave it.`
         : "Every column predicts. Generation uses the last one alone: it chooses the token that follows."}>
       ${positions && html`<${Columns} state=${state} update=${update} />`}
