@@ -49,7 +49,7 @@ LONGEST_RUN = 4_096
 million spaces in a row, and up to 0.11 takes quadratic time for one piece."""
 _CUT = re.compile(r"\S(?=[ \n])")
 """Places where text may be cut: no piece of GPT-2's regex continues from another character to
-whitespace, and it looks ahead only after whitespace. (Python's \\s covers more than the regex's.)"""
+whitespace, and it looks ahead only after whitespace. (Python's \\s covers more characters.)"""
 
 
 def unlike_gpt2(stored: dict[str, Any]) -> list[str]:
