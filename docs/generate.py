@@ -31,7 +31,7 @@ MODULES = {
     "tiedgpt.infer": "Engine GenerationConfig Generation Completion Token Scored",
     "tiedgpt.tie": "ledger audit fix tie untie replace_head resize_vocab add_tokens prune guard",
     "tiedgpt.inspect": " ".join([*INSPECTIONS, "steer"]),
-    "tiedgpt.tune": "lora merge freeze save_adapter load_adapter PeftBase",
+    "tiedgpt.tune": "lora merge freeze save_adapter load_adapter",
     "tiedgpt.train": "train Trainer fast_training",
     "tiedgpt.train.objective": "Data Objective",
     "tiedgpt.heads": "Head SequenceClassifier MultipleChoice "

@@ -72,30 +72,19 @@ def test_choices_are_measured(directory, tmp_path, capsys):  # noqa: F811
     assert "2 examples" in shown
 
 
-def test_an_interrupted_evaluation_goes_on(directory, text, tmp_path, capsys):  # noqa: F811
-    arguments = ["eval", str(directory), str(text), "--format", "json", "--save"]
-    whole, part = tmp_path / "whole.jsonl", tmp_path / "part.jsonl"
-    assert main([*arguments, str(whole)]) == 0
-    expected = capsys.readouterr().out
-    written = whole.read_bytes()
-    for n_left in (20, len(written) // 2):  # in the middle of the first line, and of another
-        part.write_bytes(written[:n_left])
-        assert main([*arguments, str(part)]) == 0
-        shown = capsys.readouterr()
-        resumed = json.loads(shown.out)
-        for name, value in json.loads(expected).items():
-            assert resumed[name] == (pytest.approx(value) if isinstance(value, float) else value)
-        assert ("resuming" in shown.err) == (n_left > 20)
-        assert part.read_bytes().startswith(written[: written.index(b"\n")])
-    again = part.read_bytes()
-    assert main([*arguments, str(part), "--stride", "5"]) == 1
-    assert "holds other results" in capsys.readouterr().err
-    assert part.read_bytes() == again
-    other = tmp_path / "other"
-    for text in ("no results\n", "no results", "[1]\n"):
-        other.write_text(text)
-        assert main([*arguments, str(other)]) == 3
-        assert other.read_text() == text
+def test_scores_are_saved_to_a_new_file(directory, text, tmp_path, capsys):  # noqa: F811
+    command = ["eval", str(directory), str(text), "--format", "json", "--save"]
+    assert main([*command, str(tmp_path / "a.jsonl")]) == 0
+    result = json.loads(capsys.readouterr().out)
+    conditions, *scores = map(json.loads, (tmp_path / "a.jsonl").read_text().splitlines())
+    assert conditions["context"] == 48 and conditions["stride"] == 24
+    assert sum(score["tokens"] for score in scores) == result["tokens"]
+    nats = sum(score["nats"] for score in scores)
+    assert nats / result["tokens"] == pytest.approx(result["nats"])
+    written = (tmp_path / "a.jsonl").read_bytes()
+    assert main([*command, str(tmp_path / "a.jsonl")]) == 1
+    assert "name another file" in capsys.readouterr().err
+    assert (tmp_path / "a.jsonl").read_bytes() == written
 
 
 def test_what_cannot_be_measured_is_said(directory, text, tmp_path, capsys):  # noqa: F811

@@ -127,6 +127,15 @@ def test_the_command_prints_a_line_for_each_and_resumes(directory, tmp_path, cap
     assert results(capsys) == whole
     assert save.read_text().startswith("".join(lines[:3]))
     assert len(save.read_text().splitlines()) == 6
+    save.write_text(lines[0][:20])  # killed while it wrote the conditions
+    assert main([*command, "--save", str(save)]) == 0
+    assert save.read_text().startswith(lines[0]) and len(save.read_text().splitlines()) == 6
+    other = tmp_path / "other"
+    for text in ("no results\n", "no results", "[1]\n"):
+        other.write_text(text)
+        assert main([*command, "--save", str(other)]) == 3
+        assert other.read_text() == text
+    capsys.readouterr()
     assert main([*command[:-1], "2", "--save", str(save)]) == 1
     assert "another" in capsys.readouterr().err
 

@@ -8,7 +8,8 @@ import torch.nn.functional as F
 from torch import nn
 
 from tests.heads.conftest import make  # noqa: F401
-from tiedgpt import GPT, GPTConfig
+from tiedgpt import GPT, GPTConfig, Tokenizer
+from tiedgpt.cli.main import main
 from tiedgpt.errors import CheckFailedError, UserError
 from tiedgpt.heads import FeatureExtractor, SequenceClassifier
 from tiedgpt.infer import Engine
@@ -153,9 +154,9 @@ def test_a_merge_that_changes_logits_is_refused_and_undone(tiny, ids, wrong, mon
         with torch.no_grad():
             tiny.wte.lora_A[0, 0] = wrong
     else:
-        monkeypatch.setattr("tiedgpt.tune.adapters.BOUNDS", {torch.float32: 1e-12})
+        monkeypatch.setattr("tiedgpt.tune.adapters.MAX_MERGE_CHANGE", {torch.float32: 1e-12})
     before, modules = copy.deepcopy(tiny.state_dict()), [type(m) for m in tiny.modules()]
-    with pytest.raises(CheckFailedError, match="the model is as it was"):
+    with pytest.raises(CheckFailedError, match="the model is unchanged"):
         merge(tiny)
     assert [type(m) for m in tiny.modules()] == modules
     for name, tensor in tiny.state_dict().items():
@@ -186,8 +187,8 @@ def test_a_feature_extractor_is_adapted_too(make):  # noqa: F811
         ({"targets": ["lm_head"]}, "Two choices"),
         ({"targets": ["q_proj"]}, "target 'q_proj' is no linear layer of the model: attn.c_attn"),
         ({"targets": "wte"}, "targets must be a list"),
-        ({"rank": 0}, "rank must be from 1 to the width 32, got 0"),
-        ({"rank": True}, "rank must be"),
+        ({"rank": 0}, r"rank \(--lora\) must be 1 to the width 32, got 0"),
+        ({"rank": True}, "got True"),
         ({"alpha": 0.0}, "alpha must be above 0"),
         ({"alpha": float("nan")}, "alpha must be above 0"),
         ({"tokens": [97]}, "tokens must be ids from 0 to 96, got 97"),
@@ -199,6 +200,15 @@ def test_what_cannot_be_adapted_is_refused_and_nothing_is_frozen(tiny, given, sa
     with pytest.raises(UserError, match=says):
         lora(tiny, **given)
     assert all(p.requires_grad for p in tiny.parameters()) and not adapted_layers(tiny)
+
+
+def test_a_rank_above_the_width_names_the_option_of_tune(tiny, tmp_path, capsys):
+    tiny.save_pretrained(tmp_path / "model")
+    Tokenizer.characters(["the cat sat."]).save_pretrained(tmp_path / "model")
+    (tmp_path / "a.txt").write_text("the cat sat. " * 99)
+    command = ["tune", str(tmp_path / "a.txt"), "--from", str(tmp_path / "model")]
+    assert main([*command, "--out", str(tmp_path / "run"), "--lora", "99999"]) == 1
+    assert "--lora" in (err := capsys.readouterr().err) and "--rank" not in err
 
 
 def test_a_second_name_of_w_is_refused_since_an_adapter_would_not_reach_it(tiny):

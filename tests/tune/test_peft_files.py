@@ -11,7 +11,6 @@ from tiedgpt import GPT, GPTConfig
 from tiedgpt.errors import CorruptInputError, UserError
 from tiedgpt.heads import MultipleChoice, SequenceClassifier
 from tiedgpt.tie import add_tokens, audit, untie
-from tiedgpt.train import fast_training
 from tiedgpt.tune import freeze, load_adapter, lora, merge, save_adapter
 from tiedgpt.tune.adapters import BLOCKS, adapted_layers
 from tiedgpt.weights.containers import SafetensorsFile, write_safetensors
@@ -131,7 +130,7 @@ def test_what_the_format_cannot_hold_is_refused_and_nothing_is_written(base, tmp
     assert (tmp_path / "file").read_text() == "mine"
 
 
-# One face or both
+# One side of W or both
 
 
 @pytest.fixture
@@ -142,45 +141,6 @@ def adapter(base, tmp_path):
     drawn(model)
     save_adapter(model, tmp_path / "a")
     return tmp_path / "a"
-
-
-def effective(adapter):
-    """Return s P Q of the file."""
-    file = SafetensorsFile.open(adapter / "adapter_model.safetensors")
-    a, b = (file.read(f"{WTE}.lora_embedding_{kind}") for kind in "AB")
-    return 2.0 * a.T @ b.T
-
-
-def test_wte_alone_adapts_reading_only_and_is_asked_about(base, adapter, ids):
-    targets = ["attn.c_attn", "wte"]
-    rewrite(adapter, target_modules=targets, ensure_weight_tying=False)
-    model = base()
-    with pytest.raises(UserError, match=r"wte for reading alone: PEFT predicts with the old W\."):
-        load_adapter(model, adapter)
-    with pytest.raises(UserError, match="reading alone"):
-        load_adapter(model, adapter, resolve="keep-output")
-    assert unchanged(model, base())
-    load_adapter(model, adapter, resolve="untie")
-    merge(model)
-    w = base().wte.weight
-    torch.testing.assert_close(model.wte.weight, w + effective(adapter))
-    assert torch.equal(model.head.weight, w)
-    both = base()
-    load_adapter(both, adapter, resolve="keep-input")
-    assert both.head is None and audit(both).verdict == "tied"
-    merge(both)
-    assert torch.equal(both.wte.weight, model.wte.weight)
-
-
-def test_a_wrapped_layer_is_refused_before_the_model_is_untied(base, adapter):
-    rewrite(adapter, target_modules=["attn.c_attn", "wte"], ensure_weight_tying=False)
-    model = base()
-    with fast_training(model), pytest.raises(UserError, match="adapters go on plain layers"):
-        load_adapter(model, adapter, resolve="untie")
-    assert unchanged(model, base())
-    load_adapter(model, adapter, resolve="keep-input")
-    with pytest.raises(UserError, match="has adapters already"):
-        load_adapter(model, adapter, resolve="keep-input")
 
 
 def as_head(tensors, factor=1.0):
@@ -194,39 +154,38 @@ def only_head(tensors):
     del tensors[f"{WTE}.lora_embedding_A"], tensors[f"{WTE}.lora_embedding_B"]
 
 
-def test_lm_head_alone_adapts_the_prediction_only_and_is_asked_about(base, adapter):
-    rewrite(adapter, only_head, target_modules=["attn.c_attn", "lm_head"])
+@pytest.mark.parametrize(
+    ("change", "fields", "adapted"),
+    [
+        (None, {"target_modules": ["c_attn", "wte"], "ensure_weight_tying": False}, {"wte"}),
+        (only_head, {"target_modules": ["attn.c_attn", "lm_head"]}, {"head"}),
+        (lambda tensors: as_head(tensors, 1.5), {}, {"wte", "head"}),
+    ],
+)
+def test_an_adapter_of_one_side_of_w_needs_an_untied_model(base, adapter, change, fields, adapted):
+    rewrite(adapter, change, **fields)
     model = base()
-    with pytest.raises(UserError, match="lm_head for predicting alone: PEFT reads with the old W"):
+    with pytest.raises(UserError, match=r"untie the model first \(tiedgpt\.tie\.untie\)"):
         load_adapter(model, adapter)
     assert unchanged(model, base())
-    load_adapter(model, adapter, resolve="untie")
+    untie(model)
+    load_adapter(model, adapter)
+    assert {name for name in adapted_layers(model) if not name.startswith("h.")} == adapted
     merge(model)
-    assert torch.equal(model.wte.weight, base().wte.weight)
-    assert not torch.equal(model.head.weight, model.wte.weight)
-    both = base()
-    load_adapter(both, adapter, resolve="keep-output")
-    merge(both)
-    torch.testing.assert_close(both.wte.weight, model.head.weight)
+    w = base().wte.weight
+    for name in ("wte", "head"):
+        assert torch.equal(model.get_submodule(name).weight, w) == (name not in adapted)
 
 
-def test_one_pair_under_both_names_adapts_both_faces(base, adapter, ids):
+def test_one_pair_under_both_names_adapts_both_sides(base, adapter, ids):
     expected = base()
     load_adapter(expected, adapter)
     rewrite(adapter, as_head, target_modules=["attn.c_attn", "transformer.wte"])
     model = base()
     load_adapter(model, adapter)
-    assert torch.equal(model(ids), expected(ids)) and model.head is None
-
-
-def test_two_pairs_for_one_matrix_are_asked_about(base, adapter):
-    rewrite(adapter, lambda tensors: as_head(tensors, 1.5))
-    model = base()
-    with pytest.raises(UserError, match="two different pairs for wte and lm_head"):
+    assert torch.equal(model(ids), expected(ids)) and audit(model).verdict == "tied"
+    with pytest.raises(UserError, match="has adapters already"):
         load_adapter(model, adapter)
-    assert unchanged(model, base())
-    load_adapter(model, adapter, resolve="untie")
-    assert set(adapted_layers(model)) >= {"wte", "head"}
 
 
 # What is refused
@@ -303,8 +262,6 @@ def test_a_whole_matrix_in_the_file_is_refused_with_the_reason(base, adapter, na
 def test_missing_files_halves_and_ids_are_refused(base, adapter, tmp_path):
     with pytest.raises(UserError, match="does not exist"):
         load_adapter(base(), tmp_path / "nothing")
-    with pytest.raises(UserError, match="resolve must be"):
-        load_adapter(base(), adapter, resolve="tie")
     whole = {f"{WTE}.lora_embedding_A": torch.ones(32, 3, dtype=torch.int32)}
     rewrite(adapter, lambda tensors: tensors.update(whole))
     with pytest.raises(CorruptInputError, match=r"must hold floats, got torch\.int32"):

@@ -77,8 +77,7 @@ class Arguments(ModelOptions):
     )
     adapter: str | None = option(
         None,
-        "Directory of a LoRA adapter in PEFT's format, merged into the model first. If it "
-        "adapts only one side of W, --resolve is needed.",
+        "Directory of a LoRA adapter in PEFT's format, merged into the model first.",
         metavar="FOLDER",
     )
     duplicate_head: bool = option(
@@ -131,7 +130,7 @@ def _run(args: Arguments) -> None:
     if args.adapter is not None:
         from tiedgpt.tune import load_adapter, merge
 
-        load_adapter(loaded.model, args.adapter, args.resolve)
+        load_adapter(loaded.model, args.adapter)
         merge(loaded.model)
     tokenizer = tokenizer_for(args.source, args.tokenizer)
     source = _source(loaded, tokenizer)

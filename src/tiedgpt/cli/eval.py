@@ -8,9 +8,8 @@ import json
 import math
 import shlex
 import sys
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass, replace
-from functools import partial
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, TypeVar
 
@@ -18,14 +17,13 @@ from tiedgpt.cli.console import bar, note
 from tiedgpt.cli.options import UsageError, parse
 from tiedgpt.cli.source import TEXTS, EngineOptions, describe_source, source_or_newest
 from tiedgpt.errors import TiedGPTError, UserError
-from tiedgpt.evaluate.saved import resume
-from tiedgpt.files import JSON_LINES
+from tiedgpt.files import JSON_LINES, replacing
 from tiedgpt.options import argument, option
 from tiedgpt.train.storage import RunDirectory
 
 if TYPE_CHECKING:
-    from tiedgpt.evaluate.examples import ExamplesScore
-    from tiedgpt.evaluate.texts import TextScore
+    from tiedgpt.evaluate.examples import ExampleScore, ExamplesScore
+    from tiedgpt.evaluate.texts import TextScore, WindowScore
     from tiedgpt.infer import Engine
 
 ABOUT = """Measure how well a model predicts a text, or how often its answers are right.
@@ -64,14 +62,14 @@ class Arguments(EngineOptions):
     )
     limit: int | None = option(None, "Use only this many lines of a .jsonl file, or of each task.")
     save: Path | None = option(
-        None, "Save each result in this file; after an interruption, the same command resumes."
+        None, "Save the score of each window or example in this new file, as JSON lines."
     )
     format: Literal["human", "json"] = option(
         "human", "json: one object with all numbers.", short="f"
     )
 
 
-S = TypeVar("S")
+S = TypeVar("S", "ExampleScore", "WindowScore")
 
 
 def run(arguments: list[str]) -> None:
@@ -87,6 +85,8 @@ def run(arguments: list[str]) -> None:
         raise UsageError(f"{args.source} is text, not a model", f"the model comes first: {right}")
     if args.limit is not None and args.limit < 1:
         raise UserError(f"--limit must be at least 1, got {args.limit}")
+    if args.save is not None and args.save.exists():
+        raise UserError(f"--save {args.save} exists", hint="name another file, or delete it")
     _evaluate(args)
 
 
@@ -119,17 +119,13 @@ def _evaluate(args: Arguments) -> None:
                 raise UserError(
                     "--context, --stride and --bos are for texts", hint="leave them out"
                 )
-            rest = partial(examples.score_examples, engine)
-            scores = _score_all(
-                args, data, examples.ExampleScore, lambda n: rest(data[n:]), len(data)
-            )
+            scores = _score_all(args, data, examples.score_examples(engine, data), len(data))
             result = examples.ExamplesScore(scores)
             rows = _describe_examples(result)
         else:
             windows = texts.Windows.of(engine, args.context, args.stride, args.bos)
             args = replace(args, context=windows.context, stride=windows.stride)
-            score = partial(texts.score_windows, engine, data, windows)
-            parts = _score_all(args, data, texts.WindowScore, lambda n: score(skip=n))
+            parts = _score_all(args, data, texts.score_windows(engine, data, windows))
             result = texts.TextScore(windows, parts)
             rows = _describe_texts(result)
     if args.format == "json":
@@ -149,26 +145,24 @@ def _was_trained_on(source: str, data: str) -> bool:
 
 
 def _score_all(
-    args: Arguments,
-    data: list[Any],
-    kind: type[S],
-    scores: Callable[[int], Iterator[S]],
-    total: int | None = None,
+    args: Arguments, data: list[Any], scores: Iterator[S], total: int | None = None
 ) -> list[S]:
-    """Return all scores: those that --save holds, then the others, which are added to it."""
-    conditions = describe_source(args, args.source) | {
-        "data": hashlib.sha256(repr(data).encode()).hexdigest(),
-        "context": args.context,
-        "stride": args.stride,
-        "bos": args.bos,
-    }
-    results, later = resume(args.save, conditions, kind, scores)
-    if results:
-        note(f"{len(results)} results are in {args.save}: resuming")
+    """Return all scores; with --save, write them to a file after the conditions."""
+    results: list[S] = []
     with bar("scoring") as progress:
-        for score in later:
+        for score in scores:
             results.append(score)
             progress(len(results), total)
+    if args.save is not None:
+        conditions = describe_source(args, args.source) | {
+            "data": hashlib.sha256(repr(data).encode()).hexdigest(),
+            "context": args.context,
+            "stride": args.stride,
+            "bos": args.bos,
+        }
+        lines = [json.dumps(line) for line in (conditions, *(asdict(score) for score in results))]
+        with replacing(args.save) as temporary:
+            temporary.write_text("".join(f"{line}\n" for line in lines), encoding="utf-8")
     return results
 
 

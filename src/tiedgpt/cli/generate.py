@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Literal
 
 from tiedgpt.cli.console import bar, note
 from tiedgpt.cli.options import UsageError, hint_at_prompt, parse
+from tiedgpt.cli.saved import resume
 from tiedgpt.cli.source import (
     EngineOptions,
     SourceOrNewest,
@@ -21,7 +22,6 @@ from tiedgpt.cli.source import (
     source_or_newest,
 )
 from tiedgpt.errors import UserError
-from tiedgpt.evaluate.saved import resume
 from tiedgpt.infer.options import GenerationConfig
 from tiedgpt.options import option
 

@@ -186,27 +186,25 @@ def score_text(
     return TextScore(windows, list(score_windows(engine, [text], windows)))
 
 
-def score_windows(
-    engine: Engine, texts: Iterable[str], windows: Windows, *, skip: int = 0
-) -> Iterator[WindowScore]:
-    """Yield the score of each window of each text, but for the first `skip`."""
+def score_windows(engine: Engine, texts: Iterable[str], windows: Windows) -> Iterator[WindowScore]:
+    """Yield the score of each window of each text."""
     tokenizer = require_tokenizer(engine)
     encode, byte_lengths = tokenizer.encode, tokenizer.byte_lengths()
     beginning = [start_id(engine.runner.config)] if windows.bos else []
-    every = (
+    rows = (
         (number, *window)
         for number, text in enumerate(texts)
         for window in windows.cut([*beginning, *encode(text)])
     )
-    some, found = islice(every, skip, None), skip > 0
-    while group := list(islice(some, 2 * engine.n_slots)):
+    is_empty = True
+    while group := list(islice(rows, 2 * engine.n_slots)):
         numbers, contexts, targets = zip(*group, strict=True)
         scored = engine.score(targets, contexts)
-        for number, ids, each in zip(numbers, targets, scored, strict=True):
-            found = True
+        is_empty = False
+        for number, ids, score in zip(numbers, targets, scored, strict=True):
             n_bytes = int(byte_lengths[ids].sum())
-            yield WindowScore(-each.total, len(ids), n_bytes, number)
-    if not found:
+            yield WindowScore(-score.total, len(ids), n_bytes, number)
+    if is_empty:
         raise UserError("the text is too short: it has no token that is predicted")
 
 

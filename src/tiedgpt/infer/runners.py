@@ -123,7 +123,7 @@ def make_runner(model: GPT, options: BackendOptions) -> Runner:
     if hasattr(model, "merge_and_unload"):
         raise UserError(
             f"{type(model).__name__} has PEFT's adapters",
-            hint="merge them and give the GPT inside: Engine(model.merge_and_unload().gpt)",
+            hint="merge and save it: model.merge_and_unload().save_pretrained(folder)",
         )
     if not isinstance(model, GPT):
         raise UserError(f"{type(model).__name__} is neither a GPT nor a path or hub name")

@@ -27,7 +27,7 @@ from tiedgpt.tie import tie as share_matrix
 from tiedgpt.tie.heads import copy_sharing
 from tiedgpt.tune import freeze, lora
 from tiedgpt.tune.adapters import BLOCKS
-from tiedgpt.tune.freezing import Moving, moving
+from tiedgpt.tune.freezing import TrainableParameters, count_trainable
 
 RATE = 0.1
 """Of the one step of SGD."""
@@ -549,8 +549,8 @@ def _count_ways_to_tune(subject: Subject, lesson: Lesson) -> None:
     """Count what each way to tune trains, in a model without memory."""
     config, (size, width) = subject.gpt.config, subject.weight.shape
     rank, head_alone = min(RANK, width), "body,+wte" if subject.tied else "body"
-    ways: dict[str, Callable[[GPT], Moving]] = {
-        "everything": moving,
+    ways: dict[str, Callable[[GPT], TrainableParameters]] = {
+        "everything": count_trainable,
         f"--freeze {head_alone}": lambda model: freeze(model, head_alone),
         "--freeze wte": lambda model: freeze(model, "wte"),
         f"--lora {rank}": lambda model: lora(model, rank),

@@ -19,7 +19,7 @@ from tiedgpt.train.objective import Basis, Pair, Pretrained, Progress, Sources
 from tiedgpt.train.options import TrainOptions
 from tiedgpt.train.storage import RunDirectory
 from tiedgpt.train.tune_options import AnyOptions, TuneOptions
-from tiedgpt.tune.freezing import moving
+from tiedgpt.tune.freezing import count_trainable
 
 
 def _configure_start(config: GPTConfig, options: AnyOptions) -> GPTConfig:
@@ -73,9 +73,9 @@ def prepare(
     if not is_partial or options.chooses:
         return objective, data
     with torch.device("meta"):
-        moves = moving(objective.build())
-    data = replace(data, notes=[*data.notes, str(moves)])
-    return replace(objective, n_trained=moves.moving), data
+        trainable = count_trainable(objective.build())
+    data = replace(data, notes=[*data.notes, str(trainable)])
+    return replace(objective, n_trained=trainable.moving), data
 
 
 def make_tokenizer(options: AnyOptions, sources: Sources, config: GPTConfig | None) -> Tokenizer:

@@ -6,13 +6,12 @@
     merge(model)                           # a plain GPT again
     load_adapter(model, "adapter")         # PEFT's files, on the model they are for
 
-Each changes the model in place. `print` of the first two says what moves and what stays.
-`PeftBase(model)` is what the PEFT package itself takes.
+Each changes the model in place. `print` of the first two shows the trained and frozen parameters.
+For the PEFT package itself, load the saved directory with transformers.
 """
 
 from tiedgpt.tune.adapters import lora, merge
 from tiedgpt.tune.freezing import freeze
-from tiedgpt.tune.peft_base import PeftBase
 from tiedgpt.tune.peft_files import load_adapter, save_adapter
 
-__all__ = ["PeftBase", "freeze", "load_adapter", "lora", "merge", "save_adapter"]
+__all__ = ["freeze", "load_adapter", "lora", "merge", "save_adapter"]

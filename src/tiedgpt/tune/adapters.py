@@ -1,14 +1,14 @@
 """Low-rank adapters (LoRA, Hu et al. 2021): W + s B A in place of a frozen W.
 
-A (r, in) begins random and B (out, r) zero, so the model begins as it was, bit for bit. On W of the
-embedding there is one pair for both faces: with P = B (V, r) and Q = A (r, D)
+A (r, in) starts random and B (out, r) zero, so the model's output stays the same at first, bit for
+bit. The embedding's W has one pair for reading and predicting: with P = B (V, r) and Q = A (r, D)
 
     read      W[i] + s P[i] Q
     predict   h W^T + s (h Q^T) P^T
 
 An adapted layer stays the same module under the same name; only its class changes, and `merge`
-changes it back. Its parameters are `lora_A`, `lora_B`, and `lora_rows` (n, D): differences that are
-added to whole rows of W, those of new tokens.
+changes it back. Its parameters are `lora_A`, `lora_B`, and `lora_rows` (n, D): differences to the
+rows of new tokens.
 """
 
 from __future__ import annotations
@@ -30,16 +30,18 @@ from tiedgpt.heads import Head
 from tiedgpt.names import explains_arguments
 from tiedgpt.runtime import eval_mode
 from tiedgpt.tie.heads import find_second_names, is_tied, predicts_through_wte
-from tiedgpt.tune.freezing import TWO_CHOICES, Model, Moving, gpt_of, moving
+from tiedgpt.tune.freezing import TWO_CHOICES, Model, TrainableParameters, count_trainable, gpt_of
 
 BLOCKS = ("attn.c_attn", "attn.c_proj", "mlp.c_fc", "mlp.c_proj")
 """The four matrices of each block."""
-BOUNDS = {torch.float64: 1e-12, torch.float32: 1e-5, torch.bfloat16: 3e-2, torch.float16: 4e-3}
-"""How much a merge may change a logit, relative to the largest one, in each dtype."""
+MAX_MERGE_CHANGE = {
+    torch.float64: 1e-12, torch.float32: 1e-5, torch.bfloat16: 3e-2, torch.float16: 4e-3
+}  # fmt: skip
+"""Largest allowed change of a logit by a merge, relative to the largest logit."""
 
 
 class Adapter:
-    """What an adapted layer has besides its frozen matrix (out, in)."""
+    """The parameters that an adapter adds to a frozen matrix (out, in), and their sum."""
 
     weight: Any
     scale: float
@@ -70,7 +72,7 @@ class Adapter:
         return matrix
 
     def extra_repr(self) -> str:
-        """Say in `print(model)` what is added to the matrix."""
+        """Return the adapter's rank, scale and rows for `print(model)`."""
         parts = [super().extra_repr()]  # type: ignore[misc]
         if self.lora_A is not None:
             parts.append(f"lora rank {len(self.lora_A)}, scale {self.scale:g}")
@@ -111,17 +113,17 @@ CLASSES: dict[type[nn.Module], type[nn.Module]] = {
     nn.Linear: LoRALinear,
     TiedEmbedding: LoRAEmbedding,
 }
-PLAIN = {adapted: plain for plain, adapted in CLASSES.items()}
+UNADAPTED = {adapted: layer for layer, adapted in CLASSES.items()}
 
 
 @dataclass(frozen=True)
 class Size:
-    """What an adapter of one layer is made of; rank 0 is none."""
+    """The size of one layer's adapter; rank 0 means no low-rank pair."""
 
     rank: int = 0
     scale: float = 0.0
     ids: tuple[int, ...] = ()
-    """Rows that are trained whole."""
+    """Rows of W that are trained in full."""
 
 
 @explains_arguments
@@ -132,8 +134,8 @@ def lora(
     alpha: float | None = None,
     *,
     tokens: Iterable[int] = (),
-) -> Moving:
-    """Freeze a model and put adapters on it, in place; return what moves.
+) -> TrainableParameters:
+    """Freeze a model and put adapters on it, in place; return the trainable parameters.
 
     `targets` are names of layers, or their ends: "attn.c_attn", "h.0.mlp.c_fc", "h.1*.c_proj"; the
     default is the four matrices of each block. "wte" adapts W with one pair for both faces, "head"
@@ -146,9 +148,7 @@ def lora(
     """
     gpt, alpha = gpt_of(model), 2 * rank if alpha is None else alpha
     if isinstance(rank, bool) or not isinstance(rank, int) or not 1 <= rank <= gpt.config.n_embd:
-        raise UserError(
-            f"must be from 1 to the width {gpt.config.n_embd}, got {rank!r}", option="rank"
-        )
+        raise UserError(f"rank (--lora) must be 1 to the width {gpt.config.n_embd}, got {rank!r}")
     if not (math.isfinite(alpha) and alpha > 0):
         raise UserError(f"must be above 0, got {alpha}", option="alpha")
     sizes = {name: Size(rank, alpha / rank) for name in _find_targets(gpt, targets)}
@@ -159,17 +159,17 @@ def lora(
     return adapt(model, sizes)
 
 
-def adapt(model: Model, sizes: Mapping[str, Size]) -> Moving:
+def adapt(model: Model, sizes: Mapping[str, Size]) -> TrainableParameters:
     """Freeze a model and put an adapter of each size on the layer of that name in its GPT."""
     gpt = gpt_of(model)
     require_adaptable(gpt, sizes)
     model.requires_grad_(False)
     for name, size in sizes.items():
-        _put_on(gpt.get_submodule(name), size)
+        _attach_lora(gpt.get_submodule(name), size)
     if isinstance(model, Head):
         for name in model.own:
             model.get_parameter(name).requires_grad_(True)
-    return moving(model)
+    return count_trainable(model)
 
 
 def require_adaptable(gpt: GPT, sizes: Mapping[str, Size]) -> None:
@@ -211,17 +211,16 @@ def merge(model: Model) -> float:
     """Add the adapters to their matrices, in fp32, and remove them, in place.
 
     The parameters stay the same objects, and all of them require gradients again. Logits of fixed
-    ids are computed before and after; returned is the largest change, relative to the largest
-    logit. Above 1e-5 (fp32; 3e-2 in bf16 and 4e-3 in fp16, which round W) `CheckFailedError` is
-    raised and the model is as it was. W in half precision may round a small adapter away: merge in
-    fp32 where it matters.
+    ids are computed before and after. Returns the largest change, relative to the largest logit.
+    Above 1e-5 (fp32; 3e-2 in bf16 and 4e-3 in fp16, which round W), raises `CheckFailedError` and
+    leaves the model unchanged. Half precision may round a small adapter away: merge in fp32 then.
     """
     gpt = gpt_of(model)
     layers = adapted_layers(gpt)
     if not layers:
         raise UserError("the model has no adapters to merge: see tiedgpt.tune.lora")
     ids = _fixed_ids(gpt, layers)
-    bound = BOUNDS.get(gpt.wte.weight.dtype, 1e-5)
+    bound = MAX_MERGE_CHANGE.get(gpt.wte.weight.dtype, 1e-5)
     with eval_mode(model):
         before = gpt(ids)
         originals = {name: layer.weight.clone() for name, layer in layers.items()}
@@ -229,12 +228,12 @@ def merge(model: Model) -> float:
         try:
             for layer in layers.values():
                 layer.weight.copy_(layer.matrix())
-                layer.__class__ = PLAIN[type(layer)]  # type: ignore[assignment]
+                layer.__class__ = UNADAPTED[type(layer)]  # type: ignore[assignment]
             change = float((gpt(ids) - before).abs().max() / before.abs().max())
             if not change <= bound:  # nan, too
                 raise CheckFailedError(
                     f"merging changed a logit by {change:.1e} of the largest, and {bound:.0e} is "
-                    f"allowed in {gpt.wte.weight.dtype}: the model is as it was",
+                    f"allowed in {gpt.wte.weight.dtype}: the model is unchanged",
                     hint=(
                         "convert it to a wider dtype first (model.float()), or look for adapters "
                         "that are not finite"
@@ -270,8 +269,8 @@ def _find_targets(gpt: GPT, targets: Sequence[str]) -> list[str]:
     return list(names)
 
 
-def _put_on(layer: nn.Module, size: Size) -> None:
-    """Make a layer an adapted one that computes the same."""
+def _attach_lora(layer: nn.Module, size: Size) -> None:
+    """Turn a layer into an adapted one with the same output."""
     weight = layer.weight
     assert isinstance(weight, nn.Parameter)
     n_out, n_in = weight.shape

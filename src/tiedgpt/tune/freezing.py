@@ -1,4 +1,4 @@
-"""Choose by name which parameters are trained, and say what that choice moves."""
+"""Choose the trained parameters by name, and count them."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ TWO_CHOICES = (
 
 @dataclass(frozen=True)
 class Group:
-    """Parameters of one part of the model, or of neighbouring blocks that are treated alike."""
+    """Parameters of one part of the model, or of neighbouring blocks with equal counts."""
 
     name: str
     moving: int
@@ -34,12 +34,12 @@ class Group:
 
 
 @dataclass(frozen=True)
-class Moving:
-    """What is trained and what is frozen; `print` it."""
+class TrainableParameters:
+    """Counts of trained and frozen parameters; `print` it."""
 
     groups: tuple[Group, ...]
     embedding: str
-    """What the matrix W does, in words."""
+    """The use of the matrix W, in words."""
 
     @property
     def moving(self) -> int:
@@ -61,8 +61,8 @@ class Moving:
         return "\n".join([first, *rows, self.embedding])
 
 
-def freeze(model: Model, patterns: str | Sequence[str]) -> Moving:
-    """Freeze parameters, in place; return what is trained and what is frozen.
+def freeze(model: Model, patterns: str | Sequence[str]) -> TrainableParameters:
+    """Freeze parameters, in place; return the counts of trained and frozen ones.
 
     A pattern is a parameter's name or the beginning of one, up to a dot; `*` stands for anything,
     `body` for all but the head: "wte", "h.0", "h.*.attn". With a "+" before it, its parameters are
@@ -89,11 +89,11 @@ def freeze(model: Model, patterns: str | Sequence[str]) -> Moving:
         raise UserError(f"--freeze {','.join(patterns)} leaves nothing to train: {why}")
     for name, parameter in named.items():
         parameter.requires_grad_(trained[name])
-    return moving(model)
+    return count_trainable(model)
 
 
-def moving(model: Model) -> Moving:
-    """Return what moves and what stays in a model as it is."""
+def count_trainable(model: Model) -> TrainableParameters:
+    """Return the counts of trained and frozen parameters of a model."""
     counts: dict[str, list[int]] = {}
     for name, parameter in model.named_parameters():
         count = counts.setdefault(_part(name), [0, 0])
@@ -108,7 +108,7 @@ def moving(model: Model) -> Moving:
             groups.append(Group(name, moves * len(names), stays * len(names)))
         else:
             groups += [Group(name, moves, stays) for name in names]
-    return Moving(tuple(groups), _what_w_does(model))
+    return TrainableParameters(tuple(groups), _describe_w(model))
 
 
 def gpt_of(model: nn.Module) -> GPT:
@@ -142,7 +142,8 @@ def _part(name: str) -> str:
     return ".".join(parts[:2]) if parts[0] == "h" else parts[0]
 
 
-def _what_w_does(model: Model) -> str:
+def _describe_w(model: Model) -> str:
+    """Return the use of W, and whether it is trained."""
     wte = gpt_of(model).wte
     is_trained = any(parameter.requires_grad for parameter in wte.parameters())
     if not predicts_with_w(model):

@@ -1,15 +1,15 @@
 """Adapters in PEFT's file format: adapter_config.json and adapter_model.safetensors.
 
-    tensor (after "base_model.model.")                             what it is here
+    tensor (after "base_model.model.")                             here
     transformer.h.0.attn.c_attn.lora_A.weight (r, in)              A
     transformer.h.0.attn.c_attn.lora_B.weight (out, r)             B
     transformer.wte.lora_embedding_A (r, V)                        P^T
     transformer.wte.lora_embedding_B (D, r)                        Q^T
-    transformer.wte.token_adapter.trainable_tokens_delta (n, D)    rows of W, no differences
-    score.weight                                                   a head's own (modules_to_save)
+    transformer.wte.token_adapter.trainable_tokens_delta (n, D)    rows of W, not differences
+    score.weight                                                   a head's layer (modules_to_save)
 
-On a tied model PEFT 0.21 does not compute what some files say: see `_both_faces`. No pickle is
-read, and peft is not imported.
+On a tied model PEFT 0.21 computes something else than some files say: see `_join_faces`. Pickles
+are not read, and peft is not imported.
 """
 
 from __future__ import annotations
@@ -30,9 +30,8 @@ from tiedgpt.core.model import GPT
 from tiedgpt.errors import CorruptInputError, UserError
 from tiedgpt.files import read_json, reading, replacing, require_room, write_json
 from tiedgpt.heads import Head
-from tiedgpt.tie import untie
-from tiedgpt.tune.adapters import Size, adapt, adapted_layers, require_adaptable
-from tiedgpt.tune.freezing import Model, Moving, gpt_of, predicts_with_w
+from tiedgpt.tune.adapters import Size, adapt, adapted_layers
+from tiedgpt.tune.freezing import Model, TrainableParameters, gpt_of, predicts_with_w
 from tiedgpt.weights.containers import SafetensorsFile, write_safetensors
 from tiedgpt.weights.formats.transformers import BODY_PREFIX, model_type_of, to_file
 from tiedgpt.weights.torch_file import stored_tensor
@@ -41,8 +40,8 @@ CONFIG, TENSORS = "adapter_config.json", "adapter_model.safetensors"
 PREFIX, BASE = "base_model.model.", "tiedgpt_base"
 LORA = {"A": "lora_A.weight", "B": "lora_B.weight"}
 EMBEDDING = {"B": "lora_embedding_A", "A": "lora_embedding_B"}  # transposed
-MOST_REPEATS = 6
-"""In a regex of a config: with more, matching could take for ever."""
+MAX_REPETITIONS = 6
+"""Maximum number of repetitions in a config's regex: with more, matching could take forever."""
 ROWS, COPY = "token_adapter.trainable_tokens_delta", "base_layer.weight"
 TASKS = {
     "ForSequenceClassification": "SEQ_CLS", "Model": "FEATURE_EXTRACTION",
@@ -51,7 +50,7 @@ READ = (
     "r lora_alpha rank_pattern alpha_pattern use_rslora target_modules exclude_modules "
     "layers_to_transform trainable_token_indices modules_to_save ensure_weight_tying"
 )
-INERT = (  # they change nothing of what an adapter computes
+INERT = (  # fields that do not change the adapter's output
     "auto_mapping base_model_name_or_path revision task_type peft_version inference_mode "
     "lora_dropout fan_in_fan_out layers_pattern megatron_core qalora_group_size"
 )
@@ -69,7 +68,7 @@ MERGE_HERE = (
 
 @dataclass
 class Layer:
-    """What a file holds for one layer."""
+    """The tensors of one layer in a file."""
 
     tensors: dict[str, Tensor] = field(default_factory=dict)
     """A, B and rows."""
@@ -81,11 +80,11 @@ class Layer:
 def save_adapter(
     model: Model, directory: str | os.PathLike[str], *, base: str | None = None
 ) -> tuple[str, ...]:
-    """Write a model's adapters as PEFT loads them; return notes on how PEFT must be used.
+    """Write a model's adapters in PEFT's format; return notes on using them with PEFT.
 
-    `base` is the path or hub name of the model under them, for PEFT's `AutoPeftModel`. The file
-    remembers which weights it is for. Raises `UserError`, before anything is written, for what
-    PEFT's format does not hold: a pair and whole rows on W, rows alone, other parameters that move.
+    `base` is the path or hub name of the base model, for PEFT's `AutoPeftModel`. The file holds a
+    fingerprint of the base's weights. Raises `UserError`, before anything is written, for adapters
+    that PEFT's format cannot hold: a pair and rows on W, rows alone, other trained parameters.
     """
     directory, own = Path(directory), model.own if isinstance(model, Head) else ()
     for name, parameter in model.named_parameters():
@@ -105,42 +104,30 @@ def save_adapter(
     return (MERGE_HERE,) if config["ensure_weight_tying"] else ()
 
 
-def load_adapter(
-    model: Model, directory: str | os.PathLike[str], resolve: str | None = None
-) -> Moving:
-    """Put adapters in PEFT's format on the model they are for, in place; return what moves.
+def load_adapter(model: Model, directory: str | os.PathLike[str]) -> TrainableParameters:
+    """Put adapters in PEFT's format on their base, in place; return the trainable parameters.
 
-    An adapter that PEFT applied to one face of a tied W needs `resolve`: "untie" computes what PEFT
-    did, with a head of its own; "keep-input" or "keep-output" takes the adapter of that face for
-    both. Dropout, which only training uses, is not taken over.
-
-    Raises `UserError`, with the model as it was, for kinds of adapters that are not supported (it
-    names the field), for another base or shape, and where `resolve` must decide.
+    Dropout, which only training uses, is ignored. Raises `UserError`, with the model unchanged, for
+    an unsupported adapter (it names the field), for another base or shape, and for an adapter that
+    changes a tied W for reading or predicting only: untie the model first.
     """
-    if resolve not in (None, "untie", "keep-input", "keep-output"):
-        raise UserError(
-            f"must be untie, keep-input or keep-output, got {resolve!r}", option="resolve"
-        )
     gpt, directory = gpt_of(model), Path(directory)
     config = read_json(directory / CONFIG)
     _require_supported(config)
     with reading(directory, "adapter"):
         layers, own = _read(model, config, directory / TENSORS)
-        layers, one_face = _both_faces(model, config, layers, resolve)
+        layers = _join_faces(model, config, layers)
     sizes = {
         name: Size(len(layer.tensors.get("A", ())), layer.scale, tuple(sorted(layer.ids)))
         for name, layer in layers.items()
     }
-    if one_face:
-        require_adaptable(gpt, {name: size for name, size in sizes.items() if name != "head"})
-        untie(gpt)
-    moving = adapt(model, sizes)
+    trainable = adapt(model, sizes)
     with torch.no_grad():
         for name, layer in layers.items():
             _fill(gpt.get_submodule(name), layer)
         for name, tensor in own.items():
             model.get_parameter(name).copy_(tensor)
-    return moving
+    return trainable
 
 
 def _names(model: Model) -> dict[str, str]:
@@ -210,7 +197,7 @@ def _describe(model: Model) -> tuple[dict[str, Any], dict[str, Tensor]]:
 
 
 def _require_supported(config: Mapping[str, Any]) -> None:
-    """Raise `UserError`, naming the field, for what this project does not compute."""
+    """Raise `UserError`, naming the field, for an unsupported kind of adapter."""
     for name, value in config.items():
         allowed = NEUTRAL.get(name, (None, False, "", {}, []))
         if name not in f"{READ} {INERT}".split() and value not in allowed:
@@ -223,7 +210,7 @@ def _require_supported(config: Mapping[str, Any]) -> None:
 def _read(
     model: Model, config: Mapping[str, Any], path: Path
 ) -> tuple[dict[str, Layer], dict[str, Tensor]]:
-    """Read a file's tensors, checked against the model: by our layers, and the head's own."""
+    """Return a file's layers and the head's tensors, checked against the model."""
     if not path.exists():
         raise UserError(f"{path} does not exist; adapters are read from safetensors only")
     file, gpt, names = SafetensorsFile.open(path), gpt_of(model), _names(model)
@@ -274,19 +261,19 @@ def _read(
 
 
 def _fits(pattern: str, name: str) -> bool:
-    """Whether a regex of a config fits a name; `UserError` for one that could take for ever."""
-    if re.search(r"\)[*+{]", pattern) or len(re.findall("[*+{]", pattern)) > MOST_REPEATS:
+    """Whether a config's regex matches a name; `UserError` for one that could take forever."""
+    if re.search(r"\)[*+{]", pattern) or len(re.findall("[*+{]", pattern)) > MAX_REPETITIONS:
         raise UserError(f"the pattern {pattern[:60]!r} of the adapter has too many repetitions")
     return re.fullmatch(pattern, name) is not None
 
 
 def _check(config: Mapping[str, Any], theirs: str, layer: Layer, shape: tuple[int, ...]) -> None:
-    """Set a layer's scale and ids, and check its shapes against a matrix (out, in)."""
+    """Set a layer's scale and ids, and compare its shapes with a matrix (out, in)."""
 
     def value(patterns: str, default: Any) -> Any:  # the first that fits, as PEFT does
-        found = (config.get(patterns) or {}).items()
+        values = (config.get(patterns) or {}).items()
         endings = [".".join(theirs.split(".")[n:]) for n in range(theirs.count(".") + 1)]
-        return next((v for key, v in found if any(_fits(key, e) for e in endings)), default)
+        return next((v for key, v in values if any(_fits(key, e) for e in endings)), default)
 
     if "A" in layer.tensors or "B" in layer.tensors:
         rank, alpha = (
@@ -319,61 +306,48 @@ def _require_shape(what: str, tensor: Tensor, shape: tuple[int, ...]) -> None:
         )
 
 
-def _both_faces(
-    model: Model, config: Mapping[str, Any], layers: dict[str, Layer], resolve: str | None
-) -> tuple[dict[str, Layer], bool]:
-    """Return the layers to adapt, and whether a tied model must be untied for them.
+def _join_faces(
+    model: Model, config: Mapping[str, Any], layers: dict[str, Layer]
+) -> dict[str, Layer]:
+    """Return the layers to adapt, with one pair for both sides of a tied W.
 
-    What PEFT 0.21 computes on a tied GPT-2:
+    PEFT 0.21 on a tied GPT-2:
 
-        in the file                        PEFT
-        wte alone                          adapts reading, and predicts with the old W
-        wte; ensure_weight_tying and       both faces: this is what `save_adapter` writes
+        in the file                         PEFT
+        wte; ensure_weight_tying and        both sides: `save_adapter` writes this
           lm_head in target_modules
-        wte and lm_head, one pair          trained on both faces (ensure_weight_tying); but loaded
-                                           again PEFT leaves the prediction unadapted
-        wte and lm_head, two pairs         two matrices
-        lm_head alone                      adapts the prediction, and reads with the old W
-        rows (trainable_token_indices)     both faces
+        wte and lm_head, one pair           trained on both sides, loaded again on one
+        rows (trainable_token_indices)      both sides
+        wte or lm_head alone, or two pairs  one side, or two different matrices: refused here
     """
     reads, predicts = layers.get("wte"), layers.get("head")
     if not predicts_with_w(model):
         if predicts is not None and gpt_of(model).head is None:
             raise UserError("the adapter is for another base: this one predicts no tokens")
-        return layers, False
+        return layers
     if predicts is None and (reads is None or "A" not in reads.tensors):
-        return layers, False
+        return layers
     if predicts is not None and "A" not in predicts.tensors:
         raise UserError("the adapter has rows of its own for lm_head: its base is not tied")
-    rest = {name: layer for name, layer in layers.items() if name not in ("wte", "head")}
-    flagged = config.get("ensure_weight_tying") and "lm_head" in config["target_modules"]
-    if reads and (flagged if predicts is None else _equal(reads, predicts)):
-        return rest | {"wte": reads}, False
-    if resolve == "untie":
-        return layers, True
-    chosen = {"keep-input": reads, "keep-output": predicts}.get(resolve or "")
-    if chosen is not None:
-        return rest | {"wte": chosen}, False
-    what = "has two different pairs for wte and lm_head, which are one matrix here"
-    if predicts is None:
-        what = "adapts wte for reading alone: PEFT predicts with the old W"
-    elif reads is None:
-        what = "adapts lm_head for predicting alone: PEFT reads with the old W"
+    is_flagged = config.get("ensure_weight_tying") and "lm_head" in config["target_modules"]
+    if reads and (is_flagged if predicts is None else _equal(reads, predicts)):
+        return {name: layer for name, layer in layers.items() if name != "head"}
     raise UserError(
-        f"this adapter {what}. resolve (--resolve): 'untie' computes the same, with a head of its "
-        "own; 'keep-input' or 'keep-output' takes that face's pair for both faces"
+        "the adapter gives the tied W another value for reading than for predicting: untie the "
+        "model first (tiedgpt.tie.untie), or use transformers with PEFT"
     )
 
 
 def _equal(a: Layer, b: Layer) -> bool:
-    same = (torch.equal(a.tensors[kind], b.tensors[kind]) for kind in "AB" if kind in a.tensors)
+    """Whether two layers hold the same pair."""
+    same = (torch.equal(a.tensors[name], b.tensors[name]) for name in "AB" if name in a.tensors)
     return "A" in a.tensors and a.scale == b.scale and all(same)
 
 
-def _fill(layer: Any, given: Layer) -> None:
+def _fill(layer: Any, stored: Layer) -> None:
     """Copy a file's values into an adapted layer."""
-    for kind in given.tensors.keys() & {"A", "B"}:
-        getattr(layer, f"lora_{kind}").copy_(given.tensors[kind])
-    if given.ids:
-        rows = given.tensors["rows"][torch.tensor(given.ids).argsort()].to(layer.lora_rows)
+    for name in stored.tensors.keys() & {"A", "B"}:
+        getattr(layer, f"lora_{name}").copy_(stored.tensors[name])
+    if stored.ids:
+        rows = stored.tensors["rows"][torch.tensor(stored.ids).argsort()].to(layer.lora_rows)
         layer.lora_rows.copy_(rows - layer.weight[layer.lora_ids].to(rows))
