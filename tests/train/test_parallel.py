@@ -308,7 +308,7 @@ def torchrun(*arguments, max_restarts=0):
 
 
 SMALL = (
-    *("--size", "tiny", "--tokenizer", "char", "--context", "16", "--steps", "400"),
+    *("--size", "tiny", "--tokenizer", "char", "--context", "16", "--steps", "120"),
     *("--batch-size", "3", "--dtype", "fp32", "--parallel", "fsdp"),
 )
 

@@ -1,18 +1,17 @@
-"""metrics.jsonl: its lines as columns, and handed to a tracker as they are written. No torch.
+"""Read metrics.jsonl as columns, and send its lines to a tracker. No torch.
 
-A tracker (trackio, Weights & Biases, TensorBoard) has a thread of its own, behind a queue, so it
-cannot stop or slow training. If it raises, one line says so, and it is given nothing more.
+If a tracker (trackio, Weights & Biases, TensorBoard) raises, one line says so, and training goes on
+without it.
 """
 
 from __future__ import annotations
 
 import contextlib
+import functools
 import hashlib
 import json
 import math
-import queue
-import threading
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from importlib import import_module
 from pathlib import Path
@@ -25,51 +24,51 @@ from tiedgpt.train.options import TrackerName
 Axis = Literal["tokens", "steps", "seconds"]
 UNITS = ("tokens", "examples")
 PART = "part_"
-"""How keys begin of the last evaluation on that part which the others were on."""
+"""Prefix of the last evaluation's keys on the data that the evaluations before it took."""
 
 
 @dataclass(frozen=True)
 class History:
-    """A run's metrics. A line that a crash or a running training cut is left out."""
+    """A run's metrics. A truncated last line is left out."""
 
     name: str
     unit: str
-    """What is counted: tokens, examples."""
+    """Unit of progress: tokens or examples."""
     columns: dict[str, dict[int, float]]
-    """By key of metrics.jsonl and by step; evaluations, the last too, are of the same part."""
+    """Values by key of metrics.jsonl and by step; all evaluations are on the same data."""
     final: dict[str, float]
-    """The last evaluation, of all that is held out; {} before it."""
+    """The final score; {} before it."""
     samples: dict[int, str]
-    """What the model did at a step, by step."""
+    """Samples by step."""
     skipped: int
-    """Steps that changed nothing, because their loss or gradient was not finite."""
+    """Number of steps that were skipped for a loss or gradient that is not finite."""
     finished: bool
     _seconds: dict[int, float] = field(repr=False, default_factory=dict)
 
     @property
     def step(self) -> int:
-        """The last step there is a line of; 0 without any."""
+        """The last step with a line; 0 without any."""
         return max((max(column) for column in self.columns.values() if column), default=0)
 
     @property
     def seconds(self) -> float:
-        """Seconds spent in steps; evaluations and checkpoints are not counted."""
+        """Seconds spent in steps, without evaluations and checkpoints."""
         return max(self._seconds.values(), default=0.0)
 
     @property
     def units(self) -> int:
-        """Tokens, or examples, trained on."""
+        """Number of tokens or examples trained on."""
         return int(max(self.columns.get(self.unit, {}).values(), default=0))
 
     def last(self, key: str) -> float | None:
-        """Return the newest value of a key, of all that is held out where there is one."""
+        """Return the newest value of a key; of a score the final one, if there is one."""
         if key in self.final:
             return self.final[key]
         column = self.columns.get(key)
         return column[max(column)] if column else None
 
     def series(self, key: str, axis: Axis) -> tuple[list[float], list[float]]:
-        """Return (places on the axis, values) of a key; `tokens` means examples where they are."""
+        """Return (positions on the axis, values) of a key; `tokens` may count examples."""
         column = self.columns.get(key, {})
         if axis == "steps":
             places = {step: float(step) for step in column}
@@ -80,10 +79,7 @@ class History:
 
 
 def read_history(run: Path, name: str | None = None) -> History:
-    """Read a run's metrics.jsonl, also while the run is being trained.
-
-    Raises `UserError` where there is none.
-    """
+    """Read a run's metrics.jsonl, also during training; `UserError` if there is none."""
     path = run / "metrics.jsonl"
     try:
         text = path.read_text(encoding="utf-8", errors="replace")
@@ -127,7 +123,7 @@ def parse_history(name: str, text: str) -> History:
 
 
 def read_metrics(text: str) -> list[dict[str, Any]]:
-    """Return the objects in the text of a metrics.jsonl, without what a crash cut off."""
+    """Return the objects in the text of a metrics.jsonl, without a truncated line."""
     found = []
     for line in text.split("\n"):
         with contextlib.suppress(ValueError, RecursionError):
@@ -138,22 +134,17 @@ def read_metrics(text: str) -> list[dict[str, Any]]:
 
 
 PROJECT = "tiedgpt"
-QUEUE = 10_000
-"""Lines that wait for a slow tracker at the most."""
-PATIENCE = 20.0
-"""Seconds that the end of training waits for a tracker."""
-
 Log = Callable[[dict[str, float], dict[str, str], int], None]
-"""Takes the numbers, the texts and the number of a step."""
+"""Function of the numbers, the texts and the number of a step."""
 Start = Callable[[Path, Mapping[str, Any], int], tuple[Log, Callable[[], None]]]
-"""Begins a run, or resumes it after a step, with run.toml's tables; returns `log` and `finish`."""
+"""Function of (run, tables, step) that begins or resumes a run; returns `log` and `finish`."""
 
 
 def open_tracker(name: TrackerName) -> Start:
-    """Return what begins a run of that tracker; `UserError` if its package is missing.
+    """Return the function that begins a run of a tracker; `UserError` if its package is missing.
 
-    trackio keeps the data on this machine (`trackio show --project tiedgpt`), Weights & Biases goes
-    by its own settings, TensorBoard's files are in the run's directory.
+    trackio stores the data on this machine (`trackio show --project tiedgpt`), Weights & Biases
+    follows its own settings, and TensorBoard's files are in the run's directory.
     """
     try:
         package: Any = import_module(name)
@@ -196,7 +187,10 @@ def _start_tensorboard(
 
 
 class Tracking:
-    """Hands a run's lines of metrics to a tracker, as a context: begun and finished with it."""
+    """Send a run's metrics to a tracker until it fails; a context manager.
+
+    The tracker begins with the first line and is finished when the context ends.
+    """
 
     def __init__(
         self,
@@ -206,52 +200,38 @@ class Tracking:
         tables: Mapping[str, Any],
         *,
         warn: Callable[[str], None],
-        patience: float = PATIENCE,
     ) -> None:
-        self._name, self._warn, self._patience = name, warn, patience
-        self._start: Callable[[int], Any] = lambda step: start(run, tables, step)
-        self._lines: queue.Queue[Mapping[str, Any] | None] = queue.Queue(QUEUE)
-        self._thread = threading.Thread(target=self._work, name="tracking", daemon=True)
-        self._dropped = False
+        self._name, self._warn = name, warn
+        self._start = functools.partial(start, run, tables)
+        self._log: Log | None = None
+        self._finish: Callable[[], None] = lambda: None
 
     def __enter__(self) -> Tracking:
-        self._thread.start()
         return self
 
     def __exit__(self, *_: object) -> None:
-        try:
-            self._lines.put_nowait(None)
-            self._thread.join(self._patience)
-        except queue.Full:
-            pass
-        if self._thread.is_alive():
-            self._warn(f"{self._name} is not done after {self._patience:g} s: left to itself")
+        with self._report_failure():
+            self._finish()
 
     def log(self, line: Mapping[str, Any]) -> None:
-        """Hand over a line of metrics.jsonl, now or never."""
-        try:
-            self._lines.put_nowait(dict(line))
-        except queue.Full:
-            if not self._dropped and self._thread.is_alive():
-                self._warn(f"{self._name} is too slow: some metrics are not tracked")
-            self._dropped = True
+        """Send a line of metrics.jsonl."""
+        with self._report_failure():
+            if self._log is None:
+                self._log, self._finish = self._start(line["step"] - 1)
+            self._log(*split_line(line), line["step"])
 
-    def _work(self) -> None:
+    @contextlib.contextmanager
+    def _report_failure(self) -> Iterator[None]:
         try:
-            log: Log | None = None
-            while (line := self._lines.get()) is not None:
-                if log is None:
-                    log, finish = self._start(line["step"] - 1)
-                log(*split_line(line), line["step"])
-            if log is not None:
-                finish()
-        except BaseException as error:  # whatever a foreign package does, training goes on
-            why = " ".join(f"{type(error).__name__}: {error}".split())
-            self._warn(f"{self._name} failed and is given no more metrics ({why[:200]})")
+            yield
+        except Exception as error:  # whatever a foreign package raises, training goes on
+            self._log, self._finish = (lambda *_: None), (lambda: None)
+            reason = " ".join(f"{type(error).__name__}: {error}".split())[:200]
+            self._warn(f"{self._name} failed and is given no more metrics ({reason})")
 
 
 def split_line(line: Mapping[str, Any]) -> tuple[dict[str, float], dict[str, str]]:
-    """Return what a tracker is told of a line: its finite numbers, its texts."""
+    """Return the finite numbers and the texts of a line."""
     values = {
         key: float(value)
         for key, value in line.items()
@@ -261,14 +241,14 @@ def split_line(line: Mapping[str, Any]) -> tuple[dict[str, float], dict[str, str
 
 
 def _identity(run: Path) -> str:
-    """Return letters that are the same whenever the run in this directory goes on."""
+    """Return an id of the run in this directory, which stays when it resumes."""
     record = run / "run.toml"
     text = record.read_bytes() if record.exists() else b""
     return hashlib.sha256(str(run.resolve()).encode() + text).hexdigest()[:12]
 
 
 def _flat(tables: Mapping[str, Any]) -> dict[str, Any]:
-    """Return tables as one, with names like training.lr."""
+    """Return tables as one table, with names like training.lr."""
     return {
         f"{table}.{key}": value if isinstance(value, (int, float, str, bool)) else str(value)
         for table, entries in tables.items()

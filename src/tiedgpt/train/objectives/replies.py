@@ -175,9 +175,9 @@ class ReplySources(Sources):
             }
             for name, side in sides.items()
         }
-        train = counts["train_examples"]
-        train["max_turns"] = self.max_turns
-        n_held_out = len(self.held_out) if self.holds_out else 0
+        counts["train_examples"]["max_turns"] = self.max_turns
+        counts["val_examples"]["held_out"] = self.holds_out
+        train, n_held_out = counts["train_examples"], len(self.held_out) if self.holds_out else 0
         more = f"{n_held_out:,} more to validate on" if n_held_out else "validated on the same ones"
         return ReplyData(
             batches=lambda batch_size, seed: pack(self.train, batch_size, seed).batch,
