@@ -161,7 +161,7 @@ def _chosen_precision(to: str, writer: Writer, precision: str | None, dtype: tor
 def require_place(path: Path, to: str, *, overwrite: bool = False) -> None:
     """Raise `UserError` where something is at `path` that would be lost, or it is no name."""
     if path.name in ("", ".."):
-        raise UserError(f"{path} names nothing new", hint="give DEST a name")
+        raise UserError(f"{path} names no new file or directory")
     if not writer_named(to).is_directory(path):
         _require_file_place(path, overwrite=overwrite)
         return
@@ -179,9 +179,7 @@ def require_place(path: Path, to: str, *, overwrite: bool = False) -> None:
 def _require_file_place(path: Path, *, overwrite: bool) -> None:
     with writing(path):
         if path.exists() and not path.is_file():
-            raise UserError(
-                f"{path} is no file that could be replaced", hint="give the name of a file"
-            )
+            raise UserError(f"{path} is no file that could be replaced")
         if path.exists() and not overwrite:
             raise UserError(f"{path} is there already", hint="give another name, or --overwrite")
 

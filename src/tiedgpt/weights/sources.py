@@ -182,7 +182,7 @@ def local_directory(
 def _fetch(name: str, patterns: Iterable[str] | None, **options: Any) -> Path:
     """Return the directory of the cache into which a repository's files were fetched."""
     if not is_hub_name(name):
-        raise UserError(f"{name} does not exist", hint="check the name")
+        raise UserError(f"{name} does not exist")
     from huggingface_hub import HfApi, snapshot_download
     from huggingface_hub.errors import HfHubHTTPError
 
