@@ -2,37 +2,41 @@
 
     fix("broken-model", "fixed-model", keep="input")
 
-The source is only read. The copy is a model directory. It is audited, loaded and compared with its
-source before it appears, and it appears whole or not at all.
+The source is only read. A GPT is loaded with the resolution that `keep` means and saved as a model
+directory; of any other architecture the tensors are copied without the second matrix. The copy
+appears after it was opened again and judged sound, or not at all.
 """
 
 from __future__ import annotations
 
 import os
 import shutil
-from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
+from functools import reduce
 from pathlib import Path
 from typing import Any, get_args
 
-from tiedgpt.errors import CheckFailedError, CorruptInputError, TiedGPTError, UserError
+import torch
+
+from tiedgpt.errors import CheckFailedError, TiedGPTError, UserError
 from tiedgpt.files import replacing, require_room, write_json, writing
+from tiedgpt.runtime import to_json_data
 from tiedgpt.text import Tokenizer
 from tiedgpt.tie.audits import Audit, audit, examine, open_source
 from tiedgpt.tie.findings import format_shape
 from tiedgpt.tie.vocabulary import resize_vocab
-from tiedgpt.weights.checkpoint import EMBEDDING, HEAD, TIE_KEY, Checkpoint, to_gpt
+from tiedgpt.weights.checkpoint import TIE_KEY, Checkpoint, to_gpt
 from tiedgpt.weights.comparison import count_nonzero_rows
 from tiedgpt.weights.containers import write_safetensors
-from tiedgpt.weights.convert import are_equal, convert
+from tiedgpt.weights.convert import convert
 from tiedgpt.weights.decision import Keep, TieDecision, decide_tie
-from tiedgpt.weights.formats.transformers import MODEL_TYPES
-from tiedgpt.weights.load import load
+from tiedgpt.weights.load import MODEL_DTYPES, load
 from tiedgpt.weights.roles import Roles, find_roles, is_transposed
 from tiedgpt.weights.tensors import StoredTensor
 
-NOT_RUN = "its matrices were audited, its weights not compared, for it is no GPT that runs here"
+SAME_WEIGHTS = "it was loaded, and its weights are the source's"
+NOT_RUN = "its matrices were audited; its other tensors are copies"
 MODEL_FILES = (
     "tokenizer*", "vocab*", "merges.txt", "*.model", "special_tokens_map.json",
     "added_tokens.json", "generation_config.json", "preprocessor*", "chat_template*", "*.md",
@@ -43,7 +47,7 @@ MODEL_FILES = (
 
 @dataclass(frozen=True)
 class Repair:
-    """What was done, and the audits before and after."""
+    """The actions of a fix, and the audits before and after."""
 
     source: str
     dest: str
@@ -55,7 +59,7 @@ class Repair:
 
     @property
     def explain(self) -> str:
-        """What was done, in plain words."""
+        """The audits and the actions in plain words."""
         return (
             f"{self.source}: {self.before.verdict}; {'; '.join(self.actions)}. "
             f"{self.dest} is {self.after.verdict}; {self.check}. The source is untouched."
@@ -67,24 +71,24 @@ class Repair:
     def as_dict(self) -> dict[str, Any]:
         """Return plain data for JSON."""
         audits = {"before": self.before.as_dict(), "after": self.after.as_dict()}
-        return vars(self) | audits | {"actions": list(self.actions), "explain": self.explain}
+        return to_json_data(self) | audits | {"explain": self.explain}
 
 
 @dataclass(frozen=True)
 class Plan:
-    """What the copy holds for the matrices over the vocabulary."""
+    """The matrices over the vocabulary in a copy."""
 
     resolve: str
-    """How the source is loaded to be so."""
+    """The `resolve` with which the source is loaded."""
     matrices: dict[str, StoredTensor]
-    """By their names in the copy: the one that reads, then the one that predicts, if it is two."""
+    """The matrix that reads, and the one that predicts if there are two, by names in the copy."""
     actions: tuple[str, ...] = ()
     vocab_size: int | None = None
-    """What config.json must say, where it says something else."""
+    """The new `vocab_size` of config.json; None leaves it."""
 
     @property
     def config(self) -> dict[str, Any]:
-        """What config.json must say."""
+        """The new values of config.json."""
         claim: dict[str, Any] = {TIE_KEY: len(self.matrices) == 1}
         return claim if self.vocab_size is None else claim | {"vocab_size": self.vocab_size}
 
@@ -99,12 +103,14 @@ def fix(
 ) -> Repair:
     """Write a corrected copy of a checkpoint as a new model directory.
 
-    Equal copies become one matrix, a transposed matrix is put right, padding on one side is cut,
-    and config.json's claim becomes what is there. If the two matrices differ, `keep` says whose
-    numbers both sides get, or "both": they stay two and the config says so. A safetensors or torch
-    file keeps its names; every other format is written as transformers' GPT-2. Raises `UserError`
-    if a choice is missing, there is nothing to fix, or `dest` exists, and `CheckFailedError` if
-    the copy does not load with the source's weights: then nothing is written.
+    Equal copies become one matrix, a transposed matrix is turned, padding on one side is cut, and
+    config.json's claim becomes true. If the two matrices differ, `keep` names the side whose
+    numbers stay, or "both": then the config says untied. A GPT is written as transformers' GPT-2;
+    a safetensors or torch file of another architecture keeps its names.
+
+    Raises `UserError` if a choice is missing, there is nothing to fix, or `dest` exists,
+    `CorruptInputError` for a GPT that does not load, and `CheckFailedError` if the copy is not
+    sound. Then nothing is written.
     """
     if keep is not None and keep not in get_args(Keep):
         raise UserError(
@@ -117,23 +123,23 @@ def fix(
     decision = decide_tie(checkpoint, roles)
     before = examine(checkpoint, decision)
     plan = _make_plan(checkpoint, decision, keep)
-    is_copied = checkpoint.format is not None and checkpoint.format.is_copied_by_fix
+    is_gpt = _is_complete_gpt(checkpoint)
     with replacing(dest) as temporary:
-        if is_copied:
-            _write_copy(checkpoint, roles, plan, temporary)
+        if is_gpt:
+            _save_gpt(checkpoint, plan, temporary)
+            after = audit(temporary)
         else:
-            _write_gpt(checkpoint, plan, temporary)
-        reads, predicts = ([*plan.matrices][at] if is_copied else None for at in (0, -1))
-        after = audit(
-            temporary, input_name=input_name and reads, output_name=output_name and predicts
-        )
+            _copy_tensors(checkpoint, roles, plan, temporary)
+            reads, *_, predicts = [*plan.matrices] * 2
+            after = audit(
+                temporary, input_name=input_name and reads, output_name=output_name and predicts
+            )
+        _copy_files_beside(checkpoint, temporary)
         wanted = "tied" if plan.config[TIE_KEY] else "untied as claimed"
         if after.verdict != wanted:
-            raise CheckFailedError(
-                f"{dest} was not written: the mended copy would be {after.verdict}, not {wanted}"
-            )
-        check = _check_weights(checkpoint, plan, temporary, dest)
+            raise CheckFailedError(f"{dest} was not written: it would be {after.verdict}")
     after = replace(after, source=str(dest))
+    check = SAME_WEIGHTS if is_gpt else NOT_RUN
     return Repair(str(checkpoint.source), str(dest), plan.actions, check, before, after)
 
 
@@ -290,32 +296,26 @@ def _check_dest(dest: Path, source: Path) -> None:
         raise UserError(f"{dest} lies inside {home}: the source is left untouched")
 
 
-def _write_copy(checkpoint: Checkpoint, roles: Roles, plan: Plan, directory: Path) -> None:
-    """Write the source's tensors by their names, with the plan's matrices, and what is beside."""
-    matrices = [t.name for t in (roles.input, roles.output, *roles.aliases) if t is not None]
-    copies = {n: t for n, t in checkpoint.tensors.items() if n not in matrices} | plan.matrices
-    require_room(directory.parent, sum(copy.n_bytes for copy in copies.values()))
-    directory.mkdir()
-    write_safetensors(directory / "model.safetensors", copies, {"format": "pt"})
-    write_json(directory / "config.json", {**checkpoint.config, **plan.config})
-    for file in _list_files_beside(checkpoint):
-        shutil.copyfile(file, directory / file.name)
+def _is_complete_gpt(checkpoint: Checkpoint) -> bool:
+    """Whether the file is a GPT that states its number of heads, or is of a format for GPTs only.
+
+    A file that does not state it is copied like any other architecture.
+    """
+    if checkpoint.format is None or not checkpoint.format.is_copied_by_fix:
+        return True
+    try:
+        gpt = to_gpt(checkpoint)
+    except TiedGPTError:
+        return False
+    return checkpoint.format.recognizes(checkpoint) and "n_head" in {**gpt.assumed, **gpt.fields}
 
 
-def _list_files_beside(checkpoint: Checkpoint) -> list[Path]:
-    """Return the files that go along with the weights: tokenizer, card."""
-    path = Path(checkpoint.source)
-    home = path if path.is_dir() else path.parent
-    if not (path.is_dir() or (home / "config.json").is_file()):
-        return []  # a lone file
-    weights = [file.name for file in checkpoint.files]
-    files = [file for file in home.iterdir() if file.is_file() and file.name not in weights]
-    return [file for file in files if any(fnmatchcase(file.name, name) for name in MODEL_FILES)]
-
-
-def _write_gpt(checkpoint: Checkpoint, plan: Plan, directory: Path) -> None:
-    """Write another format's GPT as transformers' names and layout have it."""
-    loaded = load(checkpoint.source, resolve=plan.resolve)
+def _save_gpt(checkpoint: Checkpoint, plan: Plan, directory: Path) -> None:
+    """Load a GPT and save it for transformers; `convert` compares the file with the model."""
+    dtypes = {getattr(torch, tensor.dtype, None) for tensor in checkpoint.tensors.values()}
+    floats = [dtype for dtype in MODEL_DTYPES if dtype in dtypes]
+    widest = reduce(torch.promote_types, floats) if len(floats) > 1 else None
+    loaded = load(checkpoint.source, resolve=plan.resolve, dtype=widest)
     rows = next(iter(plan.matrices.values())).shape[0]
     if loaded.model.config.vocab_size > rows:
         resize_vocab(loaded.model, rows)
@@ -326,50 +326,24 @@ def _write_gpt(checkpoint: Checkpoint, plan: Plan, directory: Path) -> None:
     convert(loaded, directory, "transformers", tokenizer=tokenizer)
 
 
-# Check it
+def _copy_tensors(checkpoint: Checkpoint, roles: Roles, plan: Plan, directory: Path) -> None:
+    """Write the source's tensors by their names, with the plan's matrices and claim."""
+    matrices = [t.name for t in (roles.input, roles.output, *roles.aliases) if t is not None]
+    copies = {n: t for n, t in checkpoint.tensors.items() if n not in matrices} | plan.matrices
+    require_room(directory.parent, sum(copy.n_bytes for copy in copies.values()))
+    directory.mkdir()
+    write_safetensors(directory / "model.safetensors", copies, {"format": "pt"})
+    write_json(directory / "config.json", {**checkpoint.config, **plan.config})
 
 
-def _check_weights(checkpoint: Checkpoint, plan: Plan, directory: Path, dest: Path) -> str:
-    """Load the copy and compare every weight with the source; return what was found, in words.
-
-    What tiedgpt does not run, before or after, is not compared. The copy of what its config calls a
-    GPT never appears where its weights do not fit that config.
-    """
-    try:
-        gpt = to_gpt(checkpoint)
-    except TiedGPTError:
-        return NOT_RUN
-    # A file that does not say its heads is loaded with one: weights do not depend on it.
-    says_heads = "n_head" in {**gpt.assumed, **gpt.fields}
-    options: dict[str, Any] = {} if says_heads else {"n_head": 1}
-    try:
-        model = load(directory, **options).model
-    except TiedGPTError as error:
-        is_gpt = checkpoint.config.get("model_type") in MODEL_TYPES
-        if not (is_gpt and isinstance(error, CorruptInputError)) and not _can_load(
-            checkpoint, plan, options
-        ):
-            return NOT_RUN
-        why = str(error).replace(str(directory), str(dest))  # the copy has no name of its own yet
-        raise CheckFailedError(f"{dest} was not written: it would not load: {why}") from None
-    both = dict(zip((EMBEDDING, HEAD), plan.matrices.values(), strict=False))
-    expected = {n: t for n, t in gpt.tensors.items() if n not in (EMBEDDING, HEAD)} | both
-    parameters = dict(model.named_parameters())
-    for name in {**parameters, **expected}:
-        ours, theirs = parameters.get(name), expected.get(name)
-        numbers = None if theirs is None else theirs.tensor()
-        if ours is not None and numbers is not None:
-            numbers = numbers.to(ours.dtype)
-        if not are_equal(ours, numbers):
-            raise CheckFailedError(
-                f"{dest} was not written: its {name} would differ from the source's"
-            )
-    return "it was loaded, and its weights are the source's"
-
-
-def _can_load(checkpoint: Checkpoint, plan: Plan, options: Mapping[str, Any]) -> bool:
-    try:
-        load(checkpoint.source, resolve=plan.resolve, **options)
-    except TiedGPTError:
-        return False
-    return True
+def _copy_files_beside(checkpoint: Checkpoint, directory: Path) -> None:
+    """Copy the model's other files, such as its tokenizer and card."""
+    path = Path(checkpoint.source)
+    home = path if path.is_dir() else path.parent
+    if not (path.is_dir() or (home / "config.json").is_file()):
+        return  # a lone file
+    weights = [file.name for file in checkpoint.files]
+    for file in home.iterdir():
+        belongs = any(fnmatchcase(file.name, pattern) for pattern in MODEL_FILES)
+        if file.is_file() and belongs and file.name not in weights:
+            shutil.copyfile(file, directory / file.name)
