@@ -10,7 +10,7 @@ from tiedgpt import Tokenizer
 from tiedgpt.cli.main import main
 from tiedgpt.data import plan_preparation, prepare_data
 from tiedgpt.data import prepare as preparation
-from tiedgpt.errors import UserError
+from tiedgpt.errors import CorruptInputError, UserError
 from tiedgpt.train import TrainOptions, train
 from tiedgpt.train.events import AlreadyFinished, Ended
 from tiedgpt.train.objectives import prepared
@@ -126,3 +126,39 @@ def test_an_interrupted_preparation_goes_on_unless_other_things_are_asked_for(la
     prepared.LARGE_BYTES = 10**9
     assert isinstance(run("small", "small.txt"), Ended)
     assert (tmp_path / "small" / "data" / "counts.json").exists()
+
+
+def test_text_whose_characters_are_split_is_noted(tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    letters = [chr(0x4E00 + n * n % 3001) for n in range(6000)]
+    Path("zh.txt").write_text("".join(letters))
+    options = ["--size", "nano", "--context", "8", "--steps", "1", "--batch-size", "2"]
+    assert main(["train", "zh.txt", "--out", "run", *options]) == 0
+    err = " ".join(capsys.readouterr().err.split())
+    assert "of the characters have no token of their own" in err
+    assert "--tokenizer char" in err and "--vocab-size" in err
+    assert main(["train", "zh.txt", "--out", "char", "--tokenizer", "char", *options]) == 0
+    assert "no token of their own" not in capsys.readouterr().err
+
+
+def test_training_file_that_also_validates_is_noted(tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    for name in "ab":
+        Path(f"{name}.txt").write_text(" ".join(f"{name}{n}" for n in range(99)))
+    options = ["--size", "nano", "--context", "8", "--steps", "1", "--batch-size", "2"]
+    command = ["train", "a.txt", "b.txt", "--val", "a.txt", "--tokenizer", "char", *options]
+    assert main([*command, "--out", "run"]) == 0
+    err = " ".join(capsys.readouterr().err.split())
+    assert "1 document is also in --val and not trained on: a.txt" in err
+
+
+def test_damaged_file_of_a_prepared_directory_is_named(text):
+    prepare_data(plan_preparation([str(text)]), "data", "char")
+    shard = next(Path("data").glob("*/val_000000.bin"))
+    shard.write_bytes(shard.read_bytes()[:-2])
+    with pytest.raises(CorruptInputError, match=f"{shard} is missing or has changed"):
+        run("run", "data")
+    manifest = Path("data/manifest.json")
+    manifest.write_text(manifest.read_text().replace('"tokens": ', '"tokens": 1', 1))
+    with pytest.raises(CorruptInputError, match=r"manifest\.json is damaged"):
+        run("run", "data")

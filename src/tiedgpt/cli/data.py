@@ -8,6 +8,7 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import MISSING, asdict, dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 from rich.text import Text
@@ -173,7 +174,8 @@ def prepare(arguments: list[str]) -> None:
     args = parse(PrepareArguments, "data prepare", arguments, ABOUT_PREPARE)
     note(f"preparing {', '.join(args.data[:3])}{', ...' * (len(args.data) > 3)} in {args.out}")
     from tiedgpt.data import plan_preparation, prepare_data
-    from tiedgpt.data.prepare import VOCAB_SIZE, read_notes
+    from tiedgpt.data.encode import note_split_characters
+    from tiedgpt.data.prepare import TOKENIZER, VOCAB_SIZE, read_notes
     from tiedgpt.text import Tokenizer
 
     plan = plan_preparation(args.data, val=args.val, **args.reading)
@@ -192,6 +194,9 @@ def prepare(arguments: list[str]) -> None:
         )
     if encoded is not None:
         note(*read_notes(args.out))
+        if args.tokenizer == "bpe":
+            trained = Tokenizer.from_pretrained(Path(args.out) / TOKENIZER)
+            note(*note_split_characters(encoded, trained))
     if args.format == "json":
         facts: dict[str, Any] = {"directory": args.out, "complete": encoded is not None}
         if encoded is not None:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+from collections import Counter
 from collections.abc import Callable, Mapping
 from contextlib import ExitStack
 from dataclasses import asdict, astuple, dataclass
@@ -24,6 +25,10 @@ from tiedgpt.files import read_json, replacing, write_json
 if TYPE_CHECKING:
     from tiedgpt.text import Tokenizer
 
+SAMPLE_TOKENS = 50_000
+"""Number of tokens that `note_split_characters` reads."""
+MAX_SPLIT_SHARE = 0.5
+"""Largest share of split characters that is not noted."""
 COUNTS = "counts.json"
 MANIFEST = "manifest.json"
 """Name of the file that replaces counts.json in a directory of `prepare.py`."""
@@ -178,6 +183,21 @@ def open_encoded(directory: str | Path) -> EncodedCorpus:
         raise UserError(f"{directory} holds no encoded text ({error.strerror})") from error
     except (ValueError, KeyError, TypeError) as error:
         raise CorruptInputError(f"{path} is damaged: encode the text again") from error
+
+
+def note_split_characters(encoded: EncodedCorpus, tokenizer: Tokenizer) -> list[str]:
+    """Return a note if most characters of the training text have no token of their own."""
+    shards = encoded.open_shards("train")
+    sample = shards.read(0, min(SAMPLE_TOKENS, len(shards))).tolist()
+    counts = Counter(tokenizer.decode(id for id in sample if id != tokenizer.eos_token_id))
+    n_split = sum(n for letter, n in counts.items() if len(tokenizer.encode_array(letter)) > 1)
+    share = n_split / max(1, counts.total())
+    if share <= MAX_SPLIT_SHARE:
+        return []
+    return [
+        f"{share:.0%} of the characters have no token of their own in a vocabulary of "
+        f"{len(tokenizer):,}: --tokenizer char or a larger --vocab-size gives them one"
+    ]
 
 
 def write_sealed(path: Path, facts: dict[str, Any]) -> None:

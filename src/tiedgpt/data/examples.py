@@ -186,7 +186,8 @@ class ExampleReader:
 
     def _bad(self, error: CorruptInputError) -> None:
         if not self.skip_bad:
-            raise error
+            hint = "--skip-bad skips and counts such lines"
+            raise CorruptInputError(error.message, hint=hint) from None
         self._remark("skipped", str(error))
 
     def _remark(self, name: str, where: str) -> None:

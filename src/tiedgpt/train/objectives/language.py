@@ -36,7 +36,7 @@ from tiedgpt.data import (
     python_documentation,
     write_template,
 )
-from tiedgpt.data.encode import COUNTS
+from tiedgpt.data.encode import COUNTS, note_split_characters
 from tiedgpt.errors import UserError
 from tiedgpt.evaluate.perplexity import Score, score
 from tiedgpt.files import remove
@@ -147,7 +147,10 @@ class TextSources(Sources):
     def make(self, run: RunDirectory, options: AnyOptions, basis: Basis) -> Pair:
         """Return a language model, and the shards to train it on."""
         context = options.context or basis.config.n_positions
-        data = open_text(self.shards(run), basis.tokenizer, context, self.notes(run))
+        notes = self.notes(run)
+        if options.start is None:
+            notes += note_split_characters(open_encoded(self.shards(run)), basis.tokenizer)
+        data = open_text(self.shards(run), basis.tokenizer, context, notes)
         if not options.chooses:  # which looks for a context that is short enough
             data.require_enough()
         prompt = options.sample_prompt or ""
