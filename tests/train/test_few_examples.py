@@ -71,6 +71,8 @@ def test_thirty_pairs_are_learned_by_the_defaults_and_called_memorized(folder, b
     assert "this score measures memorization, not new prompts" in err and "memorized" in out
     assert re.search(r"few examples: 300 steps see each about \d+ times", err)
     assert "trained on" in out and "held out" not in out
+    card = (folder / "run/model/README.md").read_text()
+    assert "on the examples that it was trained on" in card and "held-out" not in card
     assert count_right(folder / "run", PAIRS) >= 25
 
 

@@ -226,6 +226,7 @@ def copy_run(ready, name, *, config=None, **plan):
     return run.path
 
 
+@pytest.mark.slow
 def test_a_run_goes_on_in_fewer_and_in_more_processes(ready):
     plan = {"batch_size": 5, "micro_batch": 1, "optimizer": "adamw", "lr": 1e-3}
     config = dict.fromkeys(DROPOUT, 0.0)

@@ -33,10 +33,6 @@ def race(text_file, tmp_path, times):
     return lost
 
 
-def test_of_two_trainings_that_begin_at_once_one_trains(text_file, tmp_path):
-    assert race(text_file, tmp_path, 3) >= 1
-
-
 @pytest.mark.slow
 @pytest.mark.timeout(1200)
 def test_of_two_trainings_that_begin_at_once_one_trains_fifty_times(text_file, tmp_path):

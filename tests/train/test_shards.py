@@ -19,7 +19,6 @@ from tiedgpt.train.events import Ended
 from tiedgpt.train.parallel import join_world
 from tiedgpt.train.storage import RunDirectory
 
-TIMEOUT = 10.0
 PARTS = 4
 """Of the operations at which a checkpoint is killed."""
 
@@ -29,7 +28,7 @@ def go_on_until(path, fault, rank, stop_after=None):
     if fault is not None and os.environ["RANK"] == str(rank):
         fault(path)
     with contextlib.ExitStack() as stack:
-        world = stack.enter_context(join_world("fsdp", CPU, TIMEOUT))
+        world = stack.enter_context(join_world("fsdp", CPU))
         if world.is_main:
             stack.enter_context(RunDirectory(path).lock())
         world.on_main(lambda: None)

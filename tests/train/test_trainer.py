@@ -38,7 +38,6 @@ def test_training_lowers_the_loss_and_leaves_a_model_that_generates(trial):
         (5, 0.2, "adamw", "fp32"),
         (4, 0.0, "adamw", "fp32"),
         (3, 0.2, "muon", "bf16"),
-        (5, 0.0, "adamw", "bf16"),
     ],
 )
 def test_a_run_that_stopped_and_went_on_equals_one_that_never_stopped(
@@ -153,15 +152,14 @@ def test_a_run_with_skipped_steps_resumes_as_if_it_never_stopped(trial, stop_aft
     assert_same(whole, parts)
 
 
-def test_too_many_skipped_steps_end_the_run_with_a_diagnosis(trial, monkeypatch):
-    monkeypatch.setattr("tiedgpt.train.step.MOST_SKIPS", 3)
-    run = break_steps(trial(steps=12), 3, 5, 6)
+def test_too_many_skipped_steps_end_the_run_with_a_diagnosis(trial):
+    run = break_steps(trial(steps=20), 3, *range(5, 14))
     for _ in range(2):  # the same again, not one step further
-        with pytest.raises(DivergedError, match="at step 6") as error:
+        with pytest.raises(DivergedError, match="at step 13") as error:
             run.train()
-    for part in ("3 of the last 200 steps", "first not finite: the gradient of", "rate 0.0"):
+    for part in ("10 of the last 200 steps", "first not finite: the gradient of", "rate 0.0"):
         assert part in str(error.value)
-    assert "losses before" in str(error.value) and "step 4 is kept" in str(error.value)
+    assert "losses before" in str(error.value) and "step 12 is kept" in str(error.value)
     assert error.value.exit_code == 5 and "--lr" in error.value.hint
     verify(list_checkpoints(run.run.checkpoints)[-1])
 
@@ -174,20 +172,19 @@ def test_too_many_skipped_steps_end_the_run_with_a_diagnosis(trial, monkeypatch)
     ],
 )
 def test_weights_that_are_not_finite_are_named_and_never_saved(
-    trial, monkeypatch, when, step, weight, says, kept
+    trial, when, step, weight, says, kept
 ):
-    calls, train_step = [], trainer_module.train_step
+    run, calls = trial(), []
+    loss = run.objective.loss
 
-    def spoil(model, *arguments, **options):
+    def spoil(model, batch):
         calls.append(1)
-        result = train_step(model, *arguments, **options) if when == "after" else None
+        result = loss(model, batch) if when == "after" else None
         if len(calls) == step:
-            with torch.no_grad():
-                model.get_parameter(weight).flatten()[0] = float("nan")
-        return result or train_step(model, *arguments, **options)
+            model.get_parameter(weight).data.flatten()[0] = float("nan")
+        return loss(model, batch) if result is None else result
 
-    monkeypatch.setattr(trainer_module, "train_step", spoil)
-    run = trial()
+    run.objective.loss = spoil
     with pytest.raises(DivergedError, match=says):
         run.train()
     assert len(list_checkpoints(run.run.checkpoints)) == kept
