@@ -10,7 +10,7 @@ those beside it are trained for the steps that the minutes are worth at these sp
 of `tiedgpt train` and with all that the rule says for that size. The score is bits per byte on all
 held-out text. A JSON line for each choice is added to bench/results/auto_size-DATE.jsonl.
 
-The constants A, ALPHA, B and BETA of `train/choice.py` were fitted to final scores of such runs; a
+The constants of the law in `train/planning.py` were fitted to final scores of such runs; a
 line has, beside the scores, what the rule expected of each size.
 """
 
@@ -29,14 +29,23 @@ from typing import Any
 
 import torch
 
-from tiedgpt.train.choice import MOST_PASSES, expected_loss, ladder, with_choices
 from tiedgpt.train.events import Ended
 from tiedgpt.train.loop import Trainer
+from tiedgpt.train.machine import SpeedMeasurement, find_facts, measure_machine, training_device
+from tiedgpt.train.machine import resize as resize_run
 from tiedgpt.train.objectives import open_sources
 from tiedgpt.train.options import TrainOptions
 from tiedgpt.train.parallel import World
+from tiedgpt.train.planning import (
+    MAX_AUTO_EPOCHS,
+    candidate_sizes,
+    draft_plan,
+    expected_loss,
+    plan_run,
+    resize,
+    with_choices,
+)
 from tiedgpt.train.prepare import prepare
-from tiedgpt.train.sizing import choose_size, make_plan, measure_speed, training_device
 from tiedgpt.train.storage import RunDirectory
 
 MEASURED_SECONDS = 2.0
@@ -72,8 +81,9 @@ def trained(options: TrainOptions, run: RunDirectory, scratch: Path) -> float:
         for name in ("data", "tokenizer"):
             os.symlink(run.path / name, fresh.path / name)
         pair = prepare(fresh, options, open_sources(options))
-        sized, *pair, _, _ = choose_size(options, *pair, World(training_device()))
-        plan = make_plan(sized, *pair, training_device())
+        machine, _ = measure_machine(options, *pair, World(training_device()))
+        config, plan = plan_run(options, pair[0].config, find_facts(*pair), machine)
+        pair = resize_run(*pair, config)
         *_, ended = Trainer(fresh, *pair, plan, training_device()).run()
     assert isinstance(ended, Ended)
     return ended.metrics["val_bits_per_byte"]
@@ -88,12 +98,16 @@ def choice(name: str, minutes: float, speeds: dict[str, float], scratch: Path) -
     text_tokens = text.text_tokens
     assert text_tokens is not None
     world = World(training_device())
+    machine, _ = measure_machine(options, objective, text, world)
+    measure = SpeedMeasurement(objective, text, world, MEASURED_SECONDS, load=None)
+    facts = find_facts(objective, text)
     expected, asked = {}, {}
-    for size in ladder(text_tokens):
+    for size in candidate_sizes(text_tokens):
         whole = with_choices(replace(options, dropout=0.0), size, float("inf"), text_tokens)
         if size not in speeds:
-            speeds[size] = measure_speed(whole, objective, text, world, seconds=MEASURED_SECONDS)
-        tokens = min(60 * minutes * speeds[size], MOST_PASSES * text_tokens)
+            config, sized_facts = resize(whole, objective.config, facts)
+            speeds[size] = measure(config, draft_plan(whole, config, sized_facts, machine))
+        tokens = min(60 * minutes * speeds[size], MAX_AUTO_EPOCHS * text_tokens)
         expected[size] = expected_loss(size, tokens, text_tokens)
         sized = with_choices(options, size, tokens, text_tokens)
         steps = max(1, round(tokens / (sized.batch_size * sized.context)))

@@ -31,9 +31,10 @@ from tiedgpt.cli.main import main as tiedgpt
 from tiedgpt.data import python_documentation
 from tiedgpt.train.events import Ended
 from tiedgpt.train.loop import Trainer
+from tiedgpt.train.machine import training_device
 from tiedgpt.train.objectives import open_sources
 from tiedgpt.train.prepare import prepare
-from tiedgpt.train.sizing import make_plan, training_device
+from tiedgpt.train.run import make_plan
 from tiedgpt.train.storage import RunDirectory
 from tiedgpt.train.tune_options import TuneOptions
 

@@ -40,13 +40,14 @@ from tiedgpt.plots.panel import Line, Panel, usual_most
 from tiedgpt.plots.training import reached
 from tiedgpt.train.events import Ended, Evaluated, Stepped
 from tiedgpt.train.loop import Trainer
+from tiedgpt.train.machine import training_device
 from tiedgpt.train.objective import Data, Objective
 from tiedgpt.train.objectives import open_sources
 from tiedgpt.train.optim import optimizers, parameter_groups
 from tiedgpt.train.options import SIZES, TrainOptions
 from tiedgpt.train.plan import Plan
 from tiedgpt.train.prepare import prepare
-from tiedgpt.train.sizing import make_plan, training_device
+from tiedgpt.train.run import make_plan
 from tiedgpt.train.step import train_step
 from tiedgpt.train.storage import RunDirectory
 

@@ -109,7 +109,7 @@ def stepper(
 
 def recipe(config: GPTConfig, device: str, compiled: bool, dtype: str) -> Step:
     """Our own training step, as `tiedgpt train` runs it."""
-    from tiedgpt.train.sizing import choose_dtype
+    from tiedgpt.train.machine import choose_dtype
 
     return ours(config, device, compiled, choose_dtype(torch.device(device)), "muon")
 

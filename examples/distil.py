@@ -21,10 +21,11 @@ from small_model import small_model
 from tiedgpt import GPT
 from tiedgpt.train import Trainer, TrainOptions
 from tiedgpt.train.events import Ended
+from tiedgpt.train.machine import training_device
 from tiedgpt.train.objectives import open_sources
 from tiedgpt.train.objectives.language import LanguageModelling
 from tiedgpt.train.prepare import prepare
-from tiedgpt.train.sizing import make_plan, training_device
+from tiedgpt.train.run import make_plan
 from tiedgpt.train.storage import RunDirectory
 
 SHARE = 0.9

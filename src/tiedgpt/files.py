@@ -82,7 +82,9 @@ def reading(path: Path, what: str) -> Iterator[None]:
         raise
     except Exception as error:
         if isinstance(error, OSError) and error.errno:
-            raise UserError(f"{path}: cannot be read ({error.strerror})") from None
+            raise UserError(
+                f"{path}: cannot be read ({error.strerror})", hint="check the file"
+            ) from None
         why = " ".join(str(error).split()) or type(error).__name__
         why = "".join(c if c.isprintable() else repr(c)[1:-1] for c in why[:200])
         raise CorruptInputError(f"{path} is damaged or no {what}: {why}") from None
@@ -133,7 +135,7 @@ def writing(path: Path) -> Iterator[None]:
                 f"no room on the disk for {path}", hint="free some space or write elsewhere"
             ) from error
         why = error.strerror or error
-        raise UserError(f"cannot write {path}: {why}") from error
+        raise UserError(f"cannot write {path}: {why}", hint="check the path") from error
 
 
 def lock_file(file: IO[str]) -> bool:
@@ -166,7 +168,8 @@ def require_room(directory: Path, n_bytes: int) -> None:
     free = shutil.disk_usage(place).free
     if free < n_bytes:
         raise NoRoomError(
-            f"{directory} needs {format_bytes(n_bytes)}, {format_bytes(free)} are free"
+            f"{directory} needs {format_bytes(n_bytes)}, {format_bytes(free)} are free",
+            hint="free some",
         )
 
 

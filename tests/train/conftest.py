@@ -22,7 +22,7 @@ from tiedgpt.train.objective import Data, Objective
 from tiedgpt.train.objectives.language import LanguageModelling, open_text
 from tiedgpt.train.options import TrainOptions
 from tiedgpt.train.plan import Plan
-from tiedgpt.train.sizing import make_plan
+from tiedgpt.train.run import make_plan
 from tiedgpt.train.storage import RunDirectory, make_record, read_plan
 
 TEXT = "".join(f"line {n}: the {n % 7} cats sat on {n % 5} mats.\n" for n in range(400))

@@ -12,7 +12,7 @@ from tiedgpt.infer import Engine
 from tiedgpt.train import loop as trainer_module
 from tiedgpt.train.checkpoint import list_checkpoints, verify
 from tiedgpt.train.events import Ended, Evaluated, Replanned, Skipped, Started, Stepped
-from tiedgpt.train.sizing import make_longer
+from tiedgpt.train.planning import prolong
 from tiedgpt.train.step import train_step
 from tiedgpt.train.storage import RunDirectory, read_plan
 from tiedgpt.weights.containers import SafetensorsFile
@@ -243,8 +243,9 @@ def test_a_run_ends_when_validation_has_turned_and_not_when_it_is_only_unlucky(t
 def lengthen(run, options, **plan):
     """Have a run that ended go on for twice as long."""
     run.write_record(options, **plan)
-    tables = make_longer(run.run, dataclasses.replace(options, steps=None, minutes=6.0), 2.0)
-    return dataclasses.replace(run, plan=read_plan(tables)[1])
+    longer = dataclasses.replace(options, steps=None, minutes=6.0)
+    _, before = read_plan(run.run.read_record())
+    return dataclasses.replace(run, plan=prolong(before, longer, run.run.reopen(), 2.0))
 
 
 def test_the_last_weights_of_a_run_that_goes_on_stay_its_best(trial, options, scores):

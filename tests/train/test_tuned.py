@@ -21,7 +21,7 @@ from tiedgpt.train.objective import Pretrained
 from tiedgpt.train.objectives import open_sources
 from tiedgpt.train.parallel import World, join_world
 from tiedgpt.train.prepare import prepare
-from tiedgpt.train.sizing import make_plan
+from tiedgpt.train.run import make_plan
 from tiedgpt.train.storage import RunDirectory
 from tiedgpt.train.tune_options import TuneOptions
 from tiedgpt.tune import load_adapter, lora, save_adapter

@@ -175,7 +175,7 @@ def source(tmp_path_factory):
     return directory
 
 
-@pytest.mark.parametrize("text", ["text.txt", pytest.param("samples", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("text", ["text.txt", "samples"])
 def test_convert_calibrates_on_a_text_or_on_samples(source, tmp_path, monkeypatch, capsys, text):
     monkeypatch.chdir(source.parent)
     options = ["--to", "packed", "--precision", "int4", "--format", "json"]

@@ -1,6 +1,5 @@
 """From every format that is written to every other, and what happens when it cannot be."""
 
-import copy
 import json
 import os
 import signal
@@ -12,13 +11,13 @@ import pytest
 import torch
 from transformers import AutoTokenizer
 
-from tests.weights.test_registry import TOY, WRITER, write_toy
 from tiedgpt import GPT, Tokenizer
 from tiedgpt.cli.main import main
 from tiedgpt.errors import CheckFailedError, UserError
+from tiedgpt.weights import convert as convert_module
 from tiedgpt.weights.convert import convert
 from tiedgpt.weights.load import load
-from tiedgpt.weights.registry import register, unregister, writers
+from tiedgpt.weights.registry import writers
 
 pytestmark = pytest.mark.filterwarnings("ignore::tiedgpt.weights.load.CheckpointWarning")
 
@@ -131,25 +130,21 @@ def test_a_directory_tells_how_many_tokens_the_model_takes(source, tokenizer, tm
     assert Tokenizer.from_pretrained(tmp_path / "dir").encode("abc") == tokenizer.encode("abc")
 
 
-@pytest.fixture
-def register_writer():
-    """Register a format that is written by another function."""
-    yield lambda write: register(replace(TOY, writer=replace(WRITER, write=write)))
-    unregister("toy")
+def test_what_does_not_come_back_as_it_was_is_not_kept(source, tokenizer, tmp_path, monkeypatch):
+    real = convert_module.load
 
-
-def test_what_does_not_come_back_as_it_was_is_not_kept(source, tmp_path, register_writer):
-    def write_damaged(model, path, **options):
-        model = copy.deepcopy(model)
+    def damaged(path):
+        loaded = real(path)
         with torch.no_grad():
-            model.wpe.weight[0, 0] += 1
-        write_toy(model, path, **options)
+            loaded.model.wpe.weight[0, 0] += 1
+        return loaded
 
-    register_writer(write_damaged)
-    (tmp_path / "x.toy").write_bytes(b"before")
+    (tmp_path / "x.onnx").write_bytes(b"before")
+    loaded = load(source)
+    monkeypatch.setattr(convert_module, "load", damaged)
     with pytest.raises(CheckFailedError, match="not hold the model"):
-        convert(load(source), tmp_path / "x.toy", "toy", tokenizer=None, overwrite=True)
-    assert (tmp_path / "x.toy").read_bytes() == b"before"
+        convert(loaded, tmp_path / "x.onnx", "onnx", tokenizer=None, overwrite=True)
+    assert (tmp_path / "x.onnx").read_bytes() == b"before"
     assert not list(tmp_path.glob(".*"))
 
 
@@ -207,6 +202,13 @@ def test_a_precision_of_another_format_names_that_format(source, tokenizer, tmp_
             to(source, tmp_path / "out", "transformers", tokenizer, precision=precision)
 
 
+def test_every_precision_of_a_format_can_be_typed(source, tmp_path):
+    for precision in writers()["gguf"].precisions:
+        dest = tmp_path / f"{precision}.gguf"
+        assert main(["convert", str(source), str(dest), "--precision", precision]) == 0
+        assert dest.stat().st_size
+
+
 def test_a_model_stays_what_it_was_when_it_is_written_coarser(saved, tmp_path):
     loaded = load(saved)
     before = {name: tensor.clone() for name, tensor in loaded.model.state_dict().items()}
@@ -242,15 +244,14 @@ def test_places_that_cannot_be_are_told_in_a_line(saved, tmp_path, capsys):
     assert (tmp_path / "pipe").is_fifo()
 
 
-def test_termination_leaves_nothing_half_written(saved, tmp_path, register_writer, capsys):
-    def stop(model, path, **_):
-        path.write_bytes(b"half")
-        assert list(tmp_path.glob(".m.toy.tmp-*"))
+def test_termination_leaves_nothing_half_written(saved, tmp_path, monkeypatch, capsys):
+    def stopped(*_):
+        assert list(tmp_path.glob(".m.onnx.tmp-*"))
         os.kill(os.getpid(), signal.SIGTERM)
 
-    register_writer(stop)
+    monkeypatch.setattr(convert_module, "_compare", stopped)
     before = signal.getsignal(signal.SIGTERM)
-    assert main(["convert", str(saved), str(tmp_path / "m.toy")]) == 75
+    assert main(["convert", str(saved), str(tmp_path / "m.onnx"), "--to", "onnx"]) == 75
     assert signal.getsignal(signal.SIGTERM) is before
     assert [path.name for path in tmp_path.iterdir()] == ["saved"]
 

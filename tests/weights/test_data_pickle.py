@@ -1,6 +1,7 @@
 """A pickle of plain values is read, and no pickle is ever run."""
 
 import collections
+import datetime
 import os
 import pickle
 import struct
@@ -61,7 +62,10 @@ def payloads(canary: str) -> dict[str, bytes]:
     quoted = canary.encode()
     return {
         "os.system": pickle.dumps({"stoi": Runs(os.system, touch)}),
+        "os.system as a key": pickle.dumps({Runs(os.system, touch): 1}),
         "exec": pickle.dumps({"stoi": Runs(exec, make)}, 2),
+        "eval": pickle.dumps({"stoi": Runs(eval, make)}, 5),
+        "open": pickle.dumps({"stoi": Runs(open, canary, "w")}, 0),
         "mkdir after the dict": pickle.dumps(META)[:-1] + b"cos\nmkdir\n(V" + quoted + b"\ntR.",
         "mkdir before the dict": b"cos\nmkdir\n(V" + quoted + b"\ntR0" + pickle.dumps(META),
         "INST": b"(V" + quoted + b"\nios\nmkdir\n.",
@@ -71,11 +75,15 @@ def payloads(canary: str) -> dict[str, bytes]:
         + quoted
         + b"\x85R.",
         "NEWOBJ": pickle.dumps({"stoi": HasState()}),
+        "BUILD": pickle.dumps({"stoi": HasState()}, 1),
         "an extension's code": b"\x80\x02}\x82\x01.",
         "a persistent id": b"\x80\x02}X\x01\x00\x00\x00aQ.",
         "OrderedDict": pickle.dumps(collections.OrderedDict(a=1)),
+        "a date": pickle.dumps({"a": datetime.date(2024, 1, 1)}),
         "a list": pickle.dumps({"a": [1]}),
         "a tuple": pickle.dumps({"a": (1, 2)}),
+        "a set": pickle.dumps({"a": {1}}),
+        "bytes": pickle.dumps({"a": b"x"}),
         "a number with a fraction": pickle.dumps({"a": 1.5}),
         "a bytearray": pickle.dumps({"a": bytearray(b"x")}, 5),
         "None": pickle.dumps({"a": None}),

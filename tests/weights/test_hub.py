@@ -38,7 +38,7 @@ def test_of_several_quantizations_one_must_be_named():
 
 @pytest.mark.parametrize("path", ["./model", "../model", ".cache/model", "a/b/c"])
 def test_a_path_that_is_not_there_is_never_asked_of_the_hub(path):
-    with pytest.raises(UserError, match=f"^{path} does not exist$"):
+    with pytest.raises(UserError, match=f"^{path} does not exist: check the name$"):
         local_directory(path)
 
 

@@ -3,6 +3,8 @@
 import json
 import os
 import re
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -22,6 +24,12 @@ def assert_is(model: GPT, tiny: GPT) -> None:
     assert not model.training
     for name, parameter in tiny.state_dict().items():
         assert torch.equal(parameter, model.state_dict()[name]), name
+
+
+def test_loading_draws_no_numbers_and_imports_no_compiler_for_them(saved):
+    code = "import sys; from tiedgpt import GPT; GPT.from_pretrained(sys.argv[1]); "
+    code += "sys.exit('torch._dynamo' in sys.modules)"
+    subprocess.run([sys.executable, "-c", code, saved], check=True)
 
 
 def test_keys_without_the_prefix_are_read(rewrite, tiny):
@@ -292,11 +300,13 @@ def test_directories_and_names_that_lead_nowhere(tmp_path):
 
 def test_a_failed_save_leaves_the_old_files_whole(tiny, saved, monkeypatch):
     before = {file.name: file.read_bytes() for file in saved.iterdir()}
+    from tiedgpt.weights.formats.transformers import writer as save_module
 
-    def fill_the_disk(_):
+    def cut_off(path, tensors, metadata):
+        path.write_bytes(b"half")
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr("tiedgpt.files.os.fsync", fill_the_disk)
+    monkeypatch.setattr(save_module, "write_safetensors", cut_off)
     with pytest.raises(TiedGPTError) as error:
         tiny.save_pretrained(saved)
     assert error.value.exit_code == 4

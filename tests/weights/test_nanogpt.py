@@ -58,6 +58,13 @@ def test_the_legacy_format_and_a_bare_state_dict_load_too(tmp_path):
     same_logits(loaded.model, theirs)
 
 
+def test_one_storage_is_tied_without_reading_it(tmp_path, monkeypatch):
+    path = save_nanogpt(tmp_path / "ckpt.pt", Karpathy(ARGS), ARGS)
+    monkeypatch.setattr("tiedgpt.weights.roles.compare", None)  # would be called
+    assert load(path).model.head is None
+    assert audit(path).verdict == "tied"
+
+
 def test_a_padded_vocabulary_stays_as_it_is(tmp_path):
     """nanoGPT's 50,304 rows for 50,257 tokens take part in its softmax."""
     args = ARGS | {"vocab_size": 128}
@@ -92,6 +99,12 @@ def test_the_gelu_can_be_given(tmp_path):
     same_logits(model, theirs)
 
 
+def test_what_the_file_says_cannot_be_contradicted(tmp_path):
+    path = save_nanogpt(tmp_path / "ckpt.pt", Karpathy(ARGS), ARGS)
+    with pytest.raises(UserError, match="n_head=2 contradicts"):
+        GPT.from_pretrained(path, n_head=2)
+
+
 def test_a_forks_architecture_is_refused_by_name(tmp_path):
     args = ARGS | {"use_rmsnorm": True}
     path = save_nanogpt(tmp_path / "ckpt.pt", Karpathy(ARGS), args)
@@ -99,6 +112,14 @@ def test_a_forks_architecture_is_refused_by_name(tmp_path):
         GPT.from_pretrained(path)
     path = save_nanogpt(tmp_path / "ckpt.pt", Karpathy(ARGS), args | {"use_rmsnorm": False})
     assert GPT.from_pretrained(path).config.n_layer == 2
+
+
+def test_a_nanogpt_from_before_the_tie_is_asked_about(tmp_path):
+    theirs = Karpathy(ARGS, tied=False)
+    path = save_nanogpt(tmp_path / "ckpt.pt", theirs, ARGS)
+    with pytest.raises(CorruptInputError, match='resolve="untie"'):
+        GPT.from_pretrained(path)
+    same_logits(GPT.from_pretrained(path, resolve="untie"), theirs)
 
 
 def test_other_containers_of_the_same_layout(tmp_path):

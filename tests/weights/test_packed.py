@@ -13,11 +13,11 @@ from safetensors import safe_open
 from transformers import AutoConfig
 
 from tiedgpt import GPT
-from tiedgpt.errors import CorruptInputError, UserError
+from tiedgpt.errors import CheckFailedError, CorruptInputError, UserError
 from tiedgpt.tie import audit, ledger
 from tiedgpt.weights.containers import SafetensorsFile
 from tiedgpt.weights.convert import convert
-from tiedgpt.weights.formats.packed import FILE, find_packed, open_packed
+from tiedgpt.weights.formats.packed import FILE, find_packed, open_packed, writer
 from tiedgpt.weights.formats.packed.panels import (
     PRECISIONS,
     from_bf16,
@@ -186,6 +186,19 @@ def test_weights_that_are_not_numbers_are_named(tiny):
 def source(tiny, tmp_path):
     tiny.save_pretrained(tmp_path / "source")
     return tmp_path / "source"
+
+
+def test_what_does_not_come_back_as_it_was_is_not_kept(source, tmp_path, monkeypatch):
+    def damaged(path):
+        model = open_packed(path)
+        arrays = {name: np.array(array) for name, array in model.arrays.items()}
+        arrays["c_fc.weights"][1, 0, 3, 2, 1] ^= 1
+        return replace(model, arrays=arrays)
+
+    monkeypatch.setattr(writer, "open_packed", damaged)
+    with pytest.raises(CheckFailedError, match=r"c_fc\.weights"):
+        convert(load(source), tmp_path / "p", "packed", tokenizer=None)
+    assert {path.name for path in tmp_path.iterdir()} == {"source"}
 
 
 def test_the_tie_is_seen_in_it(tiny, source, tmp_path):

@@ -94,6 +94,20 @@ def test_a_changed_byte_in_the_data_is_found_when_its_tensor_is_read(copy):
                     tensor.rows(0, 1)
 
 
+def test_a_changed_byte_anywhere_in_the_index_is_an_error_or_changes_nothing(copy):
+    whole = (copy / INDEX).read_bytes()
+    for at in range(len(whole)):
+        damaged = bytearray(whole)
+        damaged[at] ^= 1 << at % 8
+        (copy / INDEX).write_bytes(damaged)
+        try:
+            tensors = open_checkpoint(copy / INDEX).tensors
+        except CorruptInputError as error:
+            assert INDEX in str(error)
+        else:  # the block of the (empty) meta index is not needed, nor is the footer's padding
+            assert len(tensors) == 28
+
+
 def test_a_missing_file_of_data_is_named(copy):
     (copy / DATA).unlink()
     with pytest.raises(CorruptInputError, match=r"data-00000-of-00001.*not beside it"):

@@ -111,7 +111,7 @@ def _examine_torch() -> dict[str, Any]:
     """Return what torch says of this machine."""
     import torch
 
-    from tiedgpt.train.sizing import choose_dtype, training_device
+    from tiedgpt.train.machine import choose_dtype, training_device
 
     device = training_device()
     return {

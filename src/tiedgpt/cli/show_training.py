@@ -35,10 +35,12 @@ from tiedgpt.train.objectives.replies import Replies, ReplyData
 from tiedgpt.train.options import format_count
 from tiedgpt.train.parallel import World
 from tiedgpt.train.plan import Plan
-from tiedgpt.train.sizing import describe_memory
+from tiedgpt.train.planning import describe_memory
 from tiedgpt.weights.formats.transformers import TIEDGPT, model_type_of
 
 FINAL_SAMPLE_TOKENS, FINAL_SAMPLE_LINES = 160, 8
+FEW_STEPS = 100
+"""Runs with fewer steps say so."""
 FIRST_WORDS = 3
 LONGEST_PROMPT = 60
 """Characters of a question that is proposed as it is, for further commands."""
@@ -262,6 +264,11 @@ class Display:
         fact("saved in", f"{directory.model}{loads}", to=out)
         out.print(Text("\nnext", "bold"))
         out.print(steps)
+        if ended.step < FEW_STEPS and options.steps is None:
+            self.say(
+                f"only {format_count(ended.step, 'step')} fit into the time: the same command "
+                "with more --minutes goes on from here"
+            )
 
 
 def _count_parameters(config: GPTConfig, objective: Objective) -> str:

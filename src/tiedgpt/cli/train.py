@@ -16,6 +16,7 @@ from tiedgpt.cli.console import bar
 from tiedgpt.cli.options import parse
 from tiedgpt.cli.source import program
 from tiedgpt.errors import EXIT_INTERRUPTED, EXIT_OK, TiedGPTError, UserError
+from tiedgpt.infer.threads import check_threads
 from tiedgpt.options import option
 from tiedgpt.train.options import TrackerName, TrainOptions
 
@@ -59,18 +60,20 @@ class RunArguments:
     dry_run: bool = option(
         False, "Only show the plan: memory by part, tokens, epochs, time; nothing is trained."
     )
-    devices: str | None = option(
+    threads: int | None = option(
         None,
-        "With --dry-run: plan for these GPUs, as 8xH100-80GB; default: this machine.",
-        metavar="GPUS",
+        "Number of CPU threads; default: the cores that this process may use, or one thread if "
+        "that is faster on a busy machine.",
+        "memory and speed",
     )
 
     def __post_init__(self) -> None:
-        if self.devices is not None and not self.dry_run:
-            raise UserError("--devices is for --dry-run: torchrun starts a process for each GPU")
+        if self.threads is not None:
+            check_threads(self.threads)
         if self.dry_run and PROCESSES in os.environ:
             raise UserError(
-                "--dry-run is for one process", hint="describe the others: --devices 8xH100-80GB"
+                "--dry-run is for one process",
+                hint="docs/guides/scale.md has the arithmetic for several",
             )
         if not self.dry_run and (PROCESSES in os.environ or self.parallel is not None):
             from tiedgpt.train.parallel import require_launch
@@ -96,9 +99,9 @@ def run(arguments: list[str]) -> int:
 def show_run(options: AnyOptions, args: RunArguments, verb: str, arguments: list[str]) -> int:
     """Train, and show it; return the exit code. The verb's `arguments` resume the run."""
     if args.dry_run:
-        from tiedgpt.cli.show_forecast import show_forecast
+        from tiedgpt.cli.show_plan import show_plan
 
-        show_forecast(options, args)
+        show_plan(options, args)
         return EXIT_OK
     began = time.perf_counter()  # importing torch is part of --minutes
     from tiedgpt.cli.show_training import Display, Show
@@ -120,6 +123,7 @@ def show_run(options: AnyOptions, args: RunArguments, verb: str, arguments: list
             options,
             args.out,
             parallel=args.parallel,
+            threads=args.threads,
             stop_requested=signals.have_come,
             track=track,
             progress=progress,

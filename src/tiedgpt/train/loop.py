@@ -14,7 +14,7 @@ from typing import Any, TypeVar
 
 import torch
 
-from tiedgpt.errors import DivergedError, TiedGPTError
+from tiedgpt.errors import DivergedError, NoRoomError, TiedGPTError
 from tiedgpt.train.blocks import compile_now, prepare_blocks
 from tiedgpt.train.card import write_card
 from tiedgpt.train.checkpoint import (
@@ -37,10 +37,9 @@ from tiedgpt.train.measures import Measures
 from tiedgpt.train.metrics import PART
 from tiedgpt.train.objective import Arrays, Data, Model, Objective, Progress, Score, body_of
 from tiedgpt.train.optim import make_optimizers, set_rate
-from tiedgpt.train.pace import Checks
 from tiedgpt.train.parallel import World
 from tiedgpt.train.plan import Plan
-from tiedgpt.train.sizing import replan
+from tiedgpt.train.planning import PaceChecks, halve_micro_batch, replan
 from tiedgpt.train.step import (
     WORSE,
     Health,
@@ -97,7 +96,7 @@ class Trainer:
         self.world = world or World(device)
         self.step = self.saved_at = 0
         self.deadline, self.score_all, self.progress = deadline, score_all, progress
-        self.checks: Checks | None = None
+        self.checks: PaceChecks | None = None
         self.notes: list[str] = []
         self.batch_units = plan.batch_size * data.row_units
 
@@ -114,7 +113,7 @@ class Trainer:
                 yield from self._pause()
             while not self._is_done() and not self.world.any(self.stop_requested()):
                 yield from self._replan()
-                yield self._next_step()
+                yield from self._next_step()
                 self.health.require_sound(self.step)
                 yield from self._pause()
             self._save()
@@ -155,14 +154,11 @@ class Trainer:
             notes.append(f"compiled the blocks in {seconds:.1f} s")
         self.measures = Measures(self.model, self.data, plan, world)
         if plan.minutes is not None:
-            self.checks = Checks(plan, self.step, self.deadline)
+            self.checks = PaceChecks(plan, self.step, time.perf_counter(), self.deadline)
         return Started(self.model, self.groups, self.step, notes)
 
     def _replan(self) -> Iterator[Replanned]:
-        """Change the number of steps if they would not end with the time.
-
-        The state is saved first, so that no step has to be repeated by another plan.
-        """
+        """Change the number of steps if they would not end with the time."""
         checks, before = self.checks, self.plan
         if checks is None:
             return
@@ -171,20 +167,49 @@ class Trainer:
         if pace is None:
             return
         left = self.world.on_main(lambda: checks.deadline - now)
-        plan = replan(before, self.data, self.step, left, pace, self.world.size)
+        plan = replan(before, self.data.held_out_rows, self.step, left, pace, self.world.size)
         if plan is None:
             return
-        self._save()
-        self.plan = plan
-        if self.world.is_main and (tables := self.directory.read_record()):
-            self.directory.write_record(tables | plan_tables(plan))
+        self._set_plan(plan)
         note = f"slower than planned: {plan.steps:,} of {before.steps:,} steps fit into the time"
         if plan.steps > before.steps:
             note = f"faster than planned: {plan.steps:,} steps instead of {before.steps:,}"
         yield Replanned(self.step, plan, [note])
 
-    def _next_step(self) -> Stepped | Skipped:
-        """Do a step, or skip it where its loss or gradient is not finite."""
+    def _set_plan(self, plan: Plan) -> None:
+        """Save the state, so that no step is repeated by another plan, and go on by a new plan."""
+        self._save()
+        self.plan = plan
+        if self.world.is_main and (tables := self.directory.read_record()):
+            self.directory.write_record(tables | plan_tables(plan))
+
+    def _next_step(self) -> Iterator[Stepped | Skipped | Replanned]:
+        """Do a step, in smaller micro-batches if a GPU has no room for it."""
+        stepped = self._try_step()
+        while stepped is None:
+            yield self._halve_micro_batch()
+            stepped = self._try_step()
+        yield stepped
+
+    def _halve_micro_batch(self) -> Replanned:
+        """Go on with half of the rows at a time."""
+        before, device = self.plan, self.world.device
+        if before.micro_batch == 1 or self.world.size > 1:
+            raise NoRoomError(
+                f"{device} has no room for {before.micro_batch} sequences at a time",
+                hint="use a smaller --micro-batch, --recompute blocks, or a smaller model",
+            )
+        if device.type == "cuda":
+            torch.cuda.empty_cache()
+        self._set_plan(halve_micro_batch(before, self.step))
+        note = (
+            f"{device} has no room for {before.micro_batch} sequences at a time: "
+            f"{self.plan.micro_batch} from here on"
+        )
+        return Replanned(self.step, self.plan, [note])
+
+    def _try_step(self) -> Stepped | Skipped | None:
+        """Do a step, or skip it if its loss or gradient is not finite; None if out of memory."""
         began, world = time.perf_counter(), self.world
         set_rate(self.optimizers, self.plan.rate(self.step))
         batch = self.batch_of(self.step)
@@ -197,6 +222,10 @@ class Trainer:
                 )
         except DivergedError as error:
             return self._skip_step(str(error))
+        except torch.OutOfMemoryError:
+            self.step -= 1
+            self.model.zero_grad(set_to_none=True)
+            return None
         return self._finish_step(result, time.perf_counter() - began)
 
     def _finish_step(self, result: StepResult, seconds: float) -> Stepped:

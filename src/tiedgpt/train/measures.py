@@ -8,22 +8,18 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import json
-import os
 import platform
 import re
 import sys
-import tempfile
 import timeit
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.autograd import profiler
 
 from tiedgpt.runtime import count_cores
 from tiedgpt.train.objective import Data, Model, body_of, predicts_tokens
@@ -31,26 +27,12 @@ from tiedgpt.train.parallel import World
 from tiedgpt.train.plan import Plan
 from tiedgpt.weights.parameters import head_matrix
 
-
-class GPU(NamedTuple):
-    """What data sheets say of a GPU."""
-
-    flops: float
-    """Dense bf16 operations a second."""
-    memory: float
-    """Bytes."""
-    link: float
-    """Bytes a second to others of the same machine, each way: by NVLink, or else by PCIe."""
-
-
-GPUS = {
-    "B200": GPU(2250e12, 180e9, 900e9), "H200": GPU(989e12, 141e9, 450e9),
-    "H100 PCIe": GPU(756e12, 80e9, 64e9), "H100": GPU(989e12, 80e9, 450e9),
-    "A100": GPU(312e12, 80e9, 300e9), "A10G": GPU(70e12, 24e9, 32e9),
-    "A10": GPU(125e12, 24e9, 32e9), "L40S": GPU(362e12, 48e9, 32e9), "L4": GPU(121e12, 24e9, 32e9),
-    "RTX 4090": GPU(165e12, 24e9, 32e9), "RTX 3090": GPU(71e12, 24e9, 32e9),
+PEAK_FLOPS = {
+    "B200": 2250e12, "H200": 989e12, "H100 PCIe": 756e12, "H100": 989e12, "A100": 312e12,
+    "A10G": 70e12, "A10": 125e12, "L40S": 362e12, "L4": 121e12, "RTX 4090": 165e12,
+    "RTX 3090": 71e12,
 }  # fmt: skip
-"""By NVIDIA's names; of a longer name the first that fits is taken."""
+"""Dense bf16 operations a second by NVIDIA's names; the first that is part of a name counts."""
 EVERY = 10
 """Steps between measurements; the first step is measured, too."""
 
@@ -177,69 +159,12 @@ def peak_flops(device: torch.device, dtype: str) -> float | None:
     """
     if device.type == "cuda":
         name = torch.cuda.get_device_name(device)
-        known = [gpu.flops for part, gpu in GPUS.items() if part in name]
+        known = [flops for part, flops in PEAK_FLOPS.items() if part in name]
         return known[0] if known and dtype == "bf16" else None
     n = 1024
     x = torch.ones(n, n, dtype=torch.bfloat16 if dtype == "bf16" else torch.float32, device=device)
     seconds = min(timeit.repeat(functools.partial(F.linear, x, x), number=1, repeat=5))
     return 2.0 * n**3 / seconds
-
-
-def held_memory(device: torch.device) -> int:
-    """Return the bytes that this process holds on the device; 0 where the system does not tell."""
-    if device.type == "cuda":
-        return torch.cuda.memory_allocated(device)
-    try:
-        pages = Path("/proc/self/statm").read_text().split()[1]
-        return int(pages) * os.sysconf("SC_PAGE_SIZE")
-    except (OSError, ValueError, IndexError):
-        return 0
-
-
-class TensorMemory:
-    """Counts the bytes that tensors take on a device, starting at zero.
-
-    Neither earlier allocations of the process nor freed memory that it keeps count, so the numbers
-    do not depend on what the process did before.
-    """
-
-    def __init__(self, device: torch.device) -> None:
-        self._device = device
-        self.held = 0
-        """Bytes that were allocated in counted blocks and not freed there."""
-        self.peak = 0
-        """The largest value of `held` in any counted block."""
-
-    @contextlib.contextmanager
-    def counting(self) -> Iterator[None]:
-        """Count what this thread and the backward passes that it starts allocate and free.
-
-        On a CPU it uses PyTorch's profiler: a profile that is active outside the block ends.
-        """
-        if self._device.type == "cuda":
-            torch.cuda.reset_peak_memory_stats(self._device)
-            start = torch.cuda.memory_allocated(self._device) - self.held
-            try:
-                yield
-            finally:
-                self.peak = max(self.peak, torch.cuda.max_memory_allocated(self._device) - start)
-                self.held = torch.cuda.memory_allocated(self._device) - start
-            return
-        os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # the profiler writes to stderr otherwise
-        with profiler.profile(profile_memory=True) as profile:
-            yield
-        for change in _allocations(profile):
-            self.held += change
-            self.peak = max(self.peak, self.held)
-
-
-def _allocations(profile: profiler.profile) -> list[int]:
-    """Return the bytes of every allocation, and of every release as a negative number."""
-    with tempfile.TemporaryDirectory() as directory:
-        path = Path(directory) / "trace.json"
-        profile.export_chrome_trace(str(path))
-        events = json.loads(path.read_bytes())["traceEvents"]
-    return [event["args"]["Bytes"] for event in events if event["name"] == "[memory]"]
 
 
 def peak_memory(device: torch.device) -> int | None:

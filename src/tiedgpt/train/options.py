@@ -16,7 +16,7 @@ from tiedgpt.core.config import PRESETS, GPTConfig
 from tiedgpt.errors import UserError
 from tiedgpt.names import explains_arguments
 from tiedgpt.options import REMOVED_VALUES, argument, flag, option
-from tiedgpt.train.plan import Keep, Rule, Schedule, transferred_rate
+from tiedgpt.train.plan import Keep, Rule, Schedule, scale_lr_to_width
 
 MAX_VOCABULARY = 1 << 16
 AUTO = "auto"
@@ -31,7 +31,7 @@ LABELLED_BATCH = 32
 """Examples in a step, as there."""
 LEAST_STEPS = 100
 """Over few examples, where nothing says for how long: 3 epochs would be too few to learn them."""
-MOST_EPOCHS = 40
+MAX_EPOCHS = 40
 """That such steps may be."""
 START_BATCH = 8
 """Sequences in a step of a language model that goes on."""
@@ -41,8 +41,8 @@ READING = ("text_field", "encoding", "keep_end_of_text")
 """Options that say how text is read."""
 DURATIONS = ("steps", "minutes", "epochs")
 """Options that say for how long is trained; one of them is given."""
-EVALUATIONS = 10
-"""Of a run, before its end."""
+EVALUATIONS_PER_RUN = 10
+"""Number of evaluations in a run, not counting the final one."""
 FRESH_ONLY = ("size", "width", "vocab_size", "tokenizer", "window", "bias")
 """Options of a fresh model; one to --start from has its own."""
 TEXT_ONLY = ("text_field", "keep_end_of_text", "sample_prompt")
@@ -335,7 +335,7 @@ class TrainOptions(RunOptions):
     """
 
     GROUP: ClassVar = "model"
-    evaluations: ClassVar = EVALUATIONS
+    evaluations: ClassVar = EVALUATIONS_PER_RUN
     task: TaskName = option(
         "lm",
         "lm: predict text. The others need .jsonl: classify texts, or choose a continuation.",
@@ -433,7 +433,7 @@ class TrainOptions(RunOptions):
 
     @property
     def chooses(self) -> bool:
-        """Whether the size of a fresh model is to be chosen: see `choice.py`."""
+        """Whether the size of a fresh model is to be chosen: see `planning.py`."""
         fresh = self.task == "lm" and not self.continues
         return fresh and self.size == AUTO and self.width is None and self.steps is None
 
@@ -462,7 +462,7 @@ class TrainOptions(RunOptions):
         usual: Rule = "muon" if is_fresh else "adamw"
         rule = usual if self.optimizer == "auto" else self.optimizer
         rate = size.lr if rule == "muon" or size.lr_adamw is None else size.lr_adamw
-        rate = transferred_rate(rate, width=size.n_embd, to=config.n_embd, rule=rule)
+        rate = scale_lr_to_width(rate, width=size.n_embd, to=config.n_embd, rule=rule)
         batch = size.batch_size if is_fresh else START_BATCH
         return {"size": "" if self.continues else self.named_size} | self.fill_in(
             {

@@ -24,7 +24,7 @@ COSINE_FLOOR = 0.1
 WIDTH_EXPONENTS: dict[Rule, float] = {"adamw": 1.0, "muon": 0.5}
 
 
-def transferred_rate(rate: float, *, width: int, to: int, rule: Rule) -> float:
+def scale_lr_to_width(rate: float, *, width: int, to: int, rule: Rule) -> float:
     """Return the peak rate at the width `to` that does what `rate` does at `width`.
 
     An update should change a unit's output equally at every width. AdamW's elements are of one size
@@ -74,6 +74,8 @@ class Plan:
     """Whether "blocks" are computed again in backward; the same bits."""
     compile: Literal["on", "off"] = "off"
     """Whether blocks are compiled."""
+    threads: int | None = None
+    """CPU threads, if they were asked for or measured to be faster than the default."""
     minutes: float | None = None
     """The time from which the steps were measured; None where it does not decide."""
     final_batches: int | None = None

@@ -67,6 +67,10 @@ def prepare(
         config = options.model_config(
             vocab_size=len(tokenizer), bos=tokenizer.bos_token_id, eos=tokenizer.eos_token_id
         )
+    if isinstance(options, TuneOptions) and (options.lora or 0) > config.n_embd:
+        raise UserError(
+            f"must be from 1 to the width {config.n_embd}, got {options.lora}", option="lora"
+        )
     basis = Basis(config, tokenizer, start, options.freeze or "")
     objective, data = sources.make(run, options, basis)
     is_partial = options.freeze or (isinstance(options, TuneOptions) and options.lora)

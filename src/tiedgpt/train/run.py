@@ -12,22 +12,54 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import math
+import tempfile
 import time
 from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from tiedgpt.errors import UserError
+import torch
+
+from tiedgpt.core.config import GPTConfig
+from tiedgpt.errors import NoRoomError, TiedGPTError, UserError
 from tiedgpt.train.events import AlreadyFinished, Event, Note, Planned
 from tiedgpt.train.loop import Trainer
-from tiedgpt.train.objective import Progress
+from tiedgpt.train.machine import (
+    cpu_threads,
+    find_facts,
+    measure_machine,
+    resize,
+    training_device,
+)
+from tiedgpt.train.objective import Data, Objective, Progress
 from tiedgpt.train.objectives import open_sources
-from tiedgpt.train.pace import busy_note
-from tiedgpt.train.parallel import Parallel, join_world
+from tiedgpt.train.options import DURATIONS
+from tiedgpt.train.parallel import Parallel, World, join_world
+from tiedgpt.train.plan import Plan
+from tiedgpt.train.planning import (
+    draft_plan,
+    estimate_memory,
+    find_warnings,
+    memory_limit,
+    plan_run,
+    prolong,
+    seconds_left,
+)
 from tiedgpt.train.prepare import prepare
-from tiedgpt.train.sizing import choose_size, make_longer, make_plan, training_device
-from tiedgpt.train.storage import RunDirectory, compare_duration, find_run, make_record, read_plan
+from tiedgpt.train.storage import (
+    RunDirectory,
+    compare_duration,
+    find_run,
+    make_record,
+    plan_tables,
+    read_plan,
+)
 from tiedgpt.train.tune_options import AnyOptions
+
+NOTABLE_SECONDS = 5.0
+"""Preparation that takes longer is reported."""
 
 
 def train(
@@ -35,22 +67,24 @@ def train(
     out: str | Path | None = None,
     *,
     parallel: Parallel | None = None,
+    threads: int | None = None,
     stop_requested: Callable[[], bool] = lambda: False,
     track: Callable[[Mapping[str, Any]], None] | None = None,
     progress: Progress | None = None,
     scoring: Progress | None = None,
     began: float | None = None,
 ) -> Iterator[Event]:
-    """Train in the directory `out`, or go on there; yield what happens as it happens.
+    """Train in the directory `out`, or resume there, and yield each event as it happens.
 
-    Without `out` it is the newest run in runs/ that these options mean, or a new one. Where
+    Without `out` it is the newest run in runs/ with these options, or a new one. If
     `stop_requested` returns true after a step, the run is saved and ends; the same call resumes it.
-    `track` is given each line of metrics.jsonl, `progress` how much of the text is encoded,
-    `scoring` how many batches of the final score are done. The
-    time of `minutes` runs from `began`, in seconds of `time.perf_counter`; without it, from now.
+    `threads` is the number of CPU threads. `track` is called with each line of metrics.jsonl,
+    `progress` with the number of encoded characters, `scoring` with the number of batches of the
+    final score. The time of `minutes` runs from `began`, in seconds of `time.perf_counter`, or from
+    now; at least half of it is trained.
 
     Raises `UserError` or `CorruptInputError` for what cannot be trained, `NoRoomError` for what
-    does not fit in memory or on the disk, `DivergedError` where training leaves the finite numbers.
+    does not fit in memory or on the disk, `DivergedError` if loss or weights are not finite.
     """
     began, deadline = time.perf_counter() if began is None else began, None
     with contextlib.ExitStack() as stack:
@@ -76,24 +110,131 @@ def train(
         )
         del sources  # the text, which may be held in memory
         if plan is None:
+            prepared = world.on_main(lambda: time.perf_counter() - began)
             yield Note("measuring this machine")
-            if options.duration.unit == "minutes" and (busy := busy_note()):
-                yield Note(busy)
-            own, objective, data, reason, speed = choose_size(own, objective, data, world)
-            plan = make_plan(
-                own, objective, data, world.device,
-                world=world, reason=reason, speed=speed, spent=time.perf_counter() - began,
-            )  # fmt: skip
-            if plan.minutes is not None:
-                deadline = began + 60 * plan.minutes
-            tables = make_record(options, objective.config, plan, data.counts, digest, world)
+            stack.enter_context(cpu_threads(threads))
+            config, plan, notes = _plan(own, objective, data, world, threads, began)
+            objective, data = resize(objective, data, config)
+            tables = make_record(options, config, plan, data.counts, digest, world)
             world.on_main(lambda: directory.write_record(tables))
+            if plan.minutes is not None:
+                now = world.on_main(time.perf_counter)
+                deadline = now + seconds_left(60 * plan.minutes, now - began)
+            if prepared > NOTABLE_SECONDS:
+                minutes, seconds = divmod(round(prepared), 60)
+                notes.insert(0, f"prepared the text in {minutes}:{seconds:02}; kept")
+            yield from map(Note, notes)
+        stack.enter_context(cpu_threads(threads or plan.threads))
         yield Planned(directory, options, objective, data, plan, world)
         yield from Trainer(
             directory, objective, data, plan, world.device,
             stop_requested=stop_requested, track=track, world=world, deadline=deadline,
             score_all=options.score == "all", progress=scoring,
         ).run()  # fmt: skip
+
+
+def _plan(
+    options: AnyOptions,
+    objective: Objective,
+    data: Data,
+    world: World,
+    threads: int | None,
+    began: float,
+) -> tuple[GPTConfig, Plan, list[str]]:
+    """Return the config and the plan of a new run, and notes; equal in all processes."""
+    machine, speed = measure_machine(options, objective, data, world, threads=threads)
+    facts, spent = find_facts(objective, data), world.on_main(lambda: time.perf_counter() - began)
+    try:
+        config, plan = plan_run(options, objective.config, facts, machine, seconds_spent=spent)
+    except TiedGPTError as error:  # in all processes: the first reports it
+        world.leave_to_main(error.exit_code)
+        raise
+    warnings = find_warnings(options, config, facts, plan)
+    plan = replace(plan, threads=threads or speed.threads)
+    return config, plan, [*speed.notes, *warnings]
+
+
+def make_plan(
+    options: AnyOptions,
+    objective: Objective,
+    data: Data,
+    device: torch.device,
+    *,
+    world: World | None = None,
+) -> Plan:
+    """Return the plan to train an objective on data by these options on this machine."""
+    machine, _ = measure_machine(options, objective, data, world or World(device))
+    _, plan = plan_run(options, objective.config, find_facts(objective, data), machine)
+    return plan
+
+
+@dataclass(frozen=True)
+class DryRun:
+    """The plan of a run that is not trained."""
+
+    objective: Objective
+    data: Data
+    plan: Plan
+    memory: dict[str, int]
+    """Bytes by part."""
+    memory_limit: float
+    tokens_per_second: float | None
+    """Measured speed, or None if the run does not fit in memory."""
+    warnings: list[str]
+    problem: NoRoomError | None
+    """The error that the run would end with."""
+
+    @property
+    def epochs(self) -> float:
+        """Number of epochs."""
+        return self.plan.steps * self.plan.batch_size / self.data.epoch_rows
+
+    @property
+    def units(self) -> int:
+        """Number of tokens or examples trained on."""
+        return self.plan.steps * self.plan.batch_size * self.data.row_units
+
+    @property
+    def seconds(self) -> float | None:
+        """Duration of all steps without evaluations."""
+        return None if self.tokens_per_second is None else self.units / self.tokens_per_second
+
+
+def dry_run(
+    options: AnyOptions, *, threads: int | None = None, progress: Progress | None = None
+) -> DryRun:
+    """Return the plan of a run on this machine, with its memory and its speed.
+
+    The text is encoded as in `train`, in a temporary directory.
+    """
+    world = World(training_device(options.device))
+    with tempfile.TemporaryDirectory() as temporary, cpu_threads(threads):
+        sources = open_sources(options)
+        options = sources.adapt(options)
+        objective, data = prepare(
+            RunDirectory(Path(temporary) / "run"), options, sources, None, progress
+        )
+        machine, speed = measure_machine(options, objective, data, world, threads=threads)
+        config, facts, problem = objective.config, find_facts(objective, data), None
+        try:
+            config, plan = plan_run(options, config, facts, machine)
+        except NoRoomError as error:
+            problem = error
+            unlimited = replace(machine, free_bytes=math.inf)
+            smallest = replace(options, micro_batch=1, memory=None)
+            plan = draft_plan(smallest, config, facts, unlimited)
+        objective, data = resize(objective, data, config)
+        facts = find_facts(objective, data)
+        return DryRun(
+            objective=objective,
+            data=data,
+            plan=plan,
+            memory=estimate_memory(config, plan, facts, machine),
+            memory_limit=memory_limit(plan, machine),
+            tokens_per_second=None if problem else speed(config, plan),
+            warnings=[*speed.notes, *find_warnings(options, config, facts, plan)],
+            problem=problem,
+        )
 
 
 def require_same(options: AnyOptions, directory: RunDirectory) -> float | None:
@@ -124,7 +265,12 @@ def _open_record(
             hint="give another --out, or the same text",
         )
     if (times := require_same(options, directory)) is not None:
-        return make_longer(directory, options, times)
+        _, plan = read_plan(tables)
+        longer = prolong(plan, options, directory.reopen(), times)
+        durations = {name: getattr(options, name) for name in DURATIONS}
+        asked = {"options": tables["options"] | durations}
+        directory.write_record({**tables, **asked, **plan_tables(longer)})
+        return directory.read_record()
     return tables
 
 

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
-from tiedgpt.errors import CorruptInputError, DivergedError
+from tiedgpt.errors import CorruptInputError, DivergedError, NoRoomError
 from tiedgpt.train.fast import fast_training
 from tiedgpt.train.objective import OWN_LOSS, Arrays, Loss, Model, body_of
 from tiedgpt.train.parallel import World, local_shard
@@ -81,8 +81,13 @@ def train_step(
     if not np.isfinite([result.loss, result.grad_norm]).all():
         model.zero_grad(set_to_none=True)
         raise DivergedError(f"the loss became {result.loss}, its gradient {result.grad_norm}")
-    for optimizer in optimizers:
-        optimizer.step()
+    try:
+        for optimizer in optimizers:
+            optimizer.step()
+    except torch.OutOfMemoryError:  # some weights are updated: the step cannot be repeated
+        raise NoRoomError(
+            f"{device} has no room for the optimizer state", hint="use a smaller --micro-batch"
+        ) from None
     return result
 
 

@@ -1,8 +1,8 @@
-"""Conversion of a model to another format, with a check of the result.
+"""From any format to another, and the proof that nothing was lost on the way.
 
-SOURCE is loaded, written to a hidden directory beside DEST, opened again and compared; then it is
-moved to DEST. In the same precision every weight must come back bit for bit; in a lower one the
-logits must stay within a stated tolerance.
+SOURCE is loaded, written to a hidden place beside DEST, opened again and compared; only what passed
+is moved to DEST. In a format of the same precision every weight must come back bit for bit; in a
+coarser one the logits must stay within a stated tolerance.
 """
 
 from __future__ import annotations
@@ -46,17 +46,17 @@ N_SEQUENCES, N_TOKENS = 2, 48
 
 @dataclass(frozen=True)
 class Written:
-    """Result of a conversion, and its comparison with the model."""
+    """What was written, and how it compares."""
 
     path: Path
     n_bytes: int
-    """Size of the file, or of all files in the directory."""
+    """Of the file, or of all files in the directory."""
     matrix_bytes: int
-    """Size of W in the file."""
+    """Of W in it."""
     copies: int
-    """Number of stored matrices (V, D): W and a head of its own."""
+    """How often W, or a head's matrix of the same size, stands in it."""
     exact: bool
-    """Whether every weight is equal, bit for bit."""
+    """Whether every weight came back bit for bit."""
     difference: float
     """Root mean square of the logits' differences over that of the logits."""
     tolerance: float
@@ -66,7 +66,7 @@ class Written:
 
 
 def format_of(path: Path) -> str:
-    """Return the name of the format for the suffix of DEST; without a suffix, a directory's.
+    """Return the name of the format that DEST's suffix stands for; without one, a directory's.
 
     Raises `UserError` for a suffix that no format has.
     """
@@ -94,11 +94,11 @@ def convert(
     progress: Progress | None = None,
     **options: Any,
 ) -> Written:
-    """Write a loaded model to `path` in the format `to`, open it again and compare.
+    """Write a model that was loaded to `path` in the format `to`, and prove it.
 
-    Without `precision`, the format's default applies, then the model's own, then fp32. Raises
-    `UserError`, before anything is written, for a model that the format cannot express and for an
-    existing `path`; `CheckFailedError`, with `path` unchanged, if the result is another model.
+    `precision` None keeps the model's own where the format has it, else takes fp32. Raises
+    `UserError`, before anything is written, for what the format cannot express or where `path` is
+    taken; `CheckFailedError` where what was written is not the model: then `path` is as before.
     """
     model, writer = loaded.model, writer_named(to)
     precision = _chosen_precision(to, writer, precision, model.wte.weight.dtype)
@@ -159,9 +159,9 @@ def _chosen_precision(to: str, writer: Writer, precision: str | None, dtype: tor
 
 
 def require_place(path: Path, to: str, *, overwrite: bool = False) -> None:
-    """Raise `UserError` if `path` exists and would be lost, or is not a name."""
+    """Raise `UserError` where something is at `path` that would be lost, or it is no name."""
     if path.name in ("", ".."):
-        raise UserError(f"{path} names no new file or directory")
+        raise UserError(f"{path} names nothing new", hint="give DEST a name")
     if not writer_named(to).is_directory(path):
         _require_file_place(path, overwrite=overwrite)
         return
@@ -179,13 +179,15 @@ def require_place(path: Path, to: str, *, overwrite: bool = False) -> None:
 def _require_file_place(path: Path, *, overwrite: bool) -> None:
     with writing(path):
         if path.exists() and not path.is_file():
-            raise UserError(f"{path} is no file that could be replaced")
+            raise UserError(
+                f"{path} is no file that could be replaced", hint="give the name of a file"
+            )
         if path.exists() and not overwrite:
             raise UserError(f"{path} is there already", hint="give another name, or --overwrite")
 
 
 def _remove_leftovers(path: Path) -> None:
-    """Remove the files of a killed conversion to the same path."""
+    """Remove what a killed conversion to the same place left."""
     for left in path.parent.glob(f".{glob.escape(path.name)}.tmp-*"):
         pid = left.name.rpartition(".tmp-")[2].partition("-")[0]
         if pid.isdecimal() and not is_running(int(pid)):
@@ -208,9 +210,9 @@ def _move(hidden: Path, path: Path, overwrite: bool) -> None:
 def _compare(
     loaded: Loaded, made: Path, path: Path, tokenizer: Tokenizer | None, precisions: tuple[str, ...]
 ) -> Written:
-    """Open the result for `path`; raise `CheckFailedError` if it is another model.
+    """Open what was made for `path`; `CheckFailedError` where it is another model.
 
-    The lowest of its precisions decides the tolerance.
+    The coarsest of the precisions that it has decides how near it must be.
     """
     try:
         again = load(made)
@@ -253,7 +255,7 @@ def _compare(
 
 
 def are_equal(ours: Tensor | None, theirs: Tensor | None) -> bool:
-    """Return whether two parameters are equal bit for bit; a missing one counts as zeros."""
+    """Whether two parameters are equal bit for bit; one that is not there holds zeros."""
     bits = []
     for parameter in (ours, theirs):
         if parameter is None:
@@ -277,7 +279,7 @@ def _logits(model: GPT) -> Tensor:
 
 
 def _notes(loaded: Loaded, again: Loaded) -> tuple[str, ...]:
-    """Return new notes of the opened result, and a note on a different activation."""
+    """Return notes on opening it again, and on how other tools compute it."""
     notes = [note for note in again.notes if note not in loaded.notes]
     before, after = (each.model.config.activation_function for each in (loaded, again))
     if before != after:
@@ -286,7 +288,7 @@ def _notes(loaded: Loaded, again: Loaded) -> tuple[str, ...]:
 
 
 def _sample(tokenizer: Tokenizer) -> str:
-    """Return a text to compare tokenizers on; fall back to the vocabulary's own characters."""
+    """Return a text to compare tokenizers on; of a vocabulary without its characters, tokens."""
     try:
         tokenizer.encode(SAMPLE)
         return SAMPLE

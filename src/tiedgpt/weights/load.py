@@ -45,7 +45,7 @@ from tiedgpt.weights.tensors import StoredTensor
 Source = str | os.PathLike[str] | nn.Module
 MODEL_DTYPES = (torch.float32, torch.float16, torch.bfloat16, torch.float64)
 RESOLUTION_OF = {"input": "keep-input", "output": "keep-output", "both": "untie"}
-"""Matrix that `tie fix` keeps -> the corresponding `resolve`."""
+"""What `tie fix` keeps of two matrices -> the `resolve` that loads them so."""
 RESOLUTIONS = (*RESOLUTION_OF.values(), "tie")
 
 Progress = Callable[[int, int], None]
@@ -58,7 +58,7 @@ class CheckpointWarning(UserWarning):
 
 @dataclass(frozen=True)
 class Loaded:
-    """A loaded model, its source, and notes on how the checkpoint was understood."""
+    """A model, where it came from, and notes on how the checkpoint was understood."""
 
     model: GPT
     path: Path
@@ -67,7 +67,7 @@ class Loaded:
     dtype: str
     """The type of W in the file: float32, Q8_0, "int8 panels"."""
     n_bytes: int
-    """Size of its tensors in the file."""
+    """Of its tensors in the file."""
     notes: tuple[str, ...]
 
 
@@ -129,7 +129,7 @@ def load(
 def _decide_tie(
     checkpoint: Checkpoint, tensors: Mapping[str, StoredTensor], is_tied: bool | None = None
 ) -> TieDecision:
-    """Return the decision about tensors by our names; `is_tied` fills in for a silent file.
+    """Return the decision about tensors by our names; the caller's word fills in for the file's.
 
     Raises `CorruptInputError` where neither of the two matrices is there, or one is no matrix.
     """
@@ -181,7 +181,7 @@ def _matrices(
 
 
 def _remedy(decision: TieDecision, checkpoint: Checkpoint) -> str:
-    """Return the remedy for a checkpoint that needs a choice."""
+    """Return what can be done about a checkpoint that is not loaded as it is."""
     if decision.roles.pair is None or decision.roles.is_shared:
         return 'resolve="tie" (--resolve tie) lets the one matrix read and predict'
     command = f"`{decision.command}` writes a copy that loads"
@@ -199,7 +199,7 @@ def _build(
     dtype: torch.dtype | None,
     progress: Progress | None,
 ) -> tuple[GPT, str]:
-    """Fill a model with the tensors, each read once; `dtype` defaults to the embedding's.
+    """Fill a model with the tensors, each read once; without `dtype` the embedding's holds for all.
 
     A note tells where that rounds numbers.
     """

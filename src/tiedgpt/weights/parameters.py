@@ -1,7 +1,7 @@
-"""Parameters of a plain GPT under our names, as every writer needs them.
+"""What every writer requires of a model: the parameters of a plain GPT under our names, no others.
 
-Parameters inside torch's wrappers (compiled or checkpointed blocks, DDP) are found under the names
-of the module. Everything else is refused by name before a byte is written.
+Parameters inside torch's wrappers (compiled or checkpointed blocks, DDP) are found under the
+module's own names. Everything else is refused by name before a byte is written.
 """
 
 from __future__ import annotations
@@ -26,10 +26,10 @@ ADDED = {
     "remove_parametrizations first",
     r"_orig$": "is pruned: call torch.nn.utils.prune.remove first",
 }
-"""Patterns of parameter names, with the origin of such a parameter and a remedy."""
+"""What the name of a parameter tells of where it comes from."""
 GELUS = ("gelu", "gelu_new")
 MEANINGS = {"attention_windows": "dense attention", "n_inner": "MLPs of width 4 D"}
-"""Description of a field's only supported value where that is None."""
+"""What a program computes where None is the one value of a field that it knows."""
 HOOKS = (
     "forward",
     "_forward_hooks",
@@ -56,10 +56,10 @@ def parameters_for(
     *,
     approximate_gelu: bool = False,
 ) -> tuple[dict[str, Tensor], str]:
-    """Return the parameters to write, by our names, and their precision.
+    """Return what is written of a model, by our names, and in which precision.
 
-    Without `precision`, the model's own applies. Raises `UserError` for a model that the format's
-    program cannot compute.
+    Without `precision` it is the model's own. Raises `UserError`, before anything is written, for
+    what the format's program does not compute.
     """
     parameters = gpt_parameters(model, writer.program)
     names = {dtype: name for name, dtype in PRECISIONS.items()}

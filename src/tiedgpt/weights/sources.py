@@ -1,6 +1,6 @@
-"""Opening of a SOURCE as a `Checkpoint`: its place, its format, and a config.json beside it.
+"""SOURCE -> Checkpoint: where it lies, which format it has, and what config.json beside it says.
 
-SOURCE is an existing path or else a name on the Hugging Face hub. A path is a file of any format in
+SOURCE: a path that exists, else a name on the Hugging Face hub. A path is a file of any format in
 `registry.py`, a directory with one, or a run directory, which stands for the model in it. A format
 is recognized by content, and only headers are read.
 """
@@ -28,8 +28,8 @@ BODIES = re.compile(r"(Model|For[A-Z]\w*)$")
 PREDICTING = re.compile(
     r"LMHead|ForCausalLM|ForConditionalGeneration|ForMaskedLM|DoubleHeads|ForPreTraining|MTModel"
 )
-"""Names of architectures without a head for tokens by their ends, and of those that predict tokens
-despite such an end. Other names say nothing."""
+"""Architectures that end as bodies and classifiers do, and those that predict tokens all the same;
+of any other name nothing is known."""
 CONFIGS = ("config.json", "generation_config.json")
 NO_WEIGHTS = ("training_args.bin", "optimizer.*", "scheduler.*", "rng_state*", "adapter_model.*")
 
@@ -40,14 +40,14 @@ def open_checkpoint(
     revision: str | None = None,
     cache_dir: str | os.PathLike[str] | None = None,
 ) -> Checkpoint:
-    """Open a checkpoint without reading its tensors.
+    """Return what a checkpoint holds, without reading its tensors.
 
-    Each format looks at the first bytes of the file. Formats that share a container open it once
-    and decide by names and shapes. A file that none of them recognizes is given to the first, whose
-    error names the missing tensors. `revision` and `cache_dir` apply to repositories of the hub.
+    A file is asked of each format by its first bytes. Formats that share a container open it
+    together, and names and shapes tell whose it is; one that nobody recognizes is read as the
+    first's, which says what is missing. `revision` and `cache_dir` are of a repository of the hub.
 
-    Raises `CorruptInputError` for files that are damaged or of no known format, `UserError` if
-    there is nothing at `source` or it is ambiguous.
+    Raises `CorruptInputError` for files that are damaged or of no known format, `UserError` where
+    there is nothing at `source` or it is unclear what is meant.
     """
     if not isinstance(source, (str, os.PathLike)):
         raise UserError(
@@ -85,13 +85,13 @@ def open_checkpoint(
 
 
 def open_module(module: nn.Module) -> Checkpoint:
-    """Return a model in memory as a checkpoint; raise `UserError` if no format supports it."""
+    """Return a model in memory as a checkpoint; `UserError` where no format knows such a model."""
     openers = (format.open_module for format in formats())
     return next(filter(None, openers))(module)
 
 
 def _add_config(checkpoint: Checkpoint, source: Path, directory: Path) -> Checkpoint:
-    """Add the source and the config.json beside it; values in the file take precedence."""
+    """Add the source, and what config.json says; what the file says of itself holds."""
     checkpoint = replace(checkpoint, source=source)
     path = directory / "config.json"
     if not path.is_file():
@@ -110,7 +110,7 @@ def _add_config(checkpoint: Checkpoint, source: Path, directory: Path) -> Checkp
 
 
 def _only_file(directory: Path) -> Path:
-    """Return the only file of weights in a directory without a file of a usual name."""
+    """Return the one file of weights in a directory that has none of the usual names."""
     with reading(directory, "directory of a model"):
         files = [f for f in sorted(directory.iterdir()) if f.is_file() and _has_weights(f)]
     if len(files) == 1:
@@ -128,13 +128,13 @@ def _only_file(directory: Path) -> Path:
 
 
 def _has_weights(file: Path) -> bool:
-    """Return whether a file has a suffix of weights, and its content is that of weights."""
+    """Whether a file has a suffix of weights, and its content is not of a project's others."""
     owners = [format for format in formats() if file.name.endswith(format.suffixes)]
     return bool(owners) and all(owner.is_model_file(file, head_of(file)) for owner in owners)
 
 
 def _unknown(file: Path, head: bytes) -> UserError | CorruptInputError:
-    """Return the error for a file of an unknown format."""
+    """Return the error about a file that no format knows."""
     if file.suffix == ".json":
         hint = f"name the directory {file.parent} instead"
         return UserError(f"{file} holds no weights", hint=hint)
@@ -152,12 +152,12 @@ def local_directory(
     revision: str | None = None,
     cache_dir: str | os.PathLike[str] | None = None,
 ) -> Path:
-    """Return the directory or file that `source` names, downloaded from the hub if necessary.
+    """Return the directory or file that `source` names, fetched from the hub if need be.
 
-    An existing path wins over a hub name; a run directory stands for the model in it. Only files of
-    a hub repository that match `patterns` are downloaded; None means config.json and the weights in
-    one of its formats. `revision` is a branch, a tag or a commit. Raises `UserError` if there is
-    neither a path nor a repository.
+    A path that exists wins over a hub name; a run directory stands for the model in it. Of a hub
+    repository only files that match `patterns` are fetched; None means config.json and the weights
+    in one of the formats that the repository has. `revision` is a branch, a tag or a commit of it.
+    Raises `UserError` where there is neither a path nor a repository.
     """
     name = str(source)
     try:
@@ -180,9 +180,9 @@ def local_directory(
 
 
 def _fetch(name: str, patterns: Iterable[str] | None, **options: Any) -> Path:
-    """Download files of a repository; return their directory in the cache."""
+    """Return the directory of the cache into which a repository's files were fetched."""
     if not is_hub_name(name):
-        raise UserError(f"{name} does not exist")
+        raise UserError(f"{name} does not exist", hint="check the name")
     from huggingface_hub import HfApi, snapshot_download
     from huggingface_hub.errors import HfHubHTTPError
 
@@ -200,9 +200,9 @@ def _fetch(name: str, patterns: Iterable[str] | None, **options: Any) -> Path:
 
 
 def select_files(name: str, files: Sequence[str]) -> list[str]:
-    """Return the files of a repository to download: configs, and weights in one format.
+    """Return the files of a repository to fetch: configs, and weights in one format.
 
-    Raises `UserError` if the repository holds several models in that format.
+    Raises `UserError` where it holds several models in that format.
     """
 
     def matching(patterns: Sequence[str]) -> list[str]:

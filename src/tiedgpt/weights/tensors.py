@@ -1,4 +1,4 @@
-"""Tensors in files and in memory: shape and type without reading, and rows a block at a time.
+"""A tensor where it lies: what is known without reading it, and its rows a block at a time.
 
 Every format's reader makes `StoredTensor`s; whoever compares, counts or copies them needs to know
 no format. Bytes come out as unsigned integers of the item's width ("native") and are decoded to
@@ -89,7 +89,7 @@ class StoredTensor:
     owner: int | None = None
     """In memory, the id of the parameter: two parameters can lie on the same bytes."""
     strides: tuple[int, ...] | None = None
-    """Stride of each axis in elements; None for a contiguous tensor."""
+    """Elements from one index to the next of each axis; None where it lies row by row."""
 
     @property
     def count(self) -> int:
@@ -114,7 +114,7 @@ class StoredTensor:
         return [(n, step if n > 1 else 0) for n, step in zip(self.shape, strides, strict=True)]
 
     def transpose(self) -> StoredTensor:
-        """Return the transpose of a matrix without reading it; return other tensors unchanged."""
+        """Return the transpose of a matrix, without reading it; anything else as it is."""
         if len(self.shape) != 2:
             return self
         rows, columns = self.shape
@@ -157,7 +157,7 @@ class StoredTensor:
         return decode(np.ascontiguousarray(self.native(start, stop)), self.dtype)
 
     def tensor(self) -> Tensor:
-        """Return a torch tensor in new memory; quantized and packed types become float32."""
+        """Return it in memory of its own, row by row; what is quantized or packed as float32."""
         import torch
 
         native, dtype = self.native(0, self.matrix_shape[0]), self.dtype
@@ -183,7 +183,7 @@ class StoredTensor:
         return self.read(start, stop, left, self.matrix_shape[1] if right is None else right)
 
     def blocks(self) -> Iterator[Native]:
-        """Yield the stored values, a few megabytes of rows at a time."""
+        """Yield what is stored, a few megabytes of rows at a time."""
         rows = self.matrix_shape[0]
         step = max(1, BLOCK_BYTES * rows // max(1, self.n_bytes))
         for start in range(0, rows, step):

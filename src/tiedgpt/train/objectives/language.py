@@ -42,7 +42,6 @@ from tiedgpt.evaluate.perplexity import Score, score
 from tiedgpt.files import remove
 from tiedgpt.infer import Engine
 from tiedgpt.text import Tokenizer
-from tiedgpt.train.choice import vocabulary
 from tiedgpt.train.objective import (
     Arrays,
     Basis,
@@ -55,6 +54,7 @@ from tiedgpt.train.objective import (
     describe_tokens,
 )
 from tiedgpt.train.options import AUTO, TrainOptions, format_count
+from tiedgpt.train.planning import choose_vocabulary_size
 from tiedgpt.train.storage import RunDirectory
 from tiedgpt.train.tune_options import AnyOptions, TuneOptions
 from tiedgpt.tune import freeze, lora, merge, save_adapter
@@ -122,7 +122,7 @@ class TextSources(Sources):
     def vocabulary_size(self, options: TrainOptions) -> int:
         """Return how many tokens a vocabulary has that is trained on the texts."""
         if options.size == AUTO and options.vocab_size is None:
-            return vocabulary(self.count_characters())
+            return choose_vocabulary_size(self.count_characters())
         return super().vocabulary_size(options)
 
     def shards(self, run: RunDirectory) -> Path:

@@ -1,4 +1,4 @@
-"""Writer of GGUF files with which llama.cpp computes the same model.
+"""Write a GGUF file with which llama.cpp computes what the model computes.
 
 Tensor types as llama.cpp's own converter chooses them: vectors and `position_embd` stay F32,
 matrices get the requested precision; blocks of 32 fall back to F16 where rows are no multiple of
@@ -51,7 +51,7 @@ LARGEST_HALF = 65504
 POSITIONS = to_theirs("wpe.weight")
 MATRICES = to_theirs(EMBEDDING), to_theirs(HEAD)
 TRACKED = "{%- generation -%}", "{%- endgeneration -%}"
-"""Tags of transformers around trained text, which other Jinja engines refuse."""
+"""Tags of transformers around what is trained, which other engines of Jinja refuse."""
 
 
 def write(
@@ -132,7 +132,7 @@ def write(
 def _modelfile(
     name: str, config: GPTConfig, tokenizer: Tokenizer, template: str, end_ids: Sequence[int]
 ) -> str:
-    """Return the Modelfile for `ollama create`, for a GGUF file beside it."""
+    """Return what `ollama create` reads, of a file beside it."""
     ends = [config.eos_token_id, tokenizer.eos_token_id, *end_ids]
     texts = dict.fromkeys(tokenizer.decode([id]) for id in ends if id is not None)
     lines = [f"FROM ./{name}", f"PARAMETER num_ctx {config.n_positions}"]

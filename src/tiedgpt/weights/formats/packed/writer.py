@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from tiedgpt.core.embedding import TiedEmbedding
 from tiedgpt.core.layers import MLP, Attention, Block
 from tiedgpt.core.model import GPT
-from tiedgpt.errors import UserError
+from tiedgpt.errors import CheckFailedError, UserError
 from tiedgpt.files import replacing, require_room, write_json
 from tiedgpt.weights.containers import write_safetensors
 from tiedgpt.weights.formats.packed import (
@@ -26,6 +26,7 @@ from tiedgpt.weights.formats.packed import (
     VERSION,
     PackedModel,
     layout,
+    open_packed,
     place_of,
 )
 from tiedgpt.weights.formats.packed.calibration import calibrate
@@ -146,6 +147,13 @@ def write(
     progress: Progress | None = None,
     **_: Any,
 ) -> None:
-    """Write a packed directory; raise `UserError` for a model that is not plain."""
+    """Write a packed directory and check that the bytes of every array come back.
+
+    Raises `UserError` for a model that is not plain, `CheckFailedError` for other bytes.
+    """
     packed = pack_gpt(model, cast(Precision, precision), calibration=calibration, progress=progress)
     save_packed(packed, path, model.foreign_config)
+    again = open_packed(path)
+    for name, array in packed.arrays.items():
+        if not np.array_equal(array.view(np.uint8), again.arrays[name].view(np.uint8)):
+            raise CheckFailedError(f"{path.name}: {name} was not written as it is")

@@ -1,4 +1,4 @@
-"""Writer of Hugging Face directories for transformers, with a tied W stored once."""
+"""Write a Hugging Face directory that transformers loads as it is, one copy of a tied matrix."""
 
 from __future__ import annotations
 
@@ -101,7 +101,7 @@ def save_tokenizer(tokenizer: Tokenizer, config: GPTConfig, directory: Path) -> 
 
 
 def describe(model: GPT, dtype: torch.dtype | None = None) -> dict[str, Any]:
-    """Return the model's config.json; raise `UserError` if it cannot be written."""
+    """Return the model's config.json; `UserError` where it cannot be written."""
     dtype_name = str(dtype or model.wte.weight.dtype).removeprefix("torch.")
     description = config_json(model.config, model.foreign_config, dtype_name)
     try:
@@ -130,7 +130,7 @@ def peculiarities(config: GPTConfig) -> str:
 
 
 def model_card(config: GPTConfig) -> str:
-    """Return a short model card with the shape of the model and how to load it."""
+    """Return a short model card: what the model is and how to load it."""
     tie = "the head predicts with a matrix of its own"
     if config.tie_word_embeddings:
         size = f"{config.vocab_size:,} x {config.n_embd}"

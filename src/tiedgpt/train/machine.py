@@ -1,0 +1,220 @@
+"""The machine that trains: its device, its memory, and its speed, measured in a few steps."""
+
+from __future__ import annotations
+
+import math
+import os
+import statistics
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+
+import torch
+
+from tiedgpt.core.config import GPTConfig
+from tiedgpt.errors import UserError
+from tiedgpt.runtime import count_cores, free_memory, has_bf16
+from tiedgpt.train.blocks import find_missing, prepare_blocks
+from tiedgpt.train.objective import Data, Objective, predicts_tokens
+from tiedgpt.train.optim import make_optimizers
+from tiedgpt.train.options import DEFAULT_MINUTES, format_count
+from tiedgpt.train.parallel import World
+from tiedgpt.train.plan import Dtype, Plan
+from tiedgpt.train.planning import MIN_TEXT_BYTES, Facts, Machine
+from tiedgpt.train.step import train_step
+from tiedgpt.train.tune_options import AnyOptions
+
+MEASURE_TIME_SHARE = 0.005
+"""Share of --minutes that one measurement of the speed takes, if its steps are not longer."""
+MAX_MEASURE_SECONDS = 4.0
+MIN_MEASURED_STEPS, MAX_MEASURED_STEPS = 4, 60
+BUSY_PROCESSES = 0.5
+"""A machine is busy with so many more running processes than cores."""
+LIBRARY_BYTES = 60_000_000
+"""Memory of the libraries that the first step loads."""
+
+
+def training_device(name: str = "auto") -> torch.device:
+    """Return the device of that name; auto is the GPU where there is one, else the CPU."""
+    if name == "auto":
+        name = "cuda" if torch.cuda.is_available() else "cpu"
+    try:
+        return torch.empty(0, device=name).device
+    except (RuntimeError, AssertionError) as error:
+        reason = str(error).splitlines()[0]
+        raise UserError(f"--device {name} cannot be used here: {reason}") from None
+
+
+def choose_dtype(device: torch.device) -> Dtype:
+    """Return the dtype of matmuls: bf16 where the device computes in it. The load has no effect."""
+    return "bf16" if has_bf16(device) else "fp32"
+
+
+def used_memory(device: torch.device) -> int:
+    """Return the bytes that this process holds on the device, or 0 if the system does not say."""
+    if device.type == "cuda":
+        return torch.cuda.memory_allocated(device)
+    try:
+        pages = Path("/proc/self/statm").read_text().split()[1]
+        return int(pages) * os.sysconf("SC_PAGE_SIZE")
+    except (OSError, ValueError, IndexError):
+        return 0
+
+
+def measure_load() -> float | None:
+    """Return the number of processes that want to run if they are more than the cores."""
+    load = os.getloadavg()[0] if hasattr(os, "getloadavg") else 0.0
+    return load if load > count_cores() + BUSY_PROCESSES else None
+
+
+@contextmanager
+def cpu_threads(threads: int | None) -> Iterator[None]:
+    """Compute with so many threads inside the block; None changes nothing."""
+    before = torch.get_num_threads()
+    if threads is not None:
+        torch.set_num_threads(threads)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)
+
+
+def measure_machine(
+    options: AnyOptions,
+    objective: Objective,
+    data: Data,
+    world: World,
+    *,
+    threads: int | None = None,
+) -> tuple[Machine, SpeedMeasurement]:
+    """Return the machine as a plan sees it, and the measurement of its speed.
+
+    All processes of a `world` must call this, and get equal numbers.
+    """
+    device = world.device
+    load = world.on_main(measure_load) if world.size == 1 and device.type == "cpu" else None
+    speed = SpeedMeasurement(objective, data, world, _measure_seconds(options), load)
+    free = world.on_main(lambda: free_memory(device))
+    if free is not None and device.type == "cpu":
+        free = (free - LIBRARY_BYTES) // world.n_local
+    used = used_memory(device) + (LIBRARY_BYTES if device.type == "cpu" else 0)
+    if load is not None and threads is None and torch.get_num_threads() > 1:
+        speed.compares_threads = True
+    machine = Machine(
+        tokens_per_second=speed,
+        device=str(device),
+        dtype=choose_dtype(device),
+        free_bytes=math.inf if free is None else free,
+        used_bytes=world.on_main(lambda: used),
+        threads=threads,
+        can_compile=find_missing(device) is None,
+        n_processes=world.size,
+        n_shards=world.n_shards,
+    )
+    return machine, speed
+
+
+def _measure_seconds(options: AnyOptions) -> float:
+    minutes = options.duration.amount if options.duration.unit == "minutes" else DEFAULT_MINUTES
+    return min(MAX_MEASURE_SECONDS, 60 * MEASURE_TIME_SHARE * minutes)
+
+
+@dataclass
+class SpeedMeasurement:
+    """Tokens per second of a config and a plan, by a few steps of a model with fresh weights."""
+
+    objective: Objective
+    data: Data
+    world: World
+    seconds: float
+    """Duration of one measurement."""
+    load: float | None
+    """Number of processes that want to run on a busy machine."""
+    compares_threads: bool = False
+    """Whether the first measurement compares one thread with the default number."""
+    threads: int | None = field(default=None, init=False)
+    """The number of threads that the comparison chose."""
+    notes: list[str] = field(default_factory=list, init=False)
+
+    def __call__(self, config: GPTConfig, plan: Plan) -> float:
+        """Return the tokens (or examples) per second of all processes."""
+        if not self.compares_threads:
+            with cpu_threads(self.threads):
+                return self._measure(config, plan)
+        self.compares_threads = False
+        speeds = {}
+        for threads in (torch.get_num_threads(), 1):
+            with cpu_threads(threads):
+                speeds[threads] = self._measure(config, plan)
+        self.threads = max(speeds, key=lambda threads: speeds[threads])
+        (other,) = speeds.keys() - {self.threads}
+        self.notes.append(
+            f"this machine is busy ({self.load:.1f} processes on {count_cores()} cores): training "
+            f"with {format_count(self.threads, 'thread')}, at {speeds[self.threads]:,.0f} "
+            f"{self.data.unit}/s instead of {speeds[other]:,.0f} with {other}; --threads N decides "
+            "otherwise"
+        )
+        return speeds[self.threads]
+
+    def _measure(self, config: GPTConfig, plan: Plan) -> float:
+        """Train for some seconds; return the speed of a typical step.
+
+        The lower quartile ignores moments in which another program ran. On a busy machine these
+        are typical, and the median counts.
+        """
+        world, seconds = self.world, list[float]()
+        objective, data = resize(self.objective, self.data, config)
+        model = world.place(prepare_blocks(objective.build().train(), plan))
+        _, rules = make_optimizers(objective, model, replace(plan, lr=1e-5))
+        optimizers = world.optimizers(rules)
+        batch_of = data.batches(plan.batch_size, plan.seed)
+
+        def measure_step() -> float:
+            if world.device.type == "cuda":
+                torch.cuda.synchronize()
+            return time.perf_counter() - began
+
+        while (
+            len(seconds) < 2
+            or (sum(seconds) < self.seconds and len(seconds) < MAX_MEASURED_STEPS)
+            or (len(seconds) < MIN_MEASURED_STEPS and sum(seconds) < MAX_MEASURE_SECONDS)
+        ):
+            began = time.perf_counter()
+            train_step(model, optimizers, batch_of(len(seconds)), plan, world, objective=objective)
+            seconds.append(world.on_main(measure_step))
+        later = seconds[1:]  # the first step loads libraries
+        step = statistics.median(later)
+        if self.load is None and len(later) > 2:
+            step = statistics.quantiles(later, n=4)[0]
+        return plan.batch_size * data.row_units / step
+
+
+def find_facts(objective: Objective, data: Data) -> Facts:
+    """Return the numbers that a plan depends on."""
+    with torch.device("meta"):
+        has_vocabulary_head = predicts_tokens(objective.build())
+    text = data.counts.get("train_text", {})
+    return Facts(
+        unit=data.unit,
+        row_units=data.row_units,
+        row_tokens=data.row_tokens,
+        epoch_rows=data.epoch_rows,
+        held_out_rows=data.held_out_rows,
+        n_examples=data.n_examples,
+        n_held_out=data.n_held_out,
+        text_tokens=data.text_tokens,
+        text_bytes=text.get("utf8_bytes", MIN_TEXT_BYTES),
+        n_trained=objective.n_trained,
+        predicts_tokens=has_vocabulary_head,
+    )
+
+
+def resize(objective: Objective, data: Data, config: GPTConfig) -> tuple[Objective, Data]:
+    """Return the objective and the data for the model of a config."""
+    if config == objective.config:
+        return objective, data
+    if config.n_positions != objective.config.n_positions:
+        data = data.with_context(config.n_positions)
+    return replace(objective, config=config), data

@@ -1,0 +1,209 @@
+"""The machine: measured speed and memory, threads, and what `--dry-run` shows of them."""
+
+import dataclasses
+import json
+import tomllib
+
+import pytest
+import torch
+from torch.autograd import profiler
+
+from tests.train.conftest import CPU
+from tiedgpt.cli.main import main
+from tiedgpt.errors import NoRoomError
+from tiedgpt.train import train
+from tiedgpt.train.events import Replanned, Stepped
+from tiedgpt.train.machine import SpeedMeasurement, find_facts, measure_machine
+from tiedgpt.train.objectives.language import LanguageModelling
+from tiedgpt.train.optim import make_optimizers
+from tiedgpt.train.options import TrainOptions
+from tiedgpt.train.parallel import World
+from tiedgpt.train.planning import estimate_memory
+from tiedgpt.train.step import train_step
+from tiedgpt.train.storage import format_toml, make_record, read_plan
+
+
+def measure_peak(step, path):
+    """Return the most bytes that tensors take while a function runs, by torch's profiler."""
+    with profiler.profile(profile_memory=True) as profile:
+        step()
+    profile.export_chrome_trace(str(path))
+    events = json.loads(path.read_bytes())["traceEvents"]
+    held = peak = 0
+    for event in events:
+        held += event["args"]["Bytes"] if event["name"] == "[memory]" else 0
+        peak = max(peak, held)
+    return peak
+
+
+@pytest.mark.parametrize(("dtype", "dropout"), [("fp32", 0.0), ("fp32", 0.1), ("bf16", 0.0)])
+def test_the_estimate_is_within_a_quarter_of_what_a_step_allocates(trial, tmp_path, dtype, dropout):
+    names = ("embd_pdrop", "attn_pdrop", "resid_pdrop")
+    shape = {"n_positions": 128, "n_embd": 64, "n_layer": 3, "n_head": 2}
+    run = trial(config=shape | dict.fromkeys(names, dropout), dtype=dtype)
+    plan = dataclasses.replace(run.plan, batch_size=8, micro_batch=8, optimizer="adamw")
+
+    def two_steps():
+        model = run.objective.build().train()
+        _, optimizers = make_optimizers(run.objective, model, plan)
+        for _ in range(2):
+            batch = run.data.batches(8, 0)(0)
+            train_step(model, optimizers, batch, plan, objective=run.objective)
+
+    machine, _ = measure_machine(TrainOptions(), run.objective, run.data, World(CPU))
+    facts = find_facts(run.objective, run.data)
+    parts = estimate_memory(run.objective.config, plan, facts, machine)
+    expected = sum(parts.values()) - parts["allocator"]
+    assert measure_peak(two_steps, tmp_path / "trace.json") == pytest.approx(expected, rel=0.25)
+    again = dataclasses.replace(plan, recompute="blocks")
+    recomputed = estimate_memory(run.objective.config, again, facts, machine)
+    assert sum(recomputed.values()) < sum(parts.values())
+
+
+def test_minutes_become_steps_by_a_measurement(trial):
+    plan = trial().make_plan(TrainOptions(size="tiny", minutes=0.5))
+    assert plan.steps > 10 and plan.minutes == 0.5
+
+
+def test_a_busy_machine_trains_with_the_faster_number_of_threads(trial):
+    class TwoSpeeds(SpeedMeasurement):
+        def _measure(self, config, plan):
+            return {1: 900.0}.get(torch.get_num_threads(), 300.0)
+
+    run, threads = trial(), torch.get_num_threads()
+    try:
+        torch.set_num_threads(2)
+        speed = TwoSpeeds(run.objective, run.data, World(CPU), 0.1, load=6.4, compares_threads=True)
+        assert speed(run.objective.config, run.plan) == 900.0
+    finally:
+        torch.set_num_threads(threads)
+    assert speed.threads == 1
+    assert "1 thread, at 900 tokens/s instead of 300 with 2; --threads" in speed.notes[0]
+    assert speed(run.objective.config, run.plan) == 900.0, "measured with the chosen threads"
+
+
+def test_threads_are_used_and_recorded(options, tmp_path):
+    threads = []
+    for event in train(options, tmp_path / "run", threads=1):
+        if isinstance(event, Stepped):
+            threads.append(torch.get_num_threads())
+    assert set(threads) == {1}
+    record = tomllib.loads((tmp_path / "run/run.toml").read_text())
+    assert record["training"]["threads"] == 1
+
+
+@pytest.mark.parametrize("verb", ["train", "tune --from x", "eval x"])
+def test_impossible_numbers_of_threads_are_refused(verb, text_file, capsys):
+    assert main([*verb.split(), str(text_file), "--threads", "0"]) == 1
+    assert "--threads must be" in capsys.readouterr().err
+
+
+class LittleRoom(LanguageModelling):
+    """A model on a device that has room for two rows at a time."""
+
+    def loss(self, model, batch):
+        if len(batch[0]) > 2 and model.training:
+            raise torch.OutOfMemoryError("out of memory")
+        return super().loss(model, batch)
+
+
+def test_the_micro_batch_is_halved_when_a_device_is_out_of_memory(trial):
+    run = trial(micro_batch=4)
+    run.objective = LittleRoom(run.objective.config, run.objective.tokenizer)
+    events = run.train()
+    (halved,) = (event for event in events if isinstance(event, Replanned))
+    assert halved.plan.micro_batch == 2 and "no room for 4 sequences" in halved.notes[0]
+    steps = [event.step for event in events if isinstance(event, Stepped)]
+    assert steps == [1, 2, 3, 4, 5, 6] and events[-1].finished
+    whole = trial("whole", micro_batch=2)
+    whole.train()
+    losses = [[line["loss"] for line in each.metrics() if "loss" in line] for each in (run, whole)]
+    assert losses[0] == losses[1]
+
+
+def test_a_row_that_does_not_fit_is_an_error(trial):
+    class NoRoom(LittleRoom):
+        def loss(self, model, batch):
+            raise torch.OutOfMemoryError("out of memory")
+
+    run = trial(micro_batch=2)
+    run.objective = NoRoom(run.objective.config, run.objective.tokenizer)
+    with pytest.raises(NoRoomError, match="no room for 1 sequences"):
+        run.train()
+
+
+def test_run_toml_is_read_back_as_it_was_written(options, trial):
+    run = trial()
+    plan, config = run.make_plan(options), run.objective.config
+    text = format_toml(make_record(options, config, plan, {"train_text": {"tokens": 5}}))
+    tables = tomllib.loads(text)
+    assert read_plan(tables) == (config, plan)
+    assert options.differences(tables["options"]) == []
+    changed = dataclasses.replace(options, lr=0.5, seed=9)
+    assert changed.differences(tables["options"]) == [
+        "--seed was 0 and is 9",
+        "--lr was not given and is 0.5",
+    ]
+
+
+def test_toml_holds_any_text():
+    odd = 'quotes " and \\ and\nlines and \x7f and é and 日本'
+    assert tomllib.loads(
+        format_toml({"t": {"a": odd, "b": [odd], "c": None, "d": True, "e": 1e-05}})
+    ) == {"t": {"a": odd, "b": [odd], "d": True, "e": 1e-05}}
+
+
+# --dry-run
+
+QUICK = ("--dry-run", "--size", "nano", "--tokenizer", "char", "--context", "16", "--dtype", "fp32")
+
+
+def test_a_dry_run_prints_the_plan_and_leaves_nothing(text_file, tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    asked = ["train", str(text_file), *QUICK, "--steps", "7"]
+    assert main([*asked, "--format", "json"]) == 0
+    said = json.loads(capsys.readouterr().out)
+    assert said["fits"] and said["plan"]["steps"] == 7
+    assert said["tokens"] == 7 * said["plan"]["batch_size"] * 16
+    assert said["memory_bytes"] == sum(said["memory"].values())
+    assert said["seconds"] == pytest.approx(said["tokens"] / said["tokens_per_second"])
+    assert main(asked) == 0
+    said = capsys.readouterr().out
+    assert "optimizer state" in said and "epochs" in said and "fits in" in said
+    assert not [*tmp_path.iterdir()]
+
+
+def test_a_dry_run_that_does_not_fit_shows_the_table_and_ends_with_code_4(text_file, capsys):
+    asked = ["train", str(text_file), "--dry-run", "--size", "gpt3-13b", "--tokenizer", "char"]
+    assert main([*asked, "--steps", "7", "--memory", "4GB"]) == 4
+    said = capsys.readouterr()
+    assert "does not fit in" in said.out and "gradients" in said.out
+    assert "use a smaller model" in said.err
+
+
+def test_a_dry_run_warns_of_large_batches_and_models(text_file, capsys):
+    asked = ["train", str(text_file), *QUICK, "--steps", "2", "--batch-size", "800"]
+    assert main(asked) == 0
+    said = " ".join(capsys.readouterr().err.split())
+    assert "of the training data: a smaller --batch-size" in said
+    assert "parameters per token of the text" not in said
+
+
+@pytest.mark.parametrize("option", ["--fork", "--untie-at", "--devices"])
+def test_removed_options_say_what_to_use(option, text_file, capsys):
+    assert main(["train", str(text_file), option, "x"]) == 2
+    said = " ".join(capsys.readouterr().err.split())
+    assert f"no longer has {option}" in said
+    remedy = {"--fork": "--start RUN", "--untie-at": "own_loop.py", "--devices": "scale.md"}
+    assert remedy[option] in said
+
+
+def test_more_adapters_than_the_width_name_the_option(trial, tmp_path, text_file, capsys):
+    run = trial()
+    run.train()
+    source = str(run.run.model)
+    run.objective.tokenizer.save_pretrained(source)
+    command = ["tune", str(text_file), "--from", source, "--lora", "99999"]
+    assert main([*command, "--out", str(tmp_path / "tuned")]) == 1
+    said = capsys.readouterr().err
+    assert "--lora must be from 1 to the width 16, got 99999" in said and "--rank" not in said

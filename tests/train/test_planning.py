@@ -1,0 +1,480 @@
+"""Plans as a table: (options, facts, machine) -> plan."""
+
+import dataclasses
+import math
+import re
+
+import pytest
+
+from tests.train.conftest import PLAN
+from tiedgpt import GPTConfig
+from tiedgpt.errors import CorruptInputError, NoRoomError, UserError
+from tiedgpt.train.options import SIZES, TrainOptions, parse_bytes
+from tiedgpt.train.plan import scale_lr_to_width
+from tiedgpt.train.planning import (
+    CANDIDATE_SIZES,
+    MAX_AUTO_EPOCHS,
+    Facts,
+    Machine,
+    choose_context,
+    choose_vocabulary_size,
+    count_final_rows,
+    count_steps,
+    describe_memory,
+    effective_tokens,
+    estimate_memory,
+    expected_loss,
+    find_warnings,
+    halve_micro_batch,
+    plan_run,
+    replan,
+)
+from tiedgpt.train.tune_options import TuneOptions
+
+SPEEDS = {"nano": 45_000, "tiny": 25_000, "little": 16_500, "mini": 5_100, "small": 1_300}
+"""Tokens per second of two cores, as measured."""
+MB = 1_000_000
+SMALL = GPTConfig(vocab_size=4096, n_positions=256, n_embd=384, n_layer=6, n_head=6)
+GPT2 = GPTConfig.preset("gpt2", embd_pdrop=0.0, attn_pdrop=0.0, resid_pdrop=0.0)
+N = 124_439_808
+
+
+def machine(speed=1.0, **changes):
+    """Return a machine that trains each size at its speed in `SPEEDS`, times a factor."""
+
+    def tokens_per_second(config, plan):
+        return speed * SPEEDS.get(plan.size, 400)
+
+    return Machine(tokens_per_second=tokens_per_second, **changes)
+
+
+def text(tokens, context=128):
+    """Return the facts of a text of so many tokens."""
+    rows = max(1, -(-(tokens - 1) // context))
+    return Facts(
+        unit="tokens", row_units=context, row_tokens=context, epoch_rows=rows,
+        held_out_rows=rows / 10, text_tokens=tokens, text_bytes=4 * tokens,
+    )  # fmt: skip
+
+
+def config_of(options, vocab_size=1024):
+    return options.model_config(vocab_size=vocab_size, bos=None, eos=None)
+
+
+def plan(options=None, *, tokens=600_000, on=None, config=None, facts=None, spent=0.0, **asked):
+    """Return the config and the plan of options for a text on a machine."""
+    options = options or TrainOptions(**asked)
+    config = config or config_of(options)
+    facts = facts or text(tokens, config.n_positions)
+    return plan_run(options, config, facts, on or machine(), seconds_spent=spent)
+
+
+# Size
+
+
+@pytest.mark.parametrize(
+    ("minutes", "speed", "tokens", "size"),
+    [
+        (0.05, 1.0, 641_000, "nano"),
+        (1.0, 1.0, 641_000, "tiny"),
+        (3.0, 2.3, 641_000, "little"),
+        (120.0, 2.3, 50_000_000, "mini"),
+        (3.0, 1.0, 20_000, "nano"),
+        (3.0, 1.0, 50, "nano"),
+    ],
+)
+def test_more_time_and_more_text_choose_a_larger_model(minutes, speed, tokens, size):
+    _, chosen = plan(minutes=minutes, tokens=tokens, on=machine(speed))
+    assert chosen.size == size and chosen.reason.startswith(f"{size} has the lowest expected loss")
+
+
+@pytest.mark.parametrize(("speed", "size"), [(1.0, "tiny"), (0.02, "nano"), (0.0001, "nano")])
+def test_a_slow_machine_trains_a_smaller_model_for_more_steps(speed, size):
+    _, chosen = plan(minutes=0.6, on=machine(speed))
+    assert chosen.size == size
+    assert chosen.steps >= 50 or speed < 0.001
+
+
+def test_a_size_with_fewer_than_50_steps_is_not_chosen():
+    def tokens_per_second(config, draft):
+        return {"nano": 1000, "tiny": 100}[draft.size]
+
+    _, chosen = plan(minutes=0.6, on=Machine(tokens_per_second=tokens_per_second))
+    assert chosen.size == "nano" and chosen.steps >= 50
+    asked = {"size": "tiny"}
+    assert plan(minutes=0.6, on=Machine(tokens_per_second=tokens_per_second), **asked)[1].steps < 50
+
+
+def test_larger_sizes_are_not_measured_where_the_first_has_few_steps():
+    measured = []
+
+    def tokens_per_second(config, draft):
+        measured.append(draft.size)
+        return 10.0
+
+    plan(minutes=0.6, on=Machine(tokens_per_second=tokens_per_second))
+    assert measured == ["tiny", "nano"]
+
+
+def test_a_size_that_does_not_fit_in_memory_is_not_chosen():
+    _, free = plan(minutes=120.0, tokens=50_000_000, on=machine(2.3))
+    _, tight = plan(minutes=120.0, tokens=50_000_000, on=machine(2.3, free_bytes=10 * MB))
+    assert (free.size, tight.size) == ("mini", "nano")
+
+
+def test_preparation_counts_when_the_size_is_chosen_and_half_of_the_time_is_trained():
+    whole, late, too_late = (
+        plan(minutes=1.0, size="tiny", spent=spent)[1].steps for spent in (0.0, 20.0, 300.0)
+    )
+    assert late == pytest.approx(whole * 2 / 3, rel=0.1)
+    assert too_late == pytest.approx(whole / 2, rel=0.1)
+
+
+def test_options_that_are_given_stay_as_they_are():
+    asked = {"context": 32, "batch_size": 3, "dropout": 0.3, "lr": 0.5, "weight_decay": 0.7}
+    config, chosen = plan(minutes=3.0, **asked)
+    assert (chosen.batch_size, chosen.lr, chosen.weight_decay) == (3, 0.5, 0.7)
+    assert (config.n_positions, config.resid_pdrop) == (32, 0.3)
+    assert not TrainOptions(size="tiny").chooses and not TrainOptions(steps=5).chooses
+
+
+def test_a_small_text_ends_after_16_epochs_and_says_so():
+    config, chosen = plan(minutes=3.0, tokens=20_000)
+    assert "20,000 tokens are too little text for 3 minutes" in chosen.reason
+    rows = text(20_000, config.n_positions).epoch_rows
+    trained = chosen.steps * chosen.batch_size
+    assert trained == pytest.approx(MAX_AUTO_EPOCHS * rows, abs=chosen.batch_size)
+    assert chosen.minutes is None and chosen.steps >= 100
+
+
+def test_epochs_that_are_given_are_trained():
+    config, chosen = plan(epochs=2.0, tokens=20_000)
+    rows = text(20_000, config.n_positions).epoch_rows
+    assert chosen.steps * chosen.batch_size == pytest.approx(2 * rows, abs=chosen.batch_size)
+    assert chosen.minutes is None and chosen.reason
+
+
+@pytest.mark.parametrize(
+    ("tokens", "minutes", "dropout"), [(500_000, 1.0, 0.0), (60_000, 3.0, 0.1)]
+)
+def test_dropout_comes_with_many_epochs(tokens, minutes, dropout):
+    assert plan(minutes=minutes, tokens=tokens)[0].resid_pdrop == dropout
+
+
+def test_short_runs_have_small_batches():
+    assert plan(minutes=1.0)[1].batch_size == 16
+    assert plan(minutes=0.1)[1].batch_size < 16
+
+
+def test_a_text_of_a_few_bytes_is_refused():
+    with pytest.raises(UserError, match="5 bytes, too few"):
+        plan(minutes=1.0, facts=dataclasses.replace(text(2), text_bytes=5))
+
+
+def test_effective_tokens_grow_less_with_every_epoch():
+    assert effective_tokens(500, 1000) == 500 and effective_tokens(1000, 1000) == 1000
+    gains = [effective_tokens(n * 1000, 1000) - effective_tokens(n * 1000 - 1000, 1000)
+             for n in (2, 4, 16)]  # fmt: skip
+    assert 1000 > gains[0] > gains[1] > gains[2] > 0
+    assert expected_loss("tiny", 1e6, 10**6) > expected_loss("tiny", 2e6, 2 * 10**6)
+
+
+def test_vocabulary_and_context_depend_on_the_text():
+    sizes = [choose_vocabulary_size(n) for n in (30, 30_000, 300_000, 1_100_000, 2_400_000, 10**9)]
+    assert sizes == [384, 384, 384, 1024, 2048, 8192]
+    contexts = [choose_context("tiny", n) for n in (5, 25, 500, 3_000, 10**6)]
+    assert contexts == [4, 8, 16, 128, 128]
+
+
+def test_candidate_sizes_are_ordered_and_an_unknown_size_names_them():
+    sizes = [12 * SIZES[name].n_layer * SIZES[name].n_embd ** 2 for name in CANDIDATE_SIZES]
+    assert sizes == sorted(set(sizes))
+    with pytest.raises(UserError, match="there are auto, nano, tiny, little, mini"):
+        TrainOptions(size="huge")
+
+
+@pytest.mark.parametrize("size", SIZES)
+def test_every_size_is_a_possible_model(size):
+    assert config_of(TrainOptions(size=size), 300).parameter_count() > 0
+
+
+@pytest.mark.parametrize(
+    ("asked", "tokens", "warning"),
+    [
+        ({"size": "tiny", "steps": 2}, 3_000, "a batch holds 67% of the training data"),
+        ({"size": "tiny", "steps": 2}, 100_000_000, None),
+        ({"size": "gpt2", "steps": 100}, 600_000, "parameters per token .* smaller --size"),
+        ({"minutes": 1.0}, 600_000, None),
+    ],
+)
+def test_batches_and_models_too_large_for_the_data_are_warned_of(asked, tokens, warning):
+    options = TrainOptions(**asked)
+    config, made = plan(options, tokens=tokens)
+    warnings = find_warnings(options, config, text(tokens, config.n_positions), made)
+    assert any(re.search(warning, line) for line in warnings) if warning else not warnings
+
+
+# Memory
+
+
+def total(config, rows, micro_batch=None, *, on=None, n_trained=None, **more):
+    sizes = {"batch_size": rows, "micro_batch": micro_batch or rows, "optimizer": "adamw"}
+    made = dataclasses.replace(PLAN, **sizes | more)
+    facts = dataclasses.replace(text(10**6, config.n_positions), n_trained=n_trained)
+    return estimate_memory(config, made, facts, on or machine())
+
+
+def test_weights_gradients_and_moments_take_sixteen_bytes_a_parameter_and_shards_divide_them():
+    static = "weights", "gradients", "optimizer state"
+    assert [total(GPT2, 8)[part] for part in static] == [4 * N, 4 * N, 8 * N]
+    ddp, fsdp = machine(n_processes=8), machine(n_processes=8, n_shards=8)
+    assert [total(GPT2, 8, on=fsdp)[part] for part in static] == [4 * N // 8, 4 * N // 8, N]
+    assert total(GPT2, 8, on=ddp)["gradient buckets"] == 4 * N
+    matrices = 12 * 12 * 768**2
+    assert total(GPT2, 8, optimizer="muon")["optimizer state"] == 8 * N - 4 * matrices
+    assert total(GPT2, 8, n_trained=1000)["optimizer state"] == 8000
+
+
+@pytest.mark.parametrize(
+    ("free", "asked", "micro_batch", "recompute"),
+    [
+        (8_000 * MB, {}, 32, "off"),
+        (1_000 * MB, {}, 8, "off"),
+        (600 * MB, {}, 4, "off"),
+        (600 * MB, {"recompute": "blocks"}, 16, "blocks"),
+        (8_000 * MB, {"micro_batch": 16}, 16, "off"),
+        (8_000 * MB, {"memory": "1300MB"}, 8, "off"),
+        (8_000 * MB, {"memory": "520MB"}, 2, "blocks"),
+    ],
+)
+def test_the_largest_micro_batch_that_fits_is_taken(free, asked, micro_batch, recompute):
+    options = TrainOptions(size="small", steps=5, batch_size=64, **asked)
+    on = machine(free_bytes=free, used_bytes=250 * MB)
+    _, made = plan(options, config=SMALL, on=on)
+    assert (made.micro_batch, made.recompute) == (micro_batch, recompute)
+    limit = free if made.memory is None else min(free, made.memory - 250 * MB)
+    assert sum(estimate_memory(SMALL, made, text(600_000, 256), on).values()) <= limit
+
+
+@pytest.mark.parametrize(
+    ("config", "asked", "free", "says"),
+    [
+        (
+            "gpt3-175b",
+            {},
+            8_000 * MB,
+            "173,999,284,224 parameters need 2,088.2 GB .* a smaller model",
+        ),
+        ("gpt2", {"batch_size": 10**9, "micro_batch": 1}, 8_000 * MB, "smaller --batch-size$"),
+        ("gpt2", {"batch_size": 64, "micro_batch": 64}, 8_000 * MB, "64 sequences .* --recompute"),
+        ("gpt2", {"memory": "100MB"}, 8_000 * MB, "the program alone takes 250 MB"),
+        ("gpt2", {"memory": "300MB"}, 8_000 * MB, "--memory leaves 50 MB"),
+    ],
+)
+def test_a_plan_that_does_not_fit_is_refused_with_the_arithmetic(config, asked, free, says):
+    options = TrainOptions(size=config, steps=5, **asked)
+    with pytest.raises(NoRoomError, match=says) as error:
+        plan(options, on=machine(free_bytes=free, used_bytes=250 * MB))
+    assert error.value.exit_code == 4
+
+
+def test_frozen_parameters_take_no_gradients_and_moments():
+    facts, options = (
+        text(10**6, 1024),
+        TrainOptions(size="gpt2", steps=5, batch_size=1, optimizer="adamw"),
+    )
+    on = machine(free_bytes=1_500 * MB)
+    with pytest.raises(NoRoomError, match=r"124,439,808 parameters need 2\.0 GB"):
+        plan(options, config=GPT2, facts=facts, on=on)
+    some = dataclasses.replace(facts, n_trained=1_000_000)
+    assert plan(options, config=GPT2, facts=some, on=on)[1].micro_batch == 1
+
+
+def test_more_processes_than_rows_are_refused():
+    with pytest.raises(UserError, match="a batch of 2 rows for 4 processes"):
+        plan(size="tiny", steps=5, batch_size=2, on=machine(n_processes=4))
+    assert plan(size="tiny", steps=5, batch_size=8, on=machine(n_processes=4))[1].micro_batch == 2
+
+
+def test_a_plan_says_how_it_keeps_to_its_limit():
+    made = dataclasses.replace(PLAN, micro_batch=2, recompute="blocks", memory=305 * MB)
+    assert describe_memory(made) == "2 sequences at a time, blocks recomputed in backward, to " \
+        "stay in 305 MB"  # fmt: skip
+
+
+def test_a_halved_micro_batch_scores_as_many_rows():
+    before = dataclasses.replace(PLAN, micro_batch=4, eval_batches=3, final_batches=5)
+    after = halve_micro_batch(before, 7)
+    assert (after.micro_batch, after.eval_batches, after.final_batches) == (2, 6, 10)
+    assert after.since == 7 and after.batch_size == before.batch_size
+
+
+@pytest.mark.parametrize(
+    ("words", "size"), [("2", 2e9), ("1.5", 1.5e9), ("2GB", 2e9), ("800 mb", 8e8), (".5g", 5e8)]
+)
+def test_a_size_of_memory_is_read(words, size):
+    assert parse_bytes(words) == size
+
+
+@pytest.mark.parametrize("words", ["", "0", "-1", "2 GiBs", "much", "nan"])
+def test_other_words_for_a_size_are_refused(words):
+    with pytest.raises(UserError, match="--memory"):
+        TrainOptions(memory=words)
+
+
+# Time
+
+
+@pytest.mark.parametrize("seconds", [60, 600])
+@pytest.mark.parametrize("held_out_rows", [10.0, 1e6])
+@pytest.mark.parametrize("step_seconds", [0.01, 0.5])
+def test_steps_fill_the_time_and_scoring_takes_little_of_it(seconds, held_out_rows, step_seconds):
+    made = dataclasses.replace(PLAN, batch_size=16, micro_batch=16)
+    steps = count_steps(seconds, step_seconds, held_out_rows, made)
+    final = step_seconds / 3 * count_final_rows(seconds, step_seconds, held_out_rows, made) / 16
+    assert final <= max(0.02 * seconds, 4 * step_seconds / 3) + 1e-9
+    assert 0.93 * seconds < steps * step_seconds + final < seconds
+
+
+@pytest.mark.parametrize(
+    ("asked", "steps"),
+    [
+        ({"steps": 7}, 7),
+        ({"epochs": 2.0, "batch_size": 10}, 938),
+        ({"minutes": 1.0, "size": "tiny", "batch_size": 16}, 696),
+        ({"minutes": 10.0, "size": "tiny", "batch_size": 16}, 7182),
+    ],
+)
+def test_the_number_of_steps_comes_from_steps_epochs_or_minutes(asked, steps):
+    made = plan(TrainOptions(**{"size": "tiny"} | asked), tokens=600_065)[1]
+    assert made.steps == pytest.approx(steps, rel=0.01)
+
+
+@pytest.mark.parametrize(
+    ("examples", "steps", "says"),
+    [(30, 300, "few examples: 300 steps see each about"), (10**5, 0, "")],
+)
+def test_few_examples_are_tuned_on_for_at_least_300_steps(examples, steps, says):
+    facts = Facts(unit="tokens", row_units=64, row_tokens=64, epoch_rows=examples,
+                  n_examples=examples, n_held_out=examples // 20)  # fmt: skip
+    options = TuneOptions(data=("x",), start="m", examples=True)
+    _, made = plan(options, config=SMALL, facts=facts)
+    assert made.reason.startswith(says) and made.steps >= steps
+    assert made.can_end_early == (examples > 1000)
+
+
+@pytest.mark.parametrize(
+    ("pace", "left", "steps"), [(1.0, 61.0, 100), (2.0, 61.0, 69), (0.5, 61.0, 158), (9.0, 0.0, 41)]
+)
+def test_a_new_plan_ends_with_the_time(pace, left, steps):
+    before = dataclasses.replace(PLAN, steps=100, warmup=5, minutes=100 / 60)
+    after = replan(before, 8.0, 40, left, pace)
+    if steps == 100:
+        assert after is None
+        return
+    assert after.steps == pytest.approx(steps, abs=2) and after.since == 40
+    assert after.rate(after.steps - 1) < 0.1 * after.lr
+
+
+def test_a_new_plan_never_shortens_the_warmup():
+    before = dataclasses.replace(PLAN, steps=40, warmup=6, cooldown=10, minutes=1.0)
+    after = replan(before, 8.0, 1, 0.0, 30.0)
+    assert (after.steps, after.warmup, after.cooldown) == (6, 6, 0)
+
+
+# The learning rate
+
+
+def rates(schedule="linear", *, steps=100, warmup=10, cooldown=0):
+    shape = {"steps": steps, "warmup": warmup, "cooldown": cooldown}
+    made = dataclasses.replace(PLAN, lr=1.0, schedule=schedule, **shape)
+    return [made.rate(step) for step in range(steps)]
+
+
+@pytest.mark.parametrize("schedule", ["linear", "wsd", "cosine"])
+def test_every_schedule_rises_linearly_to_its_peak_and_never_rises_again(schedule):
+    made = rates(schedule, cooldown=40)
+    assert made[:10] == pytest.approx([n / 10 for n in range(1, 11)])
+    assert max(made) == made[9] == made[10] == 1.0
+    assert made[10:] == sorted(made[10:], reverse=True)
+
+
+def test_linear_falls_to_zero_after_the_last_step():
+    assert rates()[-1] == pytest.approx(1 / 90)
+    assert rates(warmup=0, steps=1) == [1.0]
+
+
+def test_wsd_stays_at_its_peak_and_falls_linearly_in_the_cooldown():
+    made = rates("wsd", cooldown=40)
+    assert set(made[10:61]) == {1.0} and made[61] < 1
+    assert made[60:] == pytest.approx([n / 40 for n in range(40, 0, -1)])
+    assert set(rates("wsd", cooldown=0)[10:]) == {1.0}
+    assert rates("wsd", cooldown=90) == pytest.approx(rates("linear"))
+
+
+def test_cosine_falls_to_a_tenth_and_is_half_way_there_in_the_middle():
+    made = rates("cosine")
+    assert made[55] == pytest.approx(0.55)
+    assert made[-1] == pytest.approx(0.1, abs=1e-3) and min(made[10:]) > 0.1
+
+
+def test_shares_of_the_steps_become_steps_of_the_plan():
+    _, made = plan(size="tiny", steps=200, schedule="wsd")
+    assert (made.schedule, made.warmup, made.cooldown) == ("wsd", 10, 80)
+    assert made.rate(119) == made.rate(120) == made.lr > made.rate(121)
+
+
+@pytest.mark.parametrize(
+    "damage",
+    [{"minutes": 0.0}, {"minutes": math.nan}, {"lr": math.nan}, {"warmup": -5}, {"since": -1},
+     {"schedule": "steps"}],
+)  # fmt: skip
+def test_a_plan_with_impossible_numbers_is_refused(damage):
+    with pytest.raises(CorruptInputError, match="invalid plan"):
+        dataclasses.replace(PLAN, **damage)
+
+
+def test_the_learning_rate_scales_with_the_width_for_adamw_and_its_root_for_muon():
+    assert scale_lr_to_width(1e-3, width=128, to=512, rule="adamw") == pytest.approx(2.5e-4)
+    assert scale_lr_to_width(1e-3, width=128, to=512, rule="muon") == pytest.approx(5e-4)
+    size, options = SIZES["tiny"], TrainOptions(size="tiny", width=512, steps=5)
+    config, muon = plan(options)
+    assert (config.n_embd, config.n_head, config.n_layer) == (512, 16, size.n_layer)
+    _, adamw = plan(dataclasses.replace(options, optimizer="adamw"))
+    assert [muon.lr, adamw.lr] == pytest.approx([size.lr / 2, size.lr_adamw / 4])
+
+
+# Options
+
+
+@pytest.mark.parametrize(
+    ("wrong", "says"),
+    [
+        ({"size": "huge"}, "no size 'huge'"),
+        ({"minutes": 1.0, "steps": 5}, "only one of"),
+        ({"minutes": -1.0}, "minutes must be"),
+        ({"lr": float("nan")}, "lr must be"),
+        ({"steps": 0}, "steps must be"),
+        ({"batch_size": 0}, "batch_size must be"),
+        ({"warmup": 2.0}, "warmup must be"),
+        ({"dropout": 1.0}, "dropout must be"),
+        ({"seed": -1}, r"seed must be .* 2\^63 - 1"),
+        ({"seed": 2**63}, r"seed must be .* 2\^63 - 1"),
+        ({"cooldown": 0.2}, "--schedule wsd"),
+        ({"schedule": "wsd", "cooldown": 0.8, "warmup": 0.3}, "add up to more than 1"),
+        ({"size": "tiny", "width": 100}, "--width"),
+        ({"start": "x", "width": 512}, "--width"),
+        ({"start": "x", "window": 4}, "--window"),
+        ({"start": "x", "bias": False}, "--no-bias"),
+        ({"window": 0}, "window must be"),
+    ],
+)
+def test_impossible_options_are_named(wrong, says):
+    with pytest.raises(UserError, match=says):
+        TrainOptions(**wrong)
+
+
+def test_bands_of_gpt3_and_no_biases_are_options():
+    config = config_of(TrainOptions(size="tiny", window=16, bias=False))
+    assert config.attention_windows == (0, 16) and not config.bias
+    assert config_of(TrainOptions()).attention_windows is None

@@ -1,0 +1,112 @@
+"""Texts that are hardly texts, from the command to the published weights."""
+
+import dataclasses
+import json
+import random
+import tomllib
+from pathlib import Path
+
+import pytest
+
+from tests.train.conftest import reopen_trial
+from tiedgpt import Tokenizer
+from tiedgpt.cli.main import main
+from tiedgpt.data import documents, encode_corpus, plan_split
+from tiedgpt.errors import UserError
+from tiedgpt.train import train
+from tiedgpt.train.objectives.language import open_text
+from tiedgpt.train.options import TrainOptions
+
+
+@pytest.mark.parametrize(
+    "text", ["a" * 30, "one short line of thirty bytes", "é" * 15, "\n".join("xy" * 40)]
+)
+def test_tiny_texts_are_trained_on(text, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    Path("text.txt").write_text(text)
+    command = ["train", "text.txt", "--out", "run", "--minutes", "0.005", "--dtype", "fp32"]
+    assert main(command) == 0
+    last = json.loads(Path("run/metrics.jsonl").read_text().splitlines()[-1])
+    lines = map(json.loads, Path("run/metrics.jsonl").read_text().splitlines())
+    scored = [line["val_loss"] for line in lines if "val_loss" in line]
+    assert last["final"] and last["val_loss"] <= min(scored) + 1e-6
+    assert tomllib.loads(Path("run/run.toml").read_text())["training"]["reason"]
+
+
+def test_a_text_of_a_few_bytes_is_refused(tmp_path, monkeypatch, capfd):
+    monkeypatch.chdir(tmp_path)
+    Path("text.txt").write_text("hello")
+    assert main(["train", "text.txt", "--minutes", "0.005"]) == 1
+    assert "too few to learn anything" in capfd.readouterr().err
+    assert not Path("runs").exists() or not list(Path("runs").glob("*/model"))
+
+
+@pytest.mark.parametrize("n_bytes", [30_000, 300_000])
+def test_a_small_text_publishes_the_weights_with_the_best_validation(
+    n_bytes, tmp_path, monkeypatch, capfd
+):
+    monkeypatch.chdir(tmp_path)
+    words = random.Random(1).choices(
+        "a cat and two old dogs sat on my mat again".split(), k=n_bytes
+    )
+    Path("text.txt").write_text(" ".join(words)[:n_bytes])
+    rising = ("--lr", "0.4", "--warmup", "1", "--eval-every", "2", "--sample-prompt", "two old")
+    quick = (
+        "--size",
+        "nano",
+        "--steps",
+        "12",
+        "--context",
+        "32",
+        "--dtype",
+        "fp32",
+        "--score",
+        "all",
+    )
+    assert main(["train", "text.txt", "--out", "run", *quick, *rising]) == 0
+    *lines, last = map(json.loads, Path("run/metrics.jsonl").read_text().splitlines())
+    scored = [line["val_loss"] for line in lines if "val_loss" in line] + [last["part_val_loss"]]
+    assert len(scored) >= 4 and min(scored) < scored[-1]
+    run = reopen_trial(Path("run"))
+    part, held = (
+        run.objective.score(run.model(), run.data.held_out(run.plan.micro_batch, n), None).nats
+        for n in (run.plan.eval_batches, None)
+    )
+    assert part == pytest.approx(min(scored), abs=1e-5)
+    assert held == pytest.approx(last["val_loss"], abs=1e-5)
+    assert "| two old" in capfd.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        ("x1 y\n", ""),
+        ("a cat. two old dogs sat\n", "two old dogs"),
+        ("天地玄黄\n", "天地玄黄 天地玄黄 天"),
+    ],
+)
+def test_the_proposed_prompt_is_part_of_the_text(tmp_path, text, words):
+    (tmp_path / "text.txt").write_text(text * 40)
+    tokenizer = Tokenizer.characters([text])
+    encode_corpus(plan_split(documents([str(tmp_path / "text.txt")])), tokenizer, tmp_path / "data")
+    found = open_text(tmp_path / "data", tokenizer, 16).find_words(tokenizer)
+    assert words in found and 0 < len(found) <= 24
+
+
+def test_a_binary_file_is_refused_by_name(tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    Path("picture.txt").write_bytes(b"\x89PNG\0\0" * 20)
+    assert main(["train", "picture.txt", "--out", "run", "--minutes", "0.01"]) == 3
+    assert "picture.txt" in capsys.readouterr().err
+    assert not Path("run/model").exists()
+
+
+def test_text_shorter_than_the_context_is_refused_with_both_numbers(trial, tmp_path):
+    (tmp_path / "short.txt").write_text("line 1\n" * 9)
+    options = TrainOptions(
+        data=(str(tmp_path / "short.txt"),), size="nano", tokenizer="char", context=64, steps=1
+    )
+    with pytest.raises(UserError, match=r"\d+ tokens and the context is 64"):
+        list(train(options, tmp_path / "out"))
+    with pytest.raises(UserError, match="validation text has 1 tokens"):
+        dataclasses.replace(trial().data, held=["one token"]).require_enough()
