@@ -1,9 +1,8 @@
-"""What can go wrong, in a few classes, each with the exit code the command line gives it.
+"""Error classes of the project, each with its exit code on the command line.
 
-An error carries what a border needs to show it: what is wrong and why (`message`), what to do next
-(`hint`), and the options that it is about (`option`), under their names in Python. The command line
-writes `--top-k`, the server its field, Python `top_k`. This file imports nothing of the project,
-so that every layer may raise these.
+An error carries the problem (`message`), a remedy (`hint`) and the names in Python of the options
+concerned (`option`). The command line writes `--top-k`, the server its field, Python `top_k`. This
+file imports nothing of the project, so that every layer may raise these errors.
 """
 
 from collections.abc import Callable
@@ -30,7 +29,7 @@ class TiedGPTError(Exception):
         self.options = (option,) if isinstance(option, str) else option
 
     def problem(self, spell: Callable[[str], str] = str) -> str:
-        """Return what is wrong, without the hint; `spell` writes an option's name."""
+        """Return the problem without the hint; `spell` writes an option's name."""
         subject = " and ".join(spell(name) for name in self.options)
         return f"{subject} {self.message}" if subject else self.message
 

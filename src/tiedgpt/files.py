@@ -1,4 +1,4 @@
-"""Files that appear whole or not at all, and JSON that is what it should be.
+"""Atomic writes of files and directories, and checked reading of JSON.
 
 Like `errors`, this imports nothing heavy and everyone may import it.
 """
@@ -50,11 +50,11 @@ def missing_run(path: Path) -> UserError | None:
 
 @contextlib.contextmanager
 def replacing(path: Path) -> Iterator[Path]:
-    """Give a temporary path beside `path`; when the block ends well, sync it and rename it there.
+    """Yield a temporary path beside `path`; sync and rename it when the block succeeds.
 
-    The parent directory is made. When the block fails, the temporary file or directory is removed
-    and what was at `path` is as before. A full disk is a `NoRoomError`. A file replaces a file; a
-    directory may only take a place where nothing is.
+    The parent directory is created. If the block fails, the temporary file or directory is removed
+    and `path` is unchanged. A full disk raises `NoRoomError`. A file replaces a file; for a
+    directory, `path` must not exist.
     """
     temporary = path.with_name(f".{path.name}.tmp-{os.getpid()}-{secrets.token_hex(4)}")
     with writing(path):
@@ -71,10 +71,10 @@ def replacing(path: Path) -> Iterator[Path]:
 
 @contextlib.contextmanager
 def reading(path: Path, what: str) -> Iterator[None]:
-    """Turn whatever is wrong within a file into our errors, at the one border of its format.
+    """Turn every exception of a format's reader into one of our errors.
 
-    `what` says which file it should be: "ONNX file". A file that the system cannot read is a
-    `UserError`; any other exception is of damaged content and becomes a `CorruptInputError`.
+    `what` names the expected file: "ONNX file". A file that the system cannot read raises
+    `UserError`; any other exception means damaged content and becomes a `CorruptInputError`.
     """
     try:
         yield
@@ -91,7 +91,7 @@ def reading(path: Path, what: str) -> Iterator[None]:
 
 
 def sync(path: Path) -> None:
-    """Have the disk hold what was written to a file, or a directory's entries, where it can."""
+    """Flush a file or the entries of a directory to the disk, where the system can."""
     if os.name != "posix" and path.is_dir():
         return
     flags = os.O_RDONLY if os.name == "posix" else os.O_RDWR  # Windows syncs what it may write
@@ -139,7 +139,7 @@ def writing(path: Path) -> Iterator[None]:
 
 
 def lock_file(file: IO[str]) -> bool:
-    """Lock an open file until it is closed; return whether nobody else had it locked."""
+    """Lock an open file until it is closed; return whether the lock was obtained."""
     if fcntl is not None:
         with contextlib.suppress(OSError):
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -148,7 +148,7 @@ def lock_file(file: IO[str]) -> bool:
 
 
 def remove_leftovers(directory: Path) -> None:
-    """Delete what `replacing` left in a directory when its process was killed."""
+    """Delete temporary files of killed processes that were inside `replacing`."""
     for path in directory.glob(".*.tmp-*"):
         remove(path)
 
@@ -174,7 +174,7 @@ def require_room(directory: Path, n_bytes: int) -> None:
 
 
 def beside(path: Path, name: str, *, links: bool = False) -> Path:
-    """Return the file `name` that a file or directory names: in its directory, and nowhere else.
+    """Return the path of a file that another file names, in the directory of that file only.
 
     Unless `links`, a link out of it is followed only into the blobs of a Hugging Face cache. Raises
     `CorruptInputError` for a path, for such a link, and where there is no such file.
@@ -221,11 +221,11 @@ def read_json_lines(
     expected: str,
     on_bad: Callable[[CorruptInputError], None] | None = None,
 ) -> Iterator[tuple[str, dict[str, Any]]]:
-    """Yield (`name:number`, object) for each line of a `.jsonl` file that is not blank.
+    """Yield (`name:number`, object) for each line of a `.jsonl` file; skip blank lines.
 
     `lines` is the file, opened as bytes: a line ends at a newline and nowhere else. (`splitlines`
     would also divide lines within a string, at U+2028.) `expected` says in messages what a line
-    should look like. `on_bad` is given the error of a bad line, which is passed over then.
+    should look like. `on_bad` is called with the error of a bad line, which is then skipped.
 
     Raises:
         CorruptInputError: a line is not a JSON object of valid Unicode.

@@ -1,4 +1,4 @@
-"""Options that are declared once: fields of dataclasses that carry their own help.
+"""Options are declared once, as fields of dataclasses that carry their own help.
 
     @dataclass(frozen=True, kw_only=True)
     class Arguments:
@@ -28,7 +28,7 @@ def option(
     repeated: bool = False,
     choices: Callable[[], tuple[str, ...]] | None = None,
 ) -> Any:
-    """Return a field that is an option of the command line.
+    """Return a dataclass field for an option of the command line.
 
     It is listed under the heading `group`, or else under the `GROUP` of its class. In the help,
     `metavar` stands for its value; `short` is its letter, and `long` its name where that is not the
@@ -51,7 +51,7 @@ def is_argument(field: Field[Any]) -> bool:
 
 
 def flag(field: Field[Any]) -> str:
-    """Return how a field is typed: `--top-k`; of an argument its placeholder."""
+    """Return the flag of a field, such as `--top-k`, or the placeholder of an argument."""
     if is_argument(field):
         return str(field.metadata["metavar"] or field.name.upper())
     no = "no-" if field.default is True else ""

@@ -1,4 +1,4 @@
-"""Is the matrix that predicts the matrix that reads? Of a model in memory or of any checkpoint.
+"""Audit of the tie: whether the matrix that predicts is the one that reads, in a model or a file.
 
 Names, shapes and places of all tensors come first. Numbers are read only if two matrices are
 stored apart, a block of rows at a time. The verdict is the kind of `decide_tie` (weights): the
@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Matrix:
-    """A V x D matrix under all its names, and what it does."""
+    """A V x D matrix, all its names, and its roles."""
 
     names: tuple[str, ...]
     roles: tuple[str, ...]
@@ -40,7 +40,7 @@ class Matrix:
 
 @dataclass(frozen=True)
 class Audit:
-    """The matrices of a model or checkpoint, what is claimed of them, and the verdict."""
+    """The matrices of a model or checkpoint, the claim about them, and the verdict."""
 
     source: str
     format: str
@@ -65,7 +65,7 @@ class Audit:
 
     @property
     def explain(self) -> str:
-        """All findings in plain words, a paragraph each."""
+        """The text of all findings, a paragraph each."""
         return "\n\n".join(f"{f.title}\n{f.explain}" for f in self.findings)
 
     def __str__(self) -> str:
@@ -82,7 +82,7 @@ def audit(
     input_name: str | None = None,
     output_name: str | None = None,
 ) -> Audit:
-    """Say whether the head is the embedding, in a module or in any checkpoint.
+    """Return whether the head is the embedding, in a module or in any checkpoint.
 
     `input_name` and `output_name` name the matrices where their names do not tell. Raises
     `CorruptInputError` for a file that cannot be read, `UserError` if there is no embedding or
@@ -106,7 +106,7 @@ def open_source(source: str | os.PathLike[str] | nn.Module) -> Checkpoint:
 
 
 def examine(checkpoint: Checkpoint, decision: TieDecision) -> Audit:
-    """Tell what was decided about a checkpoint; see `audit`."""
+    """Return the audit of a checkpoint from the tie decision; see `audit`."""
     roles = decision.roles
     only_reads = decision.kind == "no head" or checkpoint.usage.head_computation or roles.unreadable
     names = (roles.matrix.name, *(tensor.name for tensor in roles.aliases))

@@ -1,4 +1,4 @@
-"""Write a corrected copy of a checkpoint: one matrix where one is meant, and a claim that is true.
+"""Write a corrected copy of a checkpoint: the number of matrices and the claim agree in it.
 
     fix("broken-model", "fixed-model", keep="input")
 
@@ -81,7 +81,7 @@ class Plan:
     resolve: str
     """The `resolve` with which the source is loaded."""
     matrices: dict[str, StoredTensor]
-    """The matrix that reads, and the one that predicts if there are two, by names in the copy."""
+    """The input matrix, and the output matrix of an untied model, by their names in the copy."""
     actions: tuple[str, ...] = ()
     vocab_size: int | None = None
     """The new `vocab_size` of config.json; None leaves it."""

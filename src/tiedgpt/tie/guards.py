@@ -85,9 +85,9 @@ class TieEvent:
     names: tuple[str, ...]
     """The names of the parameters before. A tied GPT's use of W to predict is `head.weight`."""
     text: str
-    """What happened, with the shapes."""
+    """The change, with the shapes."""
     advice: str
-    """What to do about it."""
+    """A remedy."""
 
     def __str__(self) -> str:
         code = f" `{self.code}`" if self.code else ""
@@ -95,7 +95,7 @@ class TieEvent:
 
 
 def guard(module: nn.Module, *, action: Literal["warn", "raise"] = "warn") -> Guard:
-    """Return a context manager that watches which parameters of any module are one.
+    """Return a context manager that watches the shared parameters of any module.
 
     Inside `with guard(model) as watch:` every change is added to `watch.events` and either warned
     of (`TieWarning`, at the line that made it) or raised (`TieBrokenError`, before the next line
@@ -147,7 +147,7 @@ class Guard:
         self._compare(may_raise=error is None)
 
     def before_line(self, frame: FrameType) -> None:
-        """Check what the last line did, except at the end of the `with`, where `__exit__` does."""
+        """Check the effect of the last line, unless the `with` block ends: `__exit__` does it."""
         if self._with != (frame, frame.f_lineno):
             self.step(frame)
 
@@ -236,7 +236,7 @@ def _group_names(slots: Slots) -> list[tuple[str, ...]]:
 
 
 def _find_successors(name: str, before: Slots, after: Slots) -> list[str]:
-    """Return the names in place of a name; none if it is gone.
+    """Return the names that replace a name; none if it is gone.
 
     In a module that was wrapped or replaced, `lm_head.weight` may have become `lm_head.1.weight`,
     or `lm_head.modules_to_save.default.weight` beside the original.

@@ -1,4 +1,4 @@
-"""The head of a GPT: whether W predicts, and where in a larger head a matrix (V, D) does.
+"""Heads of a GPT: find out whether W predicts, and find matrices (V, D) in a larger head.
 
 A head that is h W^T and nothing else needs no module: `model.head` is None. Inside a larger head
 (dropout before it, a bias after it) `Unembed` calls the embedding's `unembed`. It has no matrix of
@@ -47,7 +47,7 @@ class Unembed(nn.Module):
         return logits if self.bias is None else logits + self.bias
 
     def extra_repr(self) -> str:
-        """Say in `print(model)` whose matrix predicts."""
+        """Return the name and shape of the matrix for `print(model)`."""
         return f"{tuple(self.weight.shape)}, predicts with the rows of wte.weight"
 
 
@@ -82,7 +82,7 @@ def is_tied(model: GPT) -> bool:
 
 
 def predicts_through_wte(model: GPT) -> bool:
-    """Whether there is no head, or an `Unembed` in it."""
+    """Whether W predicts through `wte`: without a head, or through an `Unembed` in it."""
     return model.head is None or bool(find_unembeds(model))
 
 

@@ -1,4 +1,4 @@
-"""The ledger: every parameter once, by the storage that it lies in and not by its names.
+"""The ledger counts every parameter once: by storage, not by name.
 
     before = ledger(model)
     model.lm_head = nn.Linear(768, 50257, bias=False)
@@ -32,12 +32,12 @@ if TYPE_CHECKING:
 STATISTICS = re.compile(
     r"(^|\.)(running_mean|running_var|num_batches_tracked|final_logits_bias|position_ids)$|inv_freq$"
 )
-"""Tensors that a module keeps and no optimizer trains."""
+"""Buffers of a module, which no optimizer trains."""
 MASKS = re.compile(r"(^|[./])(attn|attention)\.(masked_)?bias$|tril$|causal_mask$")
 """Masks, unless they are vectors: c_attn's bias is one."""
 NOT_PARAMETERS = ("int64", "int32", "uint32", "uint64", "bool")
 PREFIXES = re.compile(r"^(_orig_mod\.)?(module\.)?(base_model\.model\.)?(transformer\.)?(model\.)?")
-"""What wrappers and libraries put before a name."""
+"""Prefixes that wrappers and libraries add to names."""
 
 
 @dataclass(frozen=True)
@@ -50,7 +50,7 @@ class Row:
     bytes: int
     parameters: int
     trainable: bool
-    """In a file: whether its type is one that is trained."""
+    """Whether it requires a gradient; in a file, whether its type is a floating-point type."""
     multiply_adds: int
     """The cost of a token in products with this matrix."""
 
@@ -61,7 +61,7 @@ class Row:
 
     @property
     def keys(self) -> dict[str, str]:
-        """The names by what they are without prefixes, to match them in another ledger."""
+        """The names without prefixes, to match rows of two ledgers, and the full name of each."""
         return {PREFIXES.sub("", name): name for name in self.names}
 
 
@@ -73,7 +73,7 @@ class Ledger:
     format: str
     rows: tuple[Row, ...]
     left_out: tuple[str, ...]
-    """Tensors that are no parameters: masks, index tables, constants of a graph."""
+    """Tensors that are not parameters: masks, index tables, constants of a graph."""
     reads_and_predicts: str | None
     """Name of the matrix that does both under one name, if there is one."""
     total: int
@@ -87,7 +87,7 @@ class Ledger:
 
     @property
     def explain(self) -> str:
-        """The count in plain words: what is shared, and what a count by names would give."""
+        """The text of the count: shared storages, and the number that a count by names gives."""
         text = (
             f"{self.total:,} parameters in {len(self.rows):,} storages, "
             f"{format_bytes(self.bytes)}; {self.multiply_adds:,} multiply-adds per token."
@@ -109,7 +109,7 @@ class Ledger:
         return f"{self.source}: {self.explain}"
 
     def difference(self, after: Ledger) -> LedgerDifference:
-        """Say which storages came in and went out between this ledger and a later one, and why."""
+        """Return the storages added and removed between this ledger and a later one, and why."""
         pairs = _match_rows(self.rows, after.rows)
         added_rows = tuple(row for row in after.rows if row not in pairs)
         kept = set(pairs.values())

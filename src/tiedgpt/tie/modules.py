@@ -1,4 +1,4 @@
-"""A torch module as a Checkpoint: its parameters, and what the module does with each.
+"""A torch module as a Checkpoint: its parameters and their use.
 
     open_module(model)    for `find_roles`, `audit`, `ledger` and `tie`
 
@@ -55,7 +55,7 @@ def _list_tensors(module: nn.Module) -> dict[str, StoredTensor]:
 
 
 def _find_usage(module: nn.Module, holder: nn.Module, names: list[str]) -> Usage:
-    """Return what is looked up, what multiplies, and whether anything predicts."""
+    """Return the names of lookup tables and of products, and whether anything predicts."""
     with_weight = [name for name in names if f".{name}".endswith(".weight")]
     weights = {name: module.get_submodule(name[: -len(".weight")]) for name in with_weight}
     parts = list(module.modules())
@@ -122,7 +122,7 @@ def _is_adapted(part: nn.Module) -> bool:
 
 
 def _describe_computation(head: nn.Module) -> str:
-    """Say why a head does not multiply with a parameter as it is; nothing if it does."""
+    """Return why a head does not multiply with a stored parameter; "" if it does."""
     for part in head.modules():  # quantized, parametrized, normalized, or with buffers
         has_buffers = any(True for _ in part.buffers(recurse=False))
         is_packed = not isinstance(getattr(part, "weight", None), (Tensor, nn.Module, type(None)))
@@ -133,7 +133,7 @@ def _describe_computation(head: nn.Module) -> str:
 
 
 def _read_config(module: nn.Module) -> tuple[dict[str, Any], bool | None]:
-    """Return what a module's config says of the vocabulary and of its type, and of the tie."""
+    """Return the vocabulary size and type from a module's config, and its claim about the tie."""
     config = getattr(module, "config", None)
     for inner in ("text_config", "decoder"):
         config = config if hasattr(config, TIE_KEY) else getattr(config, inner, config)

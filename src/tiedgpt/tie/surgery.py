@@ -45,7 +45,7 @@ NEW_OPTIMIZER = (
 
 @dataclass(frozen=True)
 class Report:
-    """The head as it is now, and how it came to be."""
+    """The state of the head after surgery, and the change."""
 
     tied: bool
     """Whether W predicts."""
@@ -58,7 +58,7 @@ class Report:
     outputs: tuple[str, ...] = ()
     """After `tie`: names of the matrix that predicted."""
     apart: Comparison | None = None
-    """After `tie`: how far apart the two were; None on the meta device, where no values are."""
+    """After `tie`: the difference of the two matrices; None on the meta device."""
 
     def __str__(self) -> str:
         return self.text
@@ -118,7 +118,7 @@ def tie(
 
 
 def untie(model: GPT) -> Report:
-    """Give the model a head of its own, a copy of W (V, D): the same logits, V D more parameters.
+    """Add a head with a copy of W (V, D): the same logits, V D more parameters.
 
     `model.head` becomes a Linear without bias; inside a larger head the copy replaces W there.
     Raises `UserError` if the head is untied already, or the model is no `tiedgpt.GPT`.
@@ -141,7 +141,7 @@ def untie(model: GPT) -> Report:
 
 
 def replace_head(model: GPT, module: nn.Module | None) -> Report:
-    """Let any module (..., D) -> (..., V) predict, or W if `module` is None.
+    """Replace the head by any module (..., D) -> (..., V), or by W if `module` is None.
 
     The module is called once first; if it does not return V logits, `UserError` is raised and
     nothing changes. A linear layer that holds `wte.weight` itself is tied: alone it becomes
@@ -209,7 +209,7 @@ def _find_matrices(
 def _report_tie(
     shape: tuple[int, ...], keep: Keep, reads: str, outputs: str, apart: Comparison | None
 ) -> list[str]:
-    """Say which matrix is gone, and how far it was from the one that stays."""
+    """Return which matrix was removed, and its difference from the remaining one."""
     tied = f"tied: {reads} {shape} reads and predicts; it replaces {outputs}"
     if apart is None:
         return [tied, "the two were not compared: on the meta device they have no values"]
@@ -218,7 +218,7 @@ def _report_tie(
 
 
 def _predict_with_wte(model: GPT, name: str) -> None:
-    """Let W predict in the place of a linear layer of the head."""
+    """Replace a linear layer of the head by an `Unembed` of W."""
     layer = model.get_submodule(name)
     assert isinstance(layer, nn.Linear)
     if head_matrix(layer) is not None and layer is model.head:
@@ -236,7 +236,7 @@ def _copy_matrix(matrix: nn.Parameter, bias: nn.Parameter | None = None) -> nn.L
 
 
 def _report_head(model: GPT, before: Ledger, parameters: dict[str, nn.Parameter]) -> Report:
-    """Make the config say whether the head is tied; describe the head, and what it was before."""
+    """Update the config's claim, and return a report on the head now and before."""
     tied, change = is_tied(model), before.difference(ledger(model))
     model.config = dataclasses.replace(model.config, tie_word_embeddings=tied)
     head = "none: wte predicts" if model.head is None else format_module(model.head)

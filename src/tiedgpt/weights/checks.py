@@ -138,7 +138,7 @@ def check_tensors(
 
 
 def find_load_error(checkpoint: Checkpoint, decision: TieDecision) -> str | None:
-    """Return why a file that claims to be a GPT does not load, although its tie is sound.
+    """Return the error of loading a file that claims to be a GPT and whose tie is sound.
 
     Returns None for files of other architectures, and for files that load once the caller adds
     what they do not state, such as `n_head`.
