@@ -74,15 +74,11 @@ def one_row(w: torch.Tensor, row: int, value: float) -> torch.Tensor:
 
 UNTIED, ALL_ROWS = {"tie_word_embeddings": False}, {"rows_compared": V, "differing_rows": 0}
 CASES = {
-    "as saved": Case("tied", ("one matrix",), says="reads and predicts"),
     "claimed untied": Case("contradicts the claim", ("missing",), config=UNTIED),
     "a misspelt key": Case("tied", ("config",), config={"tie_word_embedding": False}),
     "a copy": Case(
         "tied, stored twice", ("equal copies",), head(torch.clone), comparison=ALL_ROWS,
         says="Dropping one loses nothing", wasted_bytes=4 * V * D,
-    ),
-    "a copy, claimed untied": Case(
-        "untied as claimed", ("equal copies",), head(torch.clone), UNTIED, wasted_bytes=4 * V * D
     ),
     "transposed": Case(
         "broken", ("transposed", "equal copies"), head(lambda w: w.T), comparison=ALL_ROWS,

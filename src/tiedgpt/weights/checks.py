@@ -2,7 +2,7 @@
 
 build_config     -> GPTConfig, from the file's fields and the shapes of its tensors
 check_tensors    every parameter is there in its shape, and nothing else
-find_load_error  why a file that claims to be a GPT does not load, for audits
+find_load_error  the error of loading a GPT, for audits
 """
 
 from __future__ import annotations
