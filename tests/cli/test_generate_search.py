@@ -2,14 +2,19 @@
 
 import json
 import re
+from dataclasses import fields
 
 import pytest
 import torch
 
+from tests.infer.bad_values import BAD_VALUES
 from tiedgpt import GPT, GPTConfig, Tokenizer
 from tiedgpt.cli.main import main
-from tiedgpt.infer import Engine
+from tiedgpt.infer import Engine, GenerationConfig
+from tiedgpt.options import flag
 
+FLAGS = {each.name: flag(each) for each in fields(GenerationConfig) if "help" in each.metadata}
+"""The flag of each option of generation that the command line has."""
 SCHEMA = {"type": "object", "properties": {"age": {"type": "integer", "maximum": 99}}}
 SCHEMA |= {"required": ["age"], "additionalProperties": False}
 
@@ -90,10 +95,6 @@ def test_a_form_that_was_cut_off_is_told(directory, capsys):
             ["--num-beams", "3", "--temperature", "0.5"],
             "--num-beams and --temperature exclude each other\nhint: omit one",
         ),
-        (["--max-new-tokens", "0"], "--max-new-tokens must be an integer >= 1, got 0"),
-        (["--temperature", "-1"], "--temperature must be a finite number >= 0, got -1.0"),
-        (["--top-p", "nan"], "--top-p must be a finite number"),
-        (["--stop", ""], "--stop must be"),
         (["--n", "2", "--temperature", "0"], "--n and --temperature 0"),
         (["--n", "2", "--num-beams", "2"], "--num-beams and --n exclude each other"),
         (["--regex", "a", "--json-schema", "{}"], "--regex and --json-schema exclude each other"),
@@ -108,6 +109,23 @@ def test_a_form_that_was_cut_off_is_told(directory, capsys):
 def test_what_cannot_be_done_is_said(directory, capsys, flags, message):
     assert main(["generate", directory, "--prompt", "the", *flags]) == 1
     assert message in capsys.readouterr().err
+
+
+def as_text(name, value):
+    """Return a bad value as it is typed; None if it is a good one on the command line."""
+    is_number = isinstance(value, (int, float)) and not isinstance(value, bool)
+    if name in ("stop", "regex", "json_schema", "context_end", "early_stopping"):
+        return value if isinstance(value, str) else None
+    return str(value) if is_number or value == "a" else None
+
+
+@pytest.mark.parametrize("name", [name for name in FLAGS if name != "grammar"])  # a file
+def test_a_bad_value_is_refused_with_its_option(directory, capsys, name):
+    texts = [text for value in BAD_VALUES[name] if (text := as_text(name, value)) is not None]
+    assert texts
+    for text in texts:
+        assert main(["generate", directory, f"{FLAGS[name]}={text}"]) in (1, 2)
+        assert FLAGS[name] in capsys.readouterr().err, text
 
 
 @pytest.mark.parametrize(
