@@ -24,6 +24,7 @@ def directory(tmp_path):
     return tmp_path / "cats"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("is_bare", [False, True])
 def test_the_lines_that_are_printed_work_and_sigterm_ends_it(directory, is_bare):
     """Also with a key and without a tokenizer."""
@@ -90,6 +91,7 @@ def test_what_cannot_be_served_is_said(directory, capsys, monkeypatch):
         assert package in error and "pip install 'tiedgpt[serve]'" in error
 
 
+@pytest.mark.slow
 def test_ctrl_c_says_what_is_being_finished_and_a_second_ends_at_once(tmp_path):
     pytest.importorskip("fastapi")
     tokenizer = Tokenizer.train([TEXT], 300)

@@ -228,7 +228,7 @@ def test_what_cannot_be_chosen_from_ends_with_the_error_of_its_own(engine):
 def test_memory_is_asked_for_what_requests_may_fill_before_they_begin(engine, monkeypatch):
     wide = Engine(engine.model, slots=4, tokenizer=engine.tokenizer)
     position = wide.runner.session(n_slots=1, capacity=1).position_bytes
-    monkeypatch.setattr("tiedgpt.infer.room.free_memory", lambda: 20 * position)
+    monkeypatch.setattr("tiedgpt.infer.session.free_memory", lambda: 20 * position)
     options = {"temperature": 0, "max_new_tokens": 9}
     expected = engine.generate([5, 6], **options)
     assert wide.generate([5, 6], **options).ids == expected.ids

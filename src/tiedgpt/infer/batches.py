@@ -20,7 +20,7 @@ from tiedgpt.infer.options import GenerationConfig, Prompt, with_options
 from tiedgpt.infer.worker import QUEUE_SIZE, Generation
 
 MOST_PENDING = QUEUE_SIZE // 2
-"""Texts that are being written or wait for a slot."""
+"""Maximum number of texts that run or wait for a slot."""
 EXPECTED = '{"prompt": .., "options": {..}}'
 
 
@@ -36,13 +36,13 @@ class PromptLine:
 
 @dataclass(frozen=True)
 class PromptResult:
-    """A text after one prompt, or why there is none; with n above 1, a prompt has n of them."""
+    """One text for a prompt, or an error; a prompt with n above 1 has n results."""
 
     line: int
     prompt: Prompt
     text: str
     finish_reason: str
-    """As of `Completion`; "error" where the prompt cannot be completed."""
+    """The `finish_reason` of the `Completion`, or "error"."""
     ids: list[int]
     logprobs: list[float]
     error: str | None = None
@@ -73,7 +73,7 @@ def read_prompts(path: Path, config: GenerationConfig, field: str = "prompt") ->
 def _read_record(
     record: Mapping[str, Any], field: str, config: GenerationConfig, place: str
 ) -> PromptLine:
-    """Return what a line of `.jsonl` says; raise `UserError` or `TypeError`."""
+    """Return the prompt of a line of `.jsonl`; raise `UserError` or `TypeError`."""
     prompt: Any = record.get(field)
     options = record.get("options", {})
     is_ids = isinstance(prompt, list) and all(type(id) is int for id in prompt)

@@ -15,7 +15,7 @@ class Piece(NamedTuple):
     """The number of the token among the new ones, from 0."""
     text: str
     offset: int
-    """Where it begins in the text, in characters."""
+    """Start of the part in the text, in characters."""
 
 
 class Detokenizer:

@@ -187,7 +187,7 @@ class GenerationConfig:
 
     @property
     def form(self) -> dict[str, Any]:
-        """The constraint on the text's form, by the option's name; empty where there is none."""
+        """The constraint on the text as {option: value}, or an empty dictionary."""
         given = {name: getattr(self, name) for name in ("regex", "json_schema", "grammar")}
         return {name: value for name, value in given.items() if value is not None}
 
@@ -228,7 +228,7 @@ OTHER_NAMES = {
     "max_length": "max_new_tokens", "max_tokens": "max_new_tokens", "do_sample": "temperature",
     "max_num_seqs": "slots", "num_return_sequences": "n", "n_threads": "threads",
 }  # fmt: skip
-"""What transformers, vLLM and llama.cpp call options of generation and of the Engine."""
+"""Names of the same options in transformers, vLLM and llama.cpp."""
 
 
 def nearest_name(name: str, known: Iterable[str]) -> str | None:

@@ -26,9 +26,8 @@ from tiedgpt.infer.kernels.arguments import (
 )
 from tiedgpt.infer.kernels.compile_cache import Kernel, Record
 from tiedgpt.infer.kernels.thread_pool import ThreadPool
-from tiedgpt.infer.room import no_room
 from tiedgpt.infer.sampling import Choice, NextToken
-from tiedgpt.infer.session import Logits, check_length, check_read
+from tiedgpt.infer.session import Logits, check_length, check_read, no_room
 from tiedgpt.infer.threads import check_threads, default_threads
 from tiedgpt.weights.formats.packed import PackedModel
 from tiedgpt.weights.formats.packed.panels import PANEL, padded
@@ -49,7 +48,7 @@ class PackedRunner:
         self._weights = Record(_weights(model))
 
     def heed_caller(self) -> None:
-        """Do nothing: kernels compute on threads of their own."""
+        """Do nothing: kernels have their own threads."""
 
     def session(self, *, n_slots: int, capacity: int) -> PackedSession:
         """Allocate room for `n_slots` sequences of up to `capacity` positions; see `Runner`."""
@@ -176,12 +175,12 @@ class PackedSession:
         return self._buffers
 
     def truncate(self, slot_id: int, length: int) -> None:
-        """Forget all but the first `length` positions of a slot; a shorter one stays as it is."""
+        """Forget all but the first `length` positions of a slot."""
         check_length(self, slot_id, length)
         self.lengths[slot_id] = min(length, self.lengths[slot_id])
 
     def copy(self, source: int, target: int) -> None:
-        """Copy what a slot holds to another."""
+        """Copy the contents of a slot to another slot."""
         check_length(self, source, 0)
         check_length(self, target, 0)
         self._pool.finish_step()  # an interrupted step must not write to the target later
@@ -200,7 +199,7 @@ def _vectors(n: int, width: int, dtype: np.dtype[Any]) -> Vectors:
 
 
 def _cache(model: PackedModel, n_slots: int, capacity: int) -> Cache:
-    """Allocate keys, values and their scales, which take memory as they are filled."""
+    """Allocate keys, values and scales; memory is taken as they are filled."""
     config, room = model.config, padded(capacity)
     size, dtype = padded(config.head_dim), np.dtype(DTYPES[model.precision])
     heads = (config.n_layer, n_slots, config.n_head)

@@ -43,7 +43,7 @@ def prompt_ids(
 
 
 def start_id(config: GPTConfig) -> int:
-    """Return the token that texts begin with; raise `UserError` where the model has none."""
+    """Return the id of the token at the start of texts; raise `UserError` if there is none."""
     start = config.eos_token_id if config.bos_token_id is None else config.bos_token_id
     if start is None:
         raise UserError(

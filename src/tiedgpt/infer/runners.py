@@ -213,7 +213,7 @@ def _is_for_kernels(model: GPT, precision: str) -> bool:
 
 
 def _packed_precision(model: GPT, precision: str) -> Precision:
-    """Return the precision to pack a model in; "auto" is the one that holds its dtype exactly."""
+    """Return the precision of packing; "auto" is the one that holds the weights exactly."""
     if precision == "auto":
         return EXACT_PRECISION.get(str(model.wte.weight.dtype), "fp32")
     return cast(Precision, precision)

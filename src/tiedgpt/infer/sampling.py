@@ -47,7 +47,7 @@ class NextToken(NamedTuple):
 
 
 def choose(choices: Sequence[Choice]) -> list[NextToken | UserError]:
-    """Choose a token for each; return an error in the place of one that cannot be chosen."""
+    """Choose a token for each row; a row without a possible token gets an error."""
     return [_choose(choice) for choice in choices]
 
 

@@ -35,7 +35,7 @@ class Token:
     top_logprobs: Likeliest
     """The likeliest tokens at this position, if `top_logprobs` asked for them."""
     offset: int
-    """Where its text begins in the completion's text, in characters."""
+    """Start of its text in the completion's text, in characters."""
     finish_reason: FinishReason | None = None
     """Why the text ends; None before the last token."""
     prompt_logprobs: Sequence[float] = ()

@@ -13,8 +13,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from tiedgpt.core.config import GPTConfig
-from tiedgpt.errors import UserError
+from tiedgpt.errors import NoRoomError, UserError
 from tiedgpt.infer.sampling import Choice, NextToken
+from tiedgpt.runtime import free_memory
 
 Logits = NDArray[np.float32]
 """(n, V): the logits of the next token after the last id, or after each id, that was read."""
@@ -39,7 +40,7 @@ class Session(Protocol):
         """Forget all but the first `length` positions of a slot."""
 
     def copy(self, source: int, target: int) -> None:
-        """Copy what a slot holds to another."""
+        """Copy the contents of a slot to another slot."""
 
     def read(
         self, slot_ids: Sequence[int], ids: Sequence[Sequence[int]], *, every: Collection[int] = ()
@@ -99,3 +100,20 @@ def check_length(session: Session, slot_id: int, length: int, low: int = 0) -> N
         raise UserError(f"there is no slot {slot_id}", hint=f"there are {session.n_slots}")
     if not low <= length <= session.capacity:
         raise UserError(f"{length} positions: a slot holds {low} to {session.capacity}")
+
+
+def require_memory(n_bytes: int, what: str, free: int | None = None) -> None:
+    """Raise `NoRoomError` if fewer bytes are free: `free`, or else what the system reports."""
+    free = free_memory() if free is None else free
+    if free is not None and n_bytes > free:
+        raise no_room(n_bytes, what, free)
+
+
+def no_room(n_bytes: int, what: str, free: int | None = None) -> NoRoomError:
+    """Return the error that says how much is missing."""
+    free = free_memory() if free is None else free
+    known = "" if free is None else f" and {free / 1e9:.2f} GB are free"
+    return NoRoomError(
+        f"{what} takes {n_bytes / 1e9:.2f} GB of memory{known}",
+        hint="use fewer sequences at a time, or shorter ones",
+    )

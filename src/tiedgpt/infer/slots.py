@@ -12,9 +12,8 @@ from typing import TYPE_CHECKING, TypeVar, cast
 
 import numpy as np
 
-from tiedgpt.infer.room import require_memory
 from tiedgpt.infer.sampling import NextToken
-from tiedgpt.infer.session import Logits, Session
+from tiedgpt.infer.session import Logits, Session, require_memory
 
 if TYPE_CHECKING:
     from tiedgpt.errors import UserError
@@ -82,7 +81,7 @@ class SlotPool:
         """By slot, how many positions may be filled, and how many have been at any time."""
 
     def take(self, n: int, prompt: Sequence[int], length: int = 0) -> tuple[list[int], int]:
-        """Take n free slots; return them, and how many ids of the prompt the first holds.
+        """Take n free slots; return them and the number of prompt ids that the first one holds.
 
         The last id of the prompt is always read again: its logits are needed. Raises `NoRoomError`
         if there is no memory to fill each slot up to `length`.
@@ -141,7 +140,7 @@ class SlotPool:
         del self.cached_ids[slot_id][length:]
 
     def copy(self, source: int, target: int) -> None:
-        """Copy what a slot holds to another."""
+        """Copy the contents of a slot to another slot."""
         self.session.copy(source, target)
         self.cached_ids[target] = list(self.cached_ids[source])
 

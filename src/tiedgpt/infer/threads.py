@@ -36,7 +36,7 @@ _before: list[int] = []
 
 @contextmanager
 def torch_threads(threads: int) -> Iterator[None]:
-    """Let torch compute on so many threads inside the block."""
+    """Set torch's number of threads inside the block."""
     import torch
 
     with _lock:

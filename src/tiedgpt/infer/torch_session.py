@@ -19,14 +19,13 @@ from tiedgpt.core.config import GPTConfig
 from tiedgpt.core.model import GPT
 from tiedgpt.errors import UserError
 from tiedgpt.infer import filters, sampling
-from tiedgpt.infer.room import no_room, require_memory
 from tiedgpt.infer.sampling import Choice, NextToken
-from tiedgpt.infer.session import Logits, check_length, check_read
+from tiedgpt.infer.session import Logits, check_length, check_read, no_room, require_memory
 from tiedgpt.infer.threads import torch_threads
 from tiedgpt.runtime import free_memory
 
 DTYPES = {"auto": None, "fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
-"""By the name of a precision; "auto" is what the weights are in."""
+"""The dtype of each precision; None: the dtype of the weights."""
 FEW_IDS = 16
 """Ids up to which a shorter sequence is padded, rather than read alone."""
 MAX_PADDED = 1.25
@@ -105,7 +104,7 @@ class TorchSession:
         return [logits[i] for i in range(len(slot_ids))]
 
     def truncate(self, slot_id: int, length: int) -> None:
-        """Forget all but the first positions of a slot; a shorter one stays as it is."""
+        """Forget all but the first `length` positions of a slot."""
         check_length(self, slot_id, length)
         row = self._cache_rows[slot_id]
         filled = self._cache.lengths[row]
@@ -116,7 +115,7 @@ class TorchSession:
                     tensor[:, row, :, length:filled] = 0
 
     def copy(self, source: int, target: int) -> None:
-        """Copy what a slot holds to another."""
+        """Copy the contents of a slot to another slot."""
         check_length(self, source, 0)
         check_length(self, target, 0)
         with torch.inference_mode():

@@ -142,7 +142,7 @@ class Worker:
             raise ClosedError("the engine was closed")
 
     def cancel(self, held: weakref.ref[Request]) -> None:
-        """End a request; its result is what was generated so far."""
+        """End a request; its result is the text so far."""
         request = held()
         if request is not None and self._process == os.getpid():
             self._commands.put(partial(self._end, request))

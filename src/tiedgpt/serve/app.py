@@ -45,7 +45,7 @@ EXPECTED = {
     for name, field in request.model_fields.items()
     if field.description
 }
-"""What fields of several types must be, for errors."""
+"""Descriptions of the fields that have several types, for errors."""
 
 
 def create_app(

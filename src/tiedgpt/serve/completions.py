@@ -41,7 +41,7 @@ error_log = logging.getLogger("uvicorn.error")
 
 @dataclass(frozen=True)
 class Service:
-    """The engine, and what all routes use beside it."""
+    """The engine and the state that all routes share."""
 
     engine: Engine
     name: str

@@ -24,7 +24,7 @@ OPTIONS = {
     "top_logprobs": "logprobs",
     "prompt_logprobs": "logprobs",
 }
-"""By option of the engine, its name in the API, where they differ."""
+"""The API's name of each engine option that has another name there."""
 TOOLS = "the model calls no tools; response_format, json_schema, regex and grammar give a form"
 UNSUPPORTED = {
     **dict.fromkeys(("tools", "functions", "function_call", "tool_calls"), TOOLS),

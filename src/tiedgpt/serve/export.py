@@ -29,11 +29,11 @@ if TYPE_CHECKING:
     from tiedgpt.text import Tokenizer
 
 MAX_BYTES = 50_000_000
-"""Of a file, unless its user asks for more: browsers open larger ones slowly."""
+"""Default maximum size of a file: browsers open larger ones slowly."""
 BASE64 = 4 / 3
 """Characters for a byte."""
 SENT = ("matrices", "parameters", "tied")
-"""Of a model's description, what computing needs."""
+"""Fields of a model's description that the page computes with."""
 
 
 def export(

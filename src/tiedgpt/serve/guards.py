@@ -49,7 +49,7 @@ class Limits:
     body_seconds: float = 30
     """Seconds for the body to come; after that: 408."""
     send_seconds: float = 30
-    """Seconds for a client to take what is sent; after that the connection is closed."""
+    """Seconds for a client to take the response; after that the connection is closed."""
     drain_seconds: float = 30
     """Seconds for running requests to end after SIGTERM."""
     inspections: int = 4

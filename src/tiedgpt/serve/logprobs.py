@@ -18,7 +18,7 @@ from tiedgpt.serve.streams import Choice
 from tiedgpt.text import Tokenizer
 
 LOWEST = -9999.0
-"""What OpenAI's API writes for a logprob of minus infinity, which JSON lacks."""
+"""OpenAI's value for a logprob of minus infinity, which JSON lacks."""
 
 
 @dataclass(frozen=True)
@@ -49,7 +49,7 @@ class TokenNames:
             return "bytes:" + "".join(f"\\x{byte:02x}" for byte in data)
 
     def bytes(self, id: int) -> bytes | None:
-        """Return the bytes of a token; None where there are none."""
+        """Return the bytes of a token, or None."""
         try:
             return None if self.tokenizer is None else self.tokenizer.token_bytes(id)
         except UserError:
@@ -60,7 +60,7 @@ class TokenNames:
         return done.text if self.tokenizer is not None else " ".join(map(str, done.ids))
 
     def piece(self, token: Token, *, is_first: bool) -> str:
-        """Return what a token adds to that text."""
+        """Return the text that a token adds to the completion."""
         if self.tokenizer is not None:
             return token.text
         return f"{token.id}" if is_first else f" {token.id}"

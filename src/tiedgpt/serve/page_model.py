@@ -33,7 +33,7 @@ WIDTHS = {"fp32": 4, "fp16": 2, "int8": 1}
 SMALL = 500_000
 """Parameters up to which fp32 is the default, and above which int8 is."""
 LARGEST = 127
-"""Of int8; -128 is not used, so that scales are the same for both signs."""
+"""Largest int8 value; -128 is not used, so that both signs have the same scale."""
 FAST = 1
 """zlib's level: weights are noise, and the level changes little but the time."""
 
@@ -103,7 +103,7 @@ def pack_model(
 
 
 def tokenizer_data(tokenizer: Tokenizer) -> dict[str, Any]:
-    """Return what page/model/tokenizer.js needs; `UserError` for what it does not do."""
+    """Return the data of page/model/tokenizer.js; raise `UserError` for other tokenizers."""
     stored = json.loads(tokenizer.to_json())
     model, added = stored["model"], stored["added_tokens"]
     vocabulary: dict[str, int] = model["vocab"]

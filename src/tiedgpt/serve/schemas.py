@@ -36,7 +36,7 @@ def _require_few_fields(value: Any) -> Any:
 
 
 def as_list(value: Any) -> list[Any]:
-    """Return prompts, inputs or stops as a list, also one that is given alone."""
+    """Return a list of prompts, inputs or stops; a single one becomes a list of one."""
     is_one = isinstance(value, str) or (value and isinstance(value[0], int))
     return [] if value is None else [value] if is_one else value
 

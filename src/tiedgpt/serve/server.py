@@ -87,7 +87,7 @@ class Server(uvicorn.Server):
 
 
 class _Protocol(H11Protocol):
-    """Closes connections whose headers do not come in time, or that do not take what is sent."""
+    """Deadlines that uvicorn lacks: for receiving headers and for sending a response."""
 
     limits = Limits()
 
@@ -132,7 +132,7 @@ class _Protocol(H11Protocol):
         self.transport.close()
 
     def _watch(self) -> None:
-        """Let the deadline run while a request has begun to come and is not there."""
+        """Run the deadline of the headers until a request is complete."""
         if self.cycle is not None and not self.cycle.response_complete:
             self._end("headers")
         elif "headers" not in self._deadlines:

@@ -184,7 +184,7 @@ class RequestStream:
 
 
 class EventStream(StreamingResponse):
-    """Server-sent events; when the response ends, however, what is left is cancelled."""
+    """Server-sent events; the end of the response cancels the texts that still run."""
 
     def __init__(self, events: AsyncIterator[bytes], stream: RequestStream) -> None:
         headers = {"cache-control": "no-cache", "x-accel-buffering": "no"}
