@@ -5,6 +5,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+from tests.weights.fake_hub import hub as hub
 from tiedgpt import GPT
 
 
