@@ -43,8 +43,12 @@ def test_a_lesson_is_printed_and_its_numbers_are_json(topic, capfd):
 def test_two_trainings_are_announced_and_what_they_show_is_no_contradiction(capfd):
     assert main(["explain", "head", "model", "--text", TEXT]) == 0
     out, err = capfd.readouterr()
+    assert "--train" in out and "training" not in err
+    assert "tied_loss" not in explain("head", "model", text=TEXT).numbers
+    assert main(["explain", "head", "model", "--text", TEXT, "--train"]) == 0
+    out, err = capfd.readouterr()
     assert "training two tiny GPTs" in err
-    numbers = explain("head", "model", text=TEXT).numbers
+    numbers = explain("head", "model", text=TEXT, train=True).numbers
     is_better = numbers["untied_loss"] < numbers["tied_loss"]
     assert ("no contradiction" in " ".join(out.split())) == is_better
 

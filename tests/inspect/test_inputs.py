@@ -65,6 +65,16 @@ def test_models_and_tokenizers_of_transformers_are_taken_from_memory(tokenizer, 
 
 
 @pytest.mark.parametrize("function", OF_TEXT)
+def test_a_text_in_the_tokenizers_place_is_read_or_named(function, saved, model):
+    expected = function(saved, None, TEXT).to_json()
+    assert function(saved, TEXT).to_json() == function(str(saved), TEXT).to_json() == expected
+    with pytest.raises(UserError, match="text="):
+        function(model, TEXT)
+    with pytest.raises(UserError, match="the text is empty"):
+        function(model, str(saved))
+
+
+@pytest.mark.parametrize("function", OF_TEXT)
 def test_texts_that_cannot_be_read_are_refused(function, model, tokenizer, saved, tmp_path):
     long = list(range(81))
     cases = (

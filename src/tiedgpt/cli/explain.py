@@ -41,6 +41,9 @@ class Arguments:
         "The text to read, of which the first 32 tokens are used; default: a typical part of a "
         "run's validation text, otherwise a fixed text.",
     )
+    train: bool = option(
+        False, "head: also train two tiny GPTs, tied and untied, and compare their losses."
+    )
     tokenizer: str | None = option(
         None, "The tokenizer's path or hub name, if it is not with the model.", metavar="TOKENIZER"
     )
@@ -70,7 +73,12 @@ def run(arguments: list[str]) -> None:
             note("runs/ has no model: a tiny one is taken")
     with waiting(f"measuring {args.topic} on {source or 'a tiny model'}"):
         lesson = explain(
-            args.topic, source, tokenizer=args.tokenizer, text=args.text, progress=note
+            args.topic,
+            source,
+            tokenizer=args.tokenizer,
+            text=args.text,
+            train=args.train,
+            progress=note,
         )
     if args.format == "json":
         print(lesson.to_json())

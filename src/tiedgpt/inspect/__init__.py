@@ -14,7 +14,7 @@ prints as a table, and has `.to_json()` and `.figure()`. Logits are held for 64 
 used.
 """
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from tiedgpt.inspect.registry import INSPECTIONS
 from tiedgpt.names import lazy_names
@@ -34,5 +34,12 @@ if TYPE_CHECKING:
     from tiedgpt.inspect.untied import random_head as random_head
 
 __all__ = [*INSPECTIONS, "steer"]
-_HOMES = {name: each.module.removeprefix("tiedgpt.") for name, each in INSPECTIONS.items()}
-__getattr__, __dir__ = lazy_names(__name__, _HOMES | {"steer": "inspect.steering"})
+_get_other, _ = lazy_names(__name__, {"steer": "inspect.steering"})
+
+
+def __getattr__(name: str) -> Any:
+    return INSPECTIONS[name].function if name in INSPECTIONS else _get_other(name)
+
+
+def __dir__() -> list[str]:
+    return sorted([*INSPECTIONS, "steer"])

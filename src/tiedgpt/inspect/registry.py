@@ -1,8 +1,8 @@
 """Every inspection, declared once: its function, its options, and what it reads.
 
 `tiedgpt.inspect`, the verb `tiedgpt inspect`, the server's /inspect/NAME and the reference pages
-are made from `INSPECTIONS`. A new inspection is a file, with a function that returns a `Result`,
-and a record here. This module imports no torch: help and the server's schemas need only it.
+are made from `INSPECTIONS`. A new inspection is a file with a function that returns a `Result`, and
+a record here. This module imports no torch: help and the server's schemas need only it.
 """
 
 from __future__ import annotations
@@ -64,6 +64,8 @@ class Inspection:
     def function(self) -> Callable[..., Result]:
         """The function; its module is imported now."""
         function: Callable[..., Result] = getattr(import_module(self.module), self.name)
+        if self.module == f"{__package__}.{self.name}":  # importing it hid the function
+            setattr(import_module(__package__), self.name, function)
         return function
 
 

@@ -76,7 +76,18 @@ def open_model(
 
 
 def open_subject(model: Model, tokenizer: Any, text: Text, *, least: int = 1) -> Subject:
-    """Return what is to be inspected, checked: `least` tokens to as many as the context holds."""
+    """Open a model and a text, and check that the text has `least` tokens or more.
+
+    With a path or a hub name as the model, a text may stand in the tokenizer's place.
+    """
+    if isinstance(text, str) and not text and isinstance(tokenizer, str):
+        if tokenizer and not os.path.exists(tokenizer):
+            if isinstance(model, nn.Module):
+                raise UserError(
+                    f"{tokenizer!r} is in the tokenizer's place",
+                    hint="give a tokenizer and a text, or name the text: text=...",
+                )
+            tokenizer, text = None, tokenizer
     if isinstance(text, (str, Sequence)) and not text:
         raise UserError("the text is empty", hint="give at least a word")
     gpt, found = open_model(model, tokenizer, needed=isinstance(text, str))

@@ -160,6 +160,7 @@ def explain(
     *,
     tokenizer: Any = None,
     text: str | None = None,
+    train: bool = False,
     progress: Callable[[str], None] = lambda line: None,
 ) -> Lesson:
     """Return a lesson, measured on a live model; print it, or take its `numbers`.
@@ -167,9 +168,9 @@ def explain(
     `topic` is one of TOPICS; None lists them. `model` is a `tiedgpt.GPT`, transformers' GPT-2 or
     any torch module that turns ids (B, T) into logits (B, T, V), a path, a run directory or a hub
     name; None trains a tiny GPT on Python's docstrings first, in seconds. `tokenizer` is ours, a
-    path, or transformers'. A part that cannot be measured, as most of a module that is no GPT, is
-    left out, and the lesson says why.
-    `progress` is called with a line about each part that takes seconds, before it begins.
+    path, or transformers'. Parts that cannot be measured, as most of a module that is not a GPT,
+    are left out, and the lesson says why. `train` also trains two tiny GPTs, tied and untied, for
+    the topic "head". `progress` is called with a line before each part that takes seconds.
 
     Raises `UserError` for an unknown topic, and a model or text that cannot be used.
     """
@@ -182,6 +183,7 @@ def explain(
     from tiedgpt.lessons.subject import open_subject
 
     subject = open_subject(model, tokenizer, text, progress)
+    subject.trains = train or model is None
     lesson = Lesson(topic, about.question, about.places, about.commands, **subject.describe())
     with eval_mode(subject.module):
         getattr(topics, topic)(subject, lesson)

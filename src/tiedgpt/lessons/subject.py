@@ -50,7 +50,9 @@ class Subject:
     is_random: bool = False
     """Whether the ids are drawn at random, because no text could be encoded."""
     progress: Callable[[str], None] = lambda line: None
-    """Is told of each part that takes seconds, before it begins."""
+    """Called with a line before each part that takes seconds."""
+    trains: bool = False
+    """Whether lessons may train tiny models."""
 
     @cached_property
     def audit(self) -> Audit:

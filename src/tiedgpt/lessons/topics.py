@@ -191,6 +191,15 @@ def _compare_heads(subject: Subject, lesson: Lesson) -> None:
         else "The model's own head is no better than new numbers or equal probabilities on this "
         "text: the model was not trained, or not on such text. "
     )
+    if not subject.trains:
+        lesson.say(why + "With --train, a tied and an untied tiny GPT are trained and compared.")
+        return
+    lesson.say(why)
+    _compare_tiny_models(subject, lesson)
+
+
+def _compare_tiny_models(subject: Subject, lesson: Lesson) -> None:
+    """Train a tied and an untied tiny GPT, and compare their losses."""
     subject.progress("training two tiny GPTs on Python's docstrings, one tied and one untied")
     tied, untied = tiny_model(), tiny_model(tied=False)
     larger = (
@@ -202,7 +211,7 @@ def _compare_heads(subject: Subject, lesson: Lesson) -> None:
     )
     sizes = [each.model.config.parameter_count() for each in (tied, untied)]
     lesson.say(
-        why + "Two tiny GPTs were trained just now on Python's docstrings, for the same number of "
+        "Two tiny GPTs were trained just now on Python's docstrings, for the same number of "
         "steps. Tied: {tied_size:,} parameters, held-out loss {tied_loss:.3f}. Untied: "
         "{untied_size:,} parameters, held-out loss {untied_loss:.3f}. Equal probabilities: ln V = "
         "{tiny_uniform:.3f}." + larger,
