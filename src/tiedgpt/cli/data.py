@@ -53,7 +53,7 @@ STYLES = {False: ("dim", ""), True: ("green", "bold green")}
 EDGE = 150
 """Tokens shown at the beginning and at the end of an example that is longer than both."""
 LOG_SECONDS = 60
-"""Seconds between lines of progress where no bar can be drawn."""
+"""Seconds between two lines of progress in a log."""
 STAGES = {
     "tokenizer": "reading text for the tokenizer",
     "encoding": "encoding",
@@ -161,7 +161,7 @@ PARTS = {"show": ShowArguments, "prepare": PrepareArguments, "verify": VerifyArg
 
 
 def run(arguments: list[str]) -> None:
-    """Show examples, prepare texts, or verify what was prepared."""
+    """Run one of the verbs."""
     verbs = {"show": show, "prepare": prepare, "verify": verify}
     if arguments and arguments[0] in verbs:
         verbs[arguments[0]](arguments[1:])

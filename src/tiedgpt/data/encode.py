@@ -154,7 +154,7 @@ def write_shards(
 
 
 def require_both_sides(counts: Mapping[Side, Counts]) -> None:
-    """Raise `UserError` where there is nothing to train on, or nothing to validate on."""
+    """Raise `UserError` if a side has no tokens."""
     for side in SIDES:
         if not counts[side].tokens:
             raise UserError(
@@ -201,7 +201,7 @@ def note_split_characters(encoded: EncodedCorpus, tokenizer: Tokenizer) -> list[
 
 
 def write_sealed(path: Path, facts: dict[str, Any]) -> None:
-    """Write a JSON file that ends with the sha256 of what is before it."""
+    """Write a JSON file that ends with the sha256 of its other fields."""
     write_json(path, {**facts, "sha256": _seal(facts)})
 
 

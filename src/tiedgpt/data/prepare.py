@@ -19,7 +19,7 @@ import hashlib
 import json
 import os
 import re
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures.process import BrokenProcessPool
 from dataclasses import asdict, dataclass, replace
 from itertools import pairwise
@@ -98,7 +98,7 @@ class Part(NamedTuple):
     n_bytes: int
 
     def open(self) -> tuple[FileCorpus, Split]:
-        """Return the documents, with remarks of their own, and the same documents split."""
+        """Return the documents with new remarks, and the same documents with their sides."""
         corpus, validation = replace(self.corpus, remarks=Remarks()), self.rules.validation
         if self.side == "train":
             return corpus, replace(self.rules, corpus=corpus, validation=validation)
@@ -167,8 +167,7 @@ def plan_preparation(
     names: dict[Side, Sequence[str]] = {"train": data}
     if val is not None:
         names["val"] = [val]
-    corpora = {side: documents(sources, **reading) for side, sources in names.items()}
-    sources = [source for side, corpus in corpora.items() for source in _sources(corpus, side)]
+    corpora, sources = _open(names, reading)
     remarks = Remarks()
     for corpus in corpora.values():
         remarks.add(corpus.remarks.to_json())
@@ -200,17 +199,23 @@ def estimate_bytes(corpus: FileCorpus) -> int:
     return n_bytes
 
 
-def _sources(corpus: FileCorpus, side: Side) -> Iterator[Source]:
-    """Yield the files that are text by their name; raise `UserError` for pipes and the like."""
-    for path in corpus.paths:
-        if path in corpus.hub:
-            yield Source(path, corpus.hub[path].n_bytes, 0, side)
-        elif not os.path.isfile(path):
-            name = "standard input" if path == "-" else path
-            raise UserError(f"{name} is no file", hint="write what is to be prepared to one")
-        elif has_records(path) or corpus.is_text(path):
-            status = os.stat(path)
-            yield Source(path, status.st_size, status.st_mtime_ns, side)
+def _open(
+    names: Mapping[Side, Sequence[str]], reading: dict[str, Any]
+) -> tuple[dict[Side, FileCorpus], list[Source]]:
+    """Return the documents of each side, and their sources; raise `UserError` for a pipe."""
+    corpora = {side: documents(sources, **reading) for side, sources in names.items()}
+    sources = []
+    for side, corpus in corpora.items():
+        for path in corpus.paths:
+            if path in corpus.hub:
+                sources.append(Source(path, corpus.hub[path].n_bytes, 0, side))
+            elif not os.path.isfile(path):
+                name = "standard input" if path == "-" else path
+                raise UserError(f"{name} is no file", hint="write what is to be prepared to one")
+            elif has_records(path) or corpus.is_text(path):
+                status = os.stat(path)
+                sources.append(Source(path, status.st_size, status.st_mtime_ns, side))
+    return corpora, sources
 
 
 def _divide(
@@ -296,9 +301,7 @@ def prepare_data(
             progress("encoding", done, total)
     pins = plan.remarks.pins
     again = {side: [pins.get(name, name) for name in names] for side, names in plan.data.items()}
-    corpora = {side: documents(names, **plan.reading) for side, names in again.items()}
-    sources = [source for side, corpus in corpora.items() for source in _sources(corpus, side)]
-    if problem := _find_change(facts["sources"], sources):
+    if problem := _find_change(plan.sources, _open(again, plan.reading)[1]):
         raise CorruptInputError(
             f"{problem} while it was read", hint="prepare the data in a new directory"
         )
@@ -386,11 +389,22 @@ def _open_tokenizer(
 
 
 def _run(tasks: Sequence[tuple[Any, ...]], workers: int, ray: str | None) -> Iterator[int]:
-    """Encode parts, and yield the number of each as it is done."""
+    """Encode the parts, and yield their numbers in the order in which they are done."""
     from joblib import Parallel, delayed, parallel_config
 
     if ray is not None:
-        _connect_to_ray(ray)
+        try:
+            import ray as cluster
+            from ray.util.joblib import register_ray
+
+            cluster.init(ray, ignore_reinit_error=True, log_to_driver=False)
+        except ImportError:
+            hint = "pip install 'tiedgpt[ray]'"
+            raise UserError("--ray needs the package ray", hint=hint) from None
+        except (ConnectionError, ValueError, RuntimeError) as error:
+            hint = "`ray start` starts a cluster"
+            raise UserError(f"--ray {ray}: {error}", hint=hint) from None
+        register_ray()
         with parallel_config(backend="ray"):
             yield from Parallel(n_jobs=-1, batch_size=1)(delayed(_encode_part)(*t) for t in tasks)
         return
@@ -405,20 +419,6 @@ def _run(tasks: Sequence[tuple[Any, ...]], workers: int, ray: str | None) -> Ite
             "a process that encodes was killed, perhaps for the memory that it took",
             hint="the same command continues; give fewer --workers",
         ) from None
-
-
-def _connect_to_ray(address: str) -> None:
-    """Make Ray a backend of joblib; raise `UserError` without the package or the cluster."""
-    try:
-        import ray
-        from ray.util.joblib import register_ray
-    except ImportError:
-        raise UserError("--ray needs the package ray", hint="pip install 'tiedgpt[ray]'") from None
-    try:
-        ray.init(address, ignore_reinit_error=True, log_to_driver=False)
-    except (ConnectionError, ValueError, RuntimeError) as error:
-        raise UserError(f"--ray {address}: {error}", hint="`ray start` starts a cluster") from None
-    register_ray()
 
 
 def _encode_part(cwd: str, directory: Path, number: int, part: Part, identity: str) -> int:
