@@ -1,7 +1,6 @@
 """GPT-1's tokenizer gives the ids and the text that transformers' gives."""
 
 import json
-import pickle
 from unittest import mock
 
 import pytest
@@ -130,14 +129,6 @@ def test_what_transformers_saves_has_the_same_ids(gpt1, theirs, tmp_path):
     assert (again.kind, len(again), again.encode(TEXT)) == ("gpt1", 800, gpt1.encode(TEXT))
 
 
-def test_openais_release_is_read_under_its_own_names(gpt1, gpt1_folder, tmp_path):
-    names = {"vocab.json": "encoder_bpe_40000.json", "merges.txt": "vocab_40000.bpe"}
-    for hugging_face, openai in names.items():
-        (tmp_path / openai).write_bytes((gpt1_folder / hugging_face).read_bytes())
-    for source in (tmp_path, *(tmp_path / name for name in names.values())):
-        assert Tokenizer.from_pretrained(source).encode(TEXT) == gpt1.encode(TEXT)
-
-
 def test_newline_of_openais_vocabulary_is_no_loss(gpt1_folder, tmp_path):
     vocabulary = json.loads((gpt1_folder / "vocab.json").read_text())
     vocabulary["\n</w>"] = len(vocabulary)  # no merge makes it, nor does any text give it
@@ -170,11 +161,3 @@ def test_vocabulary_without_the_unknown_token_is_refused(gpt1, gpt1_folder, tmp_
     (tmp_path / "tokenizer.json").write_text(json.dumps(content))
     with pytest.raises(UserError, match="a token for unknown characters"):
         Tokenizer.from_pretrained(tmp_path)
-
-
-def test_worker_process_gets_the_same_tokenizer(gpt1):
-    assert pickle.loads(pickle.dumps(gpt1)).encode(TEXT) == gpt1.encode(TEXT)
-
-
-def test_kind_tells_it_from_a_byte_level_bpe(gpt1):
-    assert repr(gpt1) == "Tokenizer(kind='gpt1', len=800, eos_token_id=None)"
