@@ -90,7 +90,7 @@ class Doubling(nn.Module):
 
 
 class Adapted(nn.Module):
-    """W + P Q, on both faces: what an adapter on the embedding is."""
+    """W + P Q, on both sides: what an adapter on the embedding is."""
 
     def __init__(self, base: TiedEmbedding) -> None:
         super().__init__()

@@ -1,4 +1,4 @@
-"""The core's compositions with adapters on the blocks and on both faces of W."""
+"""The core's compositions with adapters on the blocks and on both sides of W."""
 
 import pytest
 import torch

@@ -40,7 +40,7 @@ def test_the_report_counts_each_group_and_says_that_w_reads_and_predicts(tiny):
 
 @pytest.mark.parametrize("patterns", ["*,+head", "+lm_head", "head", "body", "*"])
 def test_the_head_alone_of_a_tied_model_is_refused_with_the_two_choices(tiny, patterns):
-    with pytest.raises(UserError, match=r"Two choices: train wte, on both faces; or untie"):
+    with pytest.raises(UserError, match=r"Two choices: train wte, on both sides; or untie"):
         freeze(tiny, patterns)
     assert len(moving(tiny)) == len(list(tiny.parameters()))
 

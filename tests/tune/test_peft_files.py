@@ -255,7 +255,7 @@ def test_another_base_is_refused(base, adapter, tiny_config):
 @pytest.mark.parametrize("name", ["transformer.wte.weight", "lm_head.weight"])
 def test_a_whole_matrix_in_the_file_is_refused_with_the_reason(base, adapter, name):
     rewrite(adapter, lambda t: t.update({f"base_model.model.{name}": torch.zeros(97, 32)}))
-    with pytest.raises(UserError, match="in the place of one face of W, which unties the model"):
+    with pytest.raises(UserError, match="in the place of one side of W, which unties the model"):
         load_adapter(base(), adapter)
 
 

@@ -79,7 +79,7 @@ CASES = {
     "regex": {"target_modules": r".*h\.[02]\.mlp\.c_fc"},
     "some layers": {"target_modules": ["c_fc"], "layers_to_transform": [1]},
     "rows": {"target_modules": ["c_attn"], "trainable_token_indices": [9, 3]},
-    "both faces": {"target_modules": ["lm_head"], "ensure_weight_tying": True},
+    "both sides": {"target_modules": ["lm_head"], "ensure_weight_tying": True},
     "reads": {"target_modules": ["wte"]},
     "predicts": {"target_modules": ["lm_head"]},
     "two": {"target_modules": ["wte", "lm_head"]},
@@ -108,7 +108,7 @@ def test_pefts_adapter_is_the_same_here_loaded_and_merged(tiny, theirs, ids, cas
     ("given", "field"),
     [
         ({"use_dora": True}, "use_dora"),
-        ({"modules_to_save": ["wte"]}, "in the place of one face of W"),
+        ({"modules_to_save": ["wte"]}, "in the place of one side of W"),
         ({"bias": "all"}, "bias"),
     ],
 )

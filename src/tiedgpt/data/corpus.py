@@ -113,7 +113,7 @@ class Remarks:
             separated = {f"{len(separated):,} files have": sum(separated.values())}
         notes += [
             f"{name} {count:,} document{'s' * (count != 1)}, separated by {END_OF_TEXT}; "
-            "--keep-end-of-text takes it for text"
+            "--keep-end-of-text treats it as ordinary text"
             for name, count in separated.items()
         ]
         reasons = {

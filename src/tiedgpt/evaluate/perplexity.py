@@ -17,12 +17,12 @@ from tiedgpt.runtime import eval_mode
 
 @dataclass(frozen=True)
 class Score:
-    """What a model's predictions of a text cost."""
+    """Loss of a text."""
 
     nats: float
     """Mean cross-entropy a token, in nats."""
     bits_per_byte: float
-    """The whole text's cost in bits over its length in UTF-8 bytes; tokenizers do not matter."""
+    """Loss of the text in bits per UTF-8 byte; it does not depend on the tokenizer."""
 
 
 @torch.no_grad()

@@ -80,7 +80,7 @@ class Windows:
 
 @dataclass(frozen=True)
 class WindowScore:
-    """What the predictions of one window's tokens cost."""
+    """Loss of the tokens of one window."""
 
     nats: float
     tokens: int
@@ -101,7 +101,7 @@ class Groups(NamedTuple):
 
 @dataclass(frozen=True)
 class TextScore:
-    """What the predictions of a text or several cost."""
+    """Loss of one text or several."""
 
     windows: Windows
     scores: Sequence[WindowScore]
@@ -150,7 +150,7 @@ class TextScore:
 
     @property
     def bits_per_byte(self) -> float:
-        """The cost in bits over the length in bytes."""
+        """Loss in bits per byte of the text."""
         n_bytes = sum(score.n_bytes for score in self.scores)
         return self.nats * self.tokens / math.log(2) / max(1, n_bytes)
 

@@ -78,7 +78,7 @@ INSPECTIONS: dict[str, Inspection] = {
         Inspection(
             name="positions",
             module="tiedgpt.inspect.predictions",
-            about="the prediction at each of N positions, and what the true token cost",
+            about="the prediction at each of N positions, and the loss of the true token",
             options={
                 "top": Option(int, "Tokens to list for each position; default: 10", 1, 100),
                 "poke": Option(
@@ -193,7 +193,7 @@ INSPECTIONS: dict[str, Inspection] = {
         Inspection(
             name="random_head",
             module="tiedgpt.inspect.untied",
-            about="what a random head in the place of W would cost, in loss and parameters",
+            about="the loss and the parameters of a random head in the place of W",
             options={
                 "top": Option(int, "Tokens to list; default: 5", 1, 50),
                 "seed": Option(int, "Decides the random matrix; default: 0", 0),

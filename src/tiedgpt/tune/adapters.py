@@ -90,7 +90,7 @@ class LoRALinear(Adapter, nn.Linear):
 
 
 class LoRAEmbedding(Adapter, TiedEmbedding):
-    """W + s P Q on both faces."""
+    """W + s P Q on both sides."""
 
     def forward(self, ids: Tensor) -> Tensor:
         """Read: ids (B, T) -> (B, T, D)."""
@@ -138,7 +138,7 @@ def lora(
     """Freeze a model and put adapters on it, in place; return the trainable parameters.
 
     `targets` are names of layers, or their ends: "attn.c_attn", "h.0.mlp.c_fc", "h.1*.c_proj"; the
-    default is the four matrices of each block. "wte" adapts W with one pair for both faces, "head"
+    default is the four matrices of each block. "wte" adapts W with one pair for both sides, "head"
     an untied head. `alpha` is 2 `rank` by default; what is added is scaled by alpha / rank. The
     rows of `tokens`, ids such as those that `add_tokens` added, are trained whole, in an untied
     head too. A head of `tiedgpt.heads` trains its own layers whole.

@@ -17,7 +17,7 @@ from tiedgpt.tie.heads import is_tied
 Model = GPT | Head
 TWO_CHOICES = (
     "the model is tied: wte.weight reads tokens and predicts them, and there is no head to train "
-    "alone. Two choices: train wte, on both faces; or untie the model first (tiedgpt.tie.untie), "
+    "alone. Two choices: train wte, on both sides; or untie the model first (tiedgpt.tie.untie), "
     "and its head is a matrix of its own"
 )
 

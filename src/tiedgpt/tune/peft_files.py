@@ -61,7 +61,7 @@ NEUTRAL: dict[str, tuple[Any, ...]] = {
 }
 """Values under which a field changes nothing; every other field must be none, false or empty."""
 MERGE_HERE = (
-    "adapters on W: PEFT loads them on both faces, but its own merge adds them twice to the one "
+    "adapters on W: PEFT loads them on both sides, but its own merge adds them twice to the one "
     "matrix; merge with tiedgpt.tune.merge"
 )
 
@@ -240,7 +240,7 @@ def _read(
         elif theirs.removesuffix(".weight") in names.values():
             raise UserError(
                 f"{path} holds {theirs} whole (modules_to_save, or a resized vocabulary): PEFT "
-                "put it in the place of one face of W, which unties the model",
+                "put it in the place of one side of W, which unties the model",
                 hint="merge it with PEFT",
             )
         else:

@@ -119,7 +119,7 @@ def _attention(control, phase, layer, model, buffers, cache, batch):
 
 @njit(error_model="numpy")
 def _logits(control, phase, model, buffers, batch):
-    """Set logits = norm(h_L) W_e^T of the tokens asked for: the face of W that predicts."""
+    """Set logits = norm(h_L) W_e^T of the tokens asked for: the side of W that predicts."""
     n, padded = len(batch.outputs), buffers.h.shape[1]
     layers = model.windows.shape[0]
     for m in claim_chunks(control, phase, n):

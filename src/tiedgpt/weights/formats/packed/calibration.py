@@ -5,7 +5,7 @@ after the other, and each error e is spread over the columns to come, so that th
 e^T H e is least for the inputs x that the text produces, H = E[x x^T] (GPTQ, Frantar et al. 2022).
 The layout is that of plain rounding: int4's panels with one bf16 scale per group of 32 columns.
 
-The shared matrix W has two faces, and both are in its H. In W's row of token v, the error e costs,
+The shared matrix W has two sides, and both are in its H. In W's row of token v, the error e costs,
 to second order and in nats a token,
 
     as it predicts    E[p_v (1 - p_v) (e^T h)^2] / 2    h: final hidden states; p_v = P(v)

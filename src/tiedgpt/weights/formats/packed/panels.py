@@ -8,7 +8,7 @@
                             numbers: (P, K/32, 64)
 
 P panels hold the rows, padded with zeros to a multiple of 64; K is the width, padded likewise. One
-int8 scale per row serves both faces of the shared matrix: it is the token's scale where the row is
+int8 scale per row serves both sides of the shared matrix: it is the token's scale where the row is
 read, and the output channel's where the row predicts.
 """
 
