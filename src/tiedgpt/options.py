@@ -75,5 +75,9 @@ REMOVED_OPTIONS = {
 }
 """Options that the fourth edition removed, with what to use instead."""
 _OWN_HEAD = "use an encoder with transformers; examples/own_task.py shows a head of one's own"
-REMOVED_VALUES = {("task", "tag"): _OWN_HEAD, ("task", "answer"): _OWN_HEAD}
+REMOVED_VALUES = {
+    ("task", "tag"): _OWN_HEAD,
+    ("task", "answer"): _OWN_HEAD,
+    ("to", "llmc"): "llm.c's own train_gpt2.py writes its files from transformers' models",
+}
 """Values of options that the fourth edition removed, with what to use instead."""
