@@ -113,7 +113,7 @@ def test_larger_sizes_are_not_measured_where_the_first_has_few_steps():
         return 10.0
 
     plan(minutes=0.6, on=Machine(tokens_per_second=tokens_per_second))
-    assert measured == ["tiny", "nano"]
+    assert measured == ["tiny", "nano", "nano"], "the last with the batch size of the plan"
 
 
 def test_a_size_that_does_not_fit_in_memory_is_not_chosen():

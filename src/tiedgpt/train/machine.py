@@ -29,6 +29,8 @@ from tiedgpt.train.tune_options import AnyOptions
 MEASURE_TIME_SHARE = 0.005
 """Share of --minutes that one measurement of the speed takes, if its steps are not longer."""
 MAX_MEASURE_SECONDS = 4.0
+SLOW_FACTOR = 10
+"""A measurement with slow steps takes at most so many times its duration, and one step."""
 MIN_MEASURED_STEPS, MAX_MEASURED_STEPS = 4, 60
 BUSY_PROCESSES = 0.5
 """A machine is busy with so many more running processes than cores."""
@@ -145,7 +147,7 @@ class SpeedMeasurement:
                 return self._measure(config, plan)
         self.compares_threads = False
         speeds = {}
-        for threads in (torch.get_num_threads(), 1):
+        for threads in (1, torch.get_num_threads()):
             with cpu_threads(threads):
                 speeds[threads] = self._measure(config, plan)
         self.threads = max(speeds, key=lambda threads: speeds[threads])
@@ -176,15 +178,18 @@ class SpeedMeasurement:
                 torch.cuda.synchronize()
             return time.perf_counter() - began
 
-        while (
-            len(seconds) < 2
-            or (sum(seconds) < self.seconds and len(seconds) < MAX_MEASURED_STEPS)
-            or (len(seconds) < MIN_MEASURED_STEPS and sum(seconds) < MAX_MEASURE_SECONDS)
-        ):
+        def is_enough() -> bool:
+            spent = sum(seconds)
+            if spent > SLOW_FACTOR * self.seconds:
+                return True
+            is_typical = spent >= self.seconds and len(seconds) >= MIN_MEASURED_STEPS
+            return is_typical or len(seconds) >= MAX_MEASURED_STEPS
+
+        while not seconds or not is_enough():
             began = time.perf_counter()
             train_step(model, optimizers, batch_of(len(seconds)), plan, world, objective=objective)
             seconds.append(world.on_main(measure_step))
-        later = seconds[1:]  # the first step loads libraries
+        later = seconds[1:] or seconds  # the first step loads libraries
         step = statistics.median(later)
         if self.load is None and len(later) > 2:
             step = statistics.quantiles(later, n=4)[0]

@@ -1,4 +1,4 @@
-"""What is measured beside the loss: the two gradients of W, the machine's use, its memory.
+"""Measurements beside the loss: the two gradients of W, the use of the machine, its memory.
 
 Names that begin with `machine_` or end in `_per_second` tell of the machine and of the moment;
 everything else in metrics.jsonl is the same whenever the run is repeated.
@@ -43,7 +43,7 @@ def is_due(step: int) -> bool:
 
 
 class Measures:
-    """Watches one step in `EVERY`, and says what it saw as a part of the step's metrics."""
+    """Measurements of every `EVERY`-th step, as additional metrics of the step."""
 
     def __init__(self, model: Model, data: Data, plan: Plan, world: World) -> None:
         self._world, self._gradients = world, GradientsOfW(model)
@@ -57,7 +57,7 @@ class Measures:
         return contextlib.nullcontext()
 
     def metrics(self, step: int, units_per_second: float) -> dict[str, float]:
-        """Return what was measured in a step; {} where it was not due."""
+        """Return the measurements of a step, or {} if none was due."""
         if not is_due(step):
             return {}
         measured = self._gradients.norms()
@@ -69,7 +69,7 @@ class Measures:
 
 
 class GradientsOfW:
-    """The norms of the two gradients that add up to that of W, without another backward pass.
+    """The norms of the two gradients of W, from reading and predicting, in one backward pass.
 
     dL/dW = (from reading: a sum over the batch's tokens, each into its row) + (from predicting:
     dense). The first is dL/d(what the embedding returned), added up by id; the second is the
@@ -84,7 +84,7 @@ class GradientsOfW:
 
     @contextlib.contextmanager
     def watching(self) -> Iterator[None]:
-        """Watch what is trained in the block, which begins without gradients."""
+        """Measure a training step inside the block, which begins without gradients."""
         self._read, self._norms = [], {}
         wte, head = self._gpt.wte, self._gpt.head
         hooks: dict[Tensor, Callable[[Tensor], None]] = {wte.weight: self._arrived}
@@ -153,7 +153,7 @@ def model_flops(model: Model, n_positions: int) -> float:
 
 @functools.lru_cache
 def peak_flops(device: torch.device, dtype: str) -> float | None:
-    """Return the most operations a second: NVIDIA's figure, or on a CPU what a product reaches.
+    """Return the peak operations per second: of NVIDIA's data sheet, or measured on a CPU.
 
     None where it is not known.
     """
@@ -168,7 +168,7 @@ def peak_flops(device: torch.device, dtype: str) -> float | None:
 
 
 def peak_memory(device: torch.device) -> int | None:
-    """Return the most bytes this process has held on the device, or None where none can tell."""
+    """Return the peak memory of this process on the device, or None if it is unknown."""
     if device.type == "cuda":
         return torch.cuda.max_memory_allocated(device)
     try:
@@ -180,7 +180,7 @@ def peak_memory(device: torch.device) -> int | None:
 
 
 def describe() -> dict[str, Any]:
-    """Return what a run's record tells of the hardware."""
+    """Return facts about the hardware for run.toml."""
     found: dict[str, Any] = {
         "processor": _processor(),
         "cores": count_cores(),
@@ -192,7 +192,7 @@ def describe() -> dict[str, Any]:
 
 
 def _processor() -> str:
-    """Return the processor's name, as far as the system tells."""
+    """Return the name of the processor, if the system says it."""
     info = Path("/proc/cpuinfo")
     text = info.read_text(encoding="utf-8", errors="replace") if info.exists() else ""
     named = re.search(r"^model name\s*: *(.+)", text, re.MULTILINE)

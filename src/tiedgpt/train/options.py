@@ -1,4 +1,4 @@
-"""What a user may ask of a training run, and the named sizes. No torch: `--help` reads this.
+"""The options of a training run and the named sizes. No torch: `--help` reads this.
 
 Options are declared once, in groups: `DataOptions`, `NetworkOptions`, `TimeOptions`,
 `OptimizationOptions`, `ComputeOptions`. `TrainOptions` and `TuneOptions` are made of all of them.
@@ -21,7 +21,7 @@ from tiedgpt.train.plan import Keep, Rule, Schedule, scale_lr_to_width
 MAX_VOCABULARY = 1 << 16
 AUTO = "auto"
 DEFAULT_SIZE = "mini"
-"""Where nothing says for how long, or on how much text, and where a head is trained."""
+"""Size for --steps and --task, where no size is chosen."""
 DEFAULT_MINUTES = 3.0
 DEFAULT_COOLDOWN = 0.4
 """Hägele et al. 2024 (arXiv 2405.18392), section 4: longer falls gain little."""
@@ -30,9 +30,9 @@ DEFAULT_EPOCHS = 3
 LABELLED_BATCH = 32
 """Examples in a step, as there."""
 LEAST_STEPS = 100
-"""Over few examples, where nothing says for how long: 3 epochs would be too few to learn them."""
+"""Minimum number of steps over few labelled examples by default."""
 MAX_EPOCHS = 40
-"""That such steps may be."""
+"""Maximum number of epochs in such a minimum of steps."""
 START_BATCH = 8
 """Sequences in a step of a language model that goes on."""
 START_RATE = 6.25e-5 * 768
@@ -40,7 +40,7 @@ START_RATE = 6.25e-5 * 768
 READING = ("text_field", "encoding", "keep_end_of_text")
 """Options that say how text is read."""
 DURATIONS = ("steps", "minutes", "epochs")
-"""Options that say for how long is trained; one of them is given."""
+"""Options of the training duration; at most one is given."""
 EVALUATIONS_PER_RUN = 10
 """Number of evaluations in a run, not counting the final one."""
 FRESH_ONLY = ("size", "width", "vocab_size", "tokenizer", "window", "bias")
@@ -59,19 +59,19 @@ RANGES: tuple[tuple[str, float, float, str], ...] = (
     ("weight_decay", 0, 1e300, "a number from 0"),
     ("seed", 0, 2**63 - 1, "a whole number from 0 to 2^63 - 1"),
 )
-"""Numbers, the least and the most that each may be, and that in words."""
+"""Options, their minimum and maximum, and the range in words."""
 TaskName = Literal["lm", "classify", "choose"]
 TrackerName = Literal["trackio", "wandb", "tensorboard"]
 
 
 class Duration(NamedTuple):
-    """For how long is trained."""
+    """Training duration: minutes, epochs or steps."""
 
     unit: str
     """One of `DURATIONS`."""
     amount: float
     least_steps: int = 1
-    """Over few examples more epochs are trained, until there are so many steps."""
+    """Minimum number of steps; more epochs are trained over few examples."""
 
 
 @dataclass(frozen=True)
@@ -92,7 +92,7 @@ class Size:
     batch_size: int = 16
     """Sequences in a step."""
     weight_decay: float = 0.1
-    """Of the blocks' matrices; more for small models that see their text several times."""
+    """Weight decay of the blocks' matrices; more for small models, which repeat their text."""
     dropout: float = 0.0
 
 
@@ -137,7 +137,7 @@ def format_count(count: float, noun: str) -> str:
 
 @dataclass(frozen=True, kw_only=True, eq=False, repr=False)
 class DataOptions:
-    """What is trained on."""
+    """The training data and how they are read."""
 
     GROUP: ClassVar = "data"
     data: tuple[str, ...] = argument(
@@ -160,13 +160,13 @@ class DataOptions:
 
     @property
     def reading(self) -> dict[str, Any]:
-        """How the data are read: the options of `tiedgpt.data.documents`."""
+        """Return the options of `tiedgpt.data.documents`."""
         return {name: getattr(self, name) for name in READING}
 
 
 @dataclass(frozen=True, kw_only=True, eq=False, repr=False)
 class NetworkOptions:
-    """What is trained, of a fresh model and of one to start from."""
+    """Changes to the model that is trained."""
 
     GROUP: ClassVar = "model"
     context: int | None = option(None, "Tokens per sequence.")
@@ -180,7 +180,7 @@ class NetworkOptions:
 
 @dataclass(frozen=True, kw_only=True, eq=False, repr=False)
 class TimeOptions:
-    """For how long is trained, and how often the model is evaluated."""
+    """Training duration and evaluations."""
 
     GROUP: ClassVar = "time"
     minutes: float | None = option(None, "Train for about this many minutes.", short="m")
@@ -268,7 +268,7 @@ class ComputeOptions:
 class RunOptions(  # the help lists the options of the last one first
     ComputeOptions, OptimizationOptions, TimeOptions, NetworkOptions, DataOptions
 ):
-    """The options of every run: what was not set is derived."""
+    """The options of every run."""
 
     sample_prompt: str | None = option(
         None, "Prompt of the samples that are shown at evaluations.", "output"
@@ -297,7 +297,7 @@ class RunOptions(  # the help lists the options of the last one first
             parse_bytes(self.memory)
 
     def duration_or(self, default: Duration) -> Duration:
-        """Return for how long is trained, by the default where nothing says it."""
+        """Return the training duration, or the default if none is given."""
         amounts = ((name, getattr(self, name)) for name in DURATIONS)
         return next((Duration(*each) for each in amounts if each[1] is not None), default)
 
@@ -329,7 +329,7 @@ def _format(value: Any, default: Any) -> str:
 @explains_arguments
 @dataclass(frozen=True, kw_only=True)
 class TrainOptions(RunOptions):
-    """Training, of a fresh model or on from another one.
+    """Options of training a fresh model or one to start from.
 
     What was not set is derived: from the time, the text and the machine, or from `size`.
     """
@@ -439,18 +439,18 @@ class TrainOptions(RunOptions):
 
     @property
     def duration(self) -> Duration:
-        """For how long is trained."""
+        """Return the training duration."""
         text, labelled = ("minutes", DEFAULT_MINUTES), ("epochs", DEFAULT_EPOCHS, LEAST_STEPS)
         return self.duration_or(Duration(*(text if self.task == "lm" else labelled)))
 
     @property
     def named_size(self) -> str:
-        """The size, also where none is chosen."""
+        """Return the name of the size, the default one for auto."""
         return DEFAULT_SIZE if self.size == AUTO else self.size
 
     @property
     def shape(self) -> Size:
-        """What belongs to the size."""
+        """Return the shape and the recipe of the size."""
         return SIZES[self.named_size]
 
     def plan_fields(self, config: GPTConfig, context: int, epoch_rows: int) -> dict[str, Any]:

@@ -18,9 +18,9 @@ Keep = Literal["best", "last"]
 Dtype = Literal["fp32", "bf16"]
 Recompute = Literal["off", "blocks"]
 COUNTS = "steps", "batch_size", "micro_batch", "eval_every", "eval_batches", "save_every"
-"""Numbers of a plan that are 1 at the least."""
+"""Fields that are at least 1."""
 COSINE_FLOOR = 0.1
-"""Of the peak, where cosine ends: Brown et al. 2020, appendix B; Hoffmann et al. 2022."""
+"""Share of the peak at which cosine ends: Brown et al. 2020, appendix B; Hoffmann et al. 2022."""
 WIDTH_EXPONENTS: dict[Rule, float] = {"adamw": 1.0, "muon": 0.5}
 
 
@@ -46,7 +46,7 @@ class Plan:
     micro_batch: int
     """Sequences computed at a time."""
     optimizer: Rule
-    """Of the blocks' matrices."""
+    """Optimizer of the blocks' matrices."""
     lr: float
     warmup: int
     """Steps of warm-up."""
@@ -69,7 +69,7 @@ class Plan:
     cooldown: int = 0
     """Last steps, in which the rate of wsd falls."""
     memory: int | None = None
-    """Bytes that training may take in all, where that was asked for."""
+    """Memory limit of the process in bytes (--memory)."""
     recompute: Recompute = "off"
     """Whether "blocks" are computed again in backward; the same bits."""
     compile: Literal["on", "off"] = "off"
@@ -77,15 +77,15 @@ class Plan:
     threads: int | None = None
     """CPU threads, if they were asked for or measured to be faster than the default."""
     minutes: float | None = None
-    """The time from which the steps were measured; None where it does not decide."""
+    """Duration that decides the number of steps, or None."""
     final_batches: int | None = None
     """Batches that the last evaluation takes; None: all, up to two million tokens."""
     size: str = ""
     """The name of the shape, of a fresh model."""
     reason: str = ""
-    """Why this size, or this number of steps, was chosen, where it was."""
+    """Reason for the chosen size or number of steps."""
     since: int = 0
-    """Steps after which this plan came into force."""
+    """Number of steps done by an earlier plan."""
 
     def __post_init__(self) -> None:
         kinds = get_type_hints(Plan)
@@ -116,7 +116,7 @@ class Plan:
 
     @property
     def autocast(self) -> torch.dtype | None:
-        """The dtype of matrix products, where it is not the weights' own."""
+        """Return the dtype of matmuls under autocast, or None for fp32."""
         import torch  # not for `--help`
 
         return None if self.dtype == "fp32" else torch.bfloat16

@@ -172,15 +172,15 @@ def plan_run(
     `--size auto`. `seconds_spent` are the seconds of --minutes that preparing took. Raises
     `NoRoomError` if a step does not fit in memory, before anything is built.
     """
-    reason, speed = "", None
+    reason = ""
     if isinstance(options, TrainOptions) and options.chooses and facts.text_tokens is not None:
-        options, reason, speed = choose_size(options, config, facts, machine, seconds_spent)
+        options, reason = choose_size(options, config, facts, machine, seconds_spent)
         config, facts = resize(options, config, facts)
     draft = draft_plan(options, config, facts, machine)
     unit, amount, _ = options.duration
     if unit != "minutes":
         return config, plan_steps(draft, options, facts, reason)
-    speed = machine.tokens_per_second(config, draft) if speed is None else speed
+    speed = machine.tokens_per_second(config, draft)  # with its own batch size
     step_seconds = draft.batch_size * facts.row_units / speed
     left = seconds_left(60 * amount, seconds_spent)
     return config, plan_minutes(draft, options, facts, machine, step_seconds, left, reason)
@@ -331,8 +331,8 @@ def choose_size(
     facts: Facts,
     machine: Machine,
     seconds_spent: float = 0.0,
-) -> tuple[TrainOptions, str, float]:
-    """Return the options with the size that suits the text and the time, why, and its speed.
+) -> tuple[TrainOptions, str]:
+    """Return the options with the size that suits the text and the time, and why.
 
     Sizes are measured one by one from `FIRST_CANDIDATE`: larger ones, then smaller ones, until the
     expected loss rises. A text is trained on at most `MAX_AUTO_EPOCHS` times, or `--epochs` times.
@@ -366,14 +366,13 @@ def choose_size(
     )
     epochs = seconds * best.speed / text_tokens
     if options.epochs or epochs <= MAX_AUTO_EPOCHS:
-        return best.options, reason, best.speed
+        return best.options, reason
     reason += (
         f"; {text_tokens:,} tokens are too little text for {time}: {epochs:,.0f} epochs would "
         f"memorize it, so this run ends after {MAX_AUTO_EPOCHS}, in about "
         f"{best.tokens / best.speed:,.0f} s; more text helps more than more time"
     )
-    limited = replace(best.options, epochs=float(MAX_AUTO_EPOCHS), minutes=None)
-    return limited, reason, best.speed
+    return replace(best.options, epochs=float(MAX_AUTO_EPOCHS), minutes=None), reason
 
 
 def find_warnings(options: AnyOptions, config: GPTConfig, facts: Facts, plan: Plan) -> list[str]:

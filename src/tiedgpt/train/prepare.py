@@ -1,4 +1,4 @@
-"""What a run begins with: its tokenizer, its data, its objective, and the model it starts from.
+"""Prepare a run: its tokenizer, data, objective, and the model to start from.
 
 `prepare` makes them once. A model to `--start` from gives its shape, its tokenizer and its weights.
 It is only read, and no longer needed once the run has its own first checkpoint.
@@ -42,7 +42,7 @@ def prepare(
     config: GPTConfig | None = None,
     progress: Progress | None = None,
 ) -> Pair:
-    """Return what a run trains, and on what, with the tokenizer made now or by an earlier call.
+    """Return the objective and the data of a run; train the tokenizer unless an earlier call did.
 
     `config` is the one that run.toml has. Raises `UserError` for what cannot be trained.
     """

@@ -1,4 +1,4 @@
-"""A training, from what was asked for to the published model.
+"""Train a model from options to the published directory.
 
     from tiedgpt.train import TrainOptions, train
 
@@ -238,7 +238,7 @@ def dry_run(
 
 
 def require_same(options: AnyOptions, directory: RunDirectory) -> float | None:
-    """Raise `UserError` where a run has other options; return how many times as long it goes on."""
+    """Raise `UserError` if a run has other options; return the factor by which it is prolonged."""
     out, tables = directory.path, directory.read_record()
     differences = options.differences(tables.get("options", {})) if tables else []
     times = compare_duration(options, tables) if differences and directory.is_finished() else None
@@ -254,9 +254,9 @@ def require_same(options: AnyOptions, directory: RunDirectory) -> float | None:
 def _open_record(
     options: AnyOptions, directory: RunDirectory, digest: str | None
 ) -> dict[str, Any]:
-    """Return run.toml's tables, {} for a fresh run; a finished run is made longer where asked.
+    """Return the tables of run.toml, or {} for a fresh run; prolong a finished run if asked.
 
-    Raises `UserError` where the run has other options, or other data.
+    Raises `UserError` if the run has other options or other data.
     """
     tables = directory.read_record()
     if tables and digest != tables.get("text", {}).get("sha256"):
@@ -275,7 +275,7 @@ def _open_record(
 
 
 def _hub_notes(options: AnyOptions) -> Iterator[Note]:
-    """Yield a note for each model or tokenizer that is not on this machine by its name."""
+    """Yield a note for each model or tokenizer that is no path on this machine."""
     for source in (options.tokenizer, options.start):
         if source not in (None, "bpe", "char") and not Path(source).exists():
             yield Note(f"{source}: not a path, looking on the Hugging Face hub")

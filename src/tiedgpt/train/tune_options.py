@@ -1,4 +1,4 @@
-"""What a user may ask of fine-tuning. No torch: `--help` reads this."""
+"""The options of fine-tuning. No torch: `--help` reads this."""
 
 from __future__ import annotations
 
@@ -126,7 +126,7 @@ class TuneOptions(RunOptions):
 
     @property
     def duration(self) -> Duration:
-        """For how long is trained."""
+        """Return the training duration."""
         least = TUNE_LEAST_STEPS if self.examples else 1
         return self.duration_or(Duration("epochs", DEFAULT_EPOCHS, least))
 
@@ -161,4 +161,4 @@ class TuneOptions(RunOptions):
 
 
 AnyOptions = TrainOptions | TuneOptions
-"""What a user asks of a run."""
+"""Options of a run."""
