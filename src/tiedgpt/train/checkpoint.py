@@ -15,10 +15,10 @@ import contextlib
 import hashlib
 import re
 import warnings
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
@@ -34,7 +34,6 @@ from tiedgpt.weights.torch_file import stored_tensor
 if TYPE_CHECKING:
     from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
-T = TypeVar("T")
 KEPT = 2
 """Checkpoints that stay; older ones are deleted after a new one is safely there."""
 
@@ -101,7 +100,7 @@ def _write_files(
 
 
 def _write_shards(directory: Path, tensors: dict[str, Any], world: World) -> None:
-    """Write the parts of this process; all call this, and where one fails all do.
+    """Write the shards of this process; if one process fails, all do.
 
     The first process must see what all have written: a directory of its own machine is refused.
     """
@@ -125,7 +124,7 @@ def _write_shards(directory: Path, tensors: dict[str, Any], world: World) -> Non
 
 
 def set_aside(path: Path) -> Path:
-    """Give a checkpoint that cannot be used another name; return that."""
+    """Rename a damaged checkpoint; return its new path."""
     aside, number = path.with_name(f"{path.name}.damaged"), 1
     while aside.exists():
         number += 1
@@ -148,47 +147,34 @@ def load_newest(
     *,
     is_verified: bool = False,
 ) -> tuple[dict[str, Any] | None, list[str]]:
-    """Bring back the newest good checkpoint; return its state (None: there is none) and notes.
+    """Load the newest good checkpoint; return its state (None: there is none) and notes.
 
-    A damaged one is passed over, with a note, and kept under another name. `is_verified` says that
-    another process has just found the newest good.
-    """
-
-    def load(path: Path) -> dict[str, Any]:
-        load_weights(path, objective, model)
-        load_moments(path, model, optimizers)
-        _set_random_state(path)
-        return read_json(path / "state.json")
-
-    if not list_checkpoints(directory):
-        return None, []
-    path, state, damaged = load_first_good(directory, load, is_verified=is_verified)
-    notes = [f"{note}; it is kept as {set_aside(bad)}" for bad, note in damaged.items()]
-    _point_to(path)
-    return state, notes
-
-
-def load_first_good(
-    directory: Path, load: Callable[[Path], T], *, is_verified: bool = False
-) -> tuple[Path, T, dict[Path, str]]:
-    """Load the newest good checkpoint; return its path, what `load` returned, and damaged ones.
-
-    Of those that were passed over the error is told. Raises `CorruptInputError` where none is good.
+    A damaged one is renamed, with a note. `is_verified` says that another process has just verified
+    the newest. Raises `CorruptInputError` if all are damaged.
     """
     damaged: dict[Path, str] = {}
     for path in reversed(list_checkpoints(directory)):
         try:
             if not is_verified:
                 verify(path)
-            return path, load(path), damaged
+            load_weights(path, objective, model)
+            _load_moments(path, model, optimizers)
+            _set_random_state(path)
+            state = read_json(path / "state.json")
         except (TiedGPTError, OSError) as error:
             damaged[path] = f"passed over a damaged checkpoint: {error}"
-    why = "".join(f" ({note})" for note in list(damaged.values())[:1])
-    raise CorruptInputError(f"no good checkpoint is left in {directory}{why}: begin a new run")
+            continue
+        notes = [f"{note}; it is kept as {set_aside(bad)}" for bad, note in damaged.items()]
+        _point_to(path)
+        return state, notes
+    if not damaged:
+        return None, []
+    first = next(iter(damaged.values()))
+    raise CorruptInputError(f"no good checkpoint is left in {directory} ({first}): begin a new run")
 
 
 def verify(path: Path) -> dict[str, Any]:
-    """Return the manifest; `TiedGPTError` unless every file is there and is what was saved."""
+    """Return the manifest; `TiedGPTError` if a file is missing or was changed."""
     manifest = read_json(path / "manifest.json")
     files = {file.name for file in path.glob("*.safetensors")} | {"state.json"}
     if wrong := sorted(files ^ manifest.keys()):
@@ -200,33 +186,29 @@ def verify(path: Path) -> dict[str, Any]:
     return manifest
 
 
-def load_moments(path: Path, model: nn.Module, optimizers: Sequence[torch.optim.Optimizer]) -> int:
-    """Give the optimizers what a checkpoint knows of parameters of the same rule; count those."""
+def _load_moments(
+    path: Path, model: nn.Module, optimizers: Sequence[torch.optim.Optimizer]
+) -> None:
+    """Load the optimizers' state."""
     shapes = _read_shapes(path)
-    keys: dict[str, list[str]] = {}
-    for entry in shapes:
-        name, _, key = entry.rpartition("/")
-        keys.setdefault(name, []).append(key)
     names = {parameter: name for name, parameter in model.named_parameters()}
     targets: dict[str, Tensor] = {}
     states = []
     for optimizer in optimizers:
-        by_momentum = "momentum" in optimizer.defaults
         for parameter in (p for group in optimizer.param_groups for p in group["params"]):
-            name = names[parameter]
-            known = keys.get(name, [])
-            if known and ("momentum_buffer" in known) == by_momentum:
-                state = {key: _empty_like(shapes[f"{name}/{key}"], parameter) for key in known}
-                targets |= {f"{name}/{key}": tensor for key, tensor in state.items()}
+            prefix = f"{names[parameter]}/"
+            entries = [entry for entry in shapes if entry.startswith(prefix)]
+            targets |= {entry: _empty_like(shapes[entry], parameter) for entry in entries}
+            state = {entry.removeprefix(prefix): targets[entry] for entry in entries}
+            if state:
                 states.append((optimizer, parameter, state))
     _read_tensors(path, targets)
     for optimizer, parameter, state in states:
         optimizer.state[parameter] = state
-    return len(states)
 
 
 def load_weights(path: Path, objective: Objective, model: nn.Module) -> None:
-    """Put a checkpoint's weights into the model; `CorruptInputError` where they are another's."""
+    """Load a checkpoint's weights; `CorruptInputError` if they are another model's."""
     saved = dict(objective.state_to_save(model))
     shapes = {name: entry.size for name, entry in _read_shapes(path).items() if "/" not in name}
     if shapes != {name: tensor.shape for name, tensor in saved.items()}:
@@ -235,7 +217,7 @@ def load_weights(path: Path, objective: Objective, model: nn.Module) -> None:
 
 
 def _read_shapes(path: Path) -> dict[str, TensorStorageMetadata]:
-    """Return what is known of each tensor; `CorruptInputError` where a part of one is missing."""
+    """Return the metadata of each tensor; `CorruptInputError` if a part of one is missing."""
     from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageReader
 
     shapes: dict[str, Any] = {}

@@ -1,4 +1,4 @@
-"""What happens in a training run, as `train` and `Trainer.run` yield it."""
+"""The events of a training run, as `train` and `Trainer.run` yield them."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ class AlreadyFinished:
 
 @dataclass(frozen=True)
 class Planned:
-    """Everything is decided: what is trained, where, and by which plan."""
+    """The plan is made; the objective, the data and the directory are known."""
 
     directory: RunDirectory
     options: AnyOptions
@@ -66,7 +66,7 @@ class Stepped:
     """Tokens, or examples, trained on so far."""
     units_per_second: float
     measured: dict[str, float] = field(default_factory=dict)
-    """What `measures.py` found, in the steps that it watches."""
+    """Results of `measures.py`, in the steps that it watches."""
 
     def metrics(self, unit: str) -> dict[str, float]:
         """Return it as it stands in metrics.jsonl."""
@@ -96,7 +96,7 @@ class Replanned:
 
 @dataclass(frozen=True)
 class Evaluated:
-    """The model was scored on what is held out, and showed what it does."""
+    """The model was scored on held-out data and wrote a sample."""
 
     step: int
     score: Score
@@ -112,7 +112,7 @@ class Ended:
     step: int
     finished: bool
     score: Score | None
-    """Of the weights in model/."""
+    """Final score of the weights in model/; None if the run was stopped."""
     metrics: dict[str, float] = field(default_factory=dict)
     """The score as it stands in metrics.jsonl."""
     sample_nats: float = math.nan

@@ -1,4 +1,4 @@
-"""One step of training, and what a run remembers of its steps to judge whether it is sound.
+"""A training step, and the recent history by which a run is judged sound.
 
 A step is the gradient of a batch, in parts that fit, clipped and applied. `Health` goes into every
 checkpoint, so that a run that was stopped judges its steps as an unbroken one does.
@@ -24,19 +24,19 @@ from tiedgpt.train.parallel import World, local_shard
 from tiedgpt.train.plan import Plan
 
 MOST_SKIPS, SKIPS_AMONG = 10, 200
-"""So many skipped steps of the last so many end the run."""
+"""Number of skipped steps that ends a run, and the number of last steps that they are among."""
 RECENT = 100
 """Losses and gradient norms that are remembered."""
 SHOWN = 5
 WORSE = 1.01
-"""A validation is worse than the best, and not just unlucky, where it is by this factor."""
+"""Ratio to the best validation loss above which a loss counts as worse."""
 TURNED = 3
 """Evaluations since the best after which validation has turned, if the newest is `WORSE`."""
 
 
 @dataclass(frozen=True)
 class StepResult:
-    """What a step saw before its update."""
+    """The loss and gradient norm of a step, before its update."""
 
     loss: float
     """The loss of the batch: mean cross-entropy, in nats."""
@@ -112,7 +112,7 @@ class Health:
 
     @classmethod
     def from_state(cls, state: dict[str, Any]) -> Health:
-        """Return what a checkpoint's state holds; empty where it is of an older version."""
+        """Return the `Health` in a checkpoint's state."""
         try:
             return cls(**state.get("health", {}))
         except TypeError:
@@ -190,7 +190,7 @@ def require_finite(model: Model, world: World) -> None:
 
 
 def find_not_finite(objective: Loss, model: Model, batch: Arrays, plan: Plan) -> str:
-    """Return what was first, as a clause; "" where all is finite. The batch is computed again."""
+    """Compute the batch again; return the first tensor that is not finite as a clause, or ""."""
     for name, parameter in model.named_parameters():
         if n := _count_not_finite(parameter):
             return f"; first not finite: the weights {name} ({n:,} of {parameter.numel():,})"

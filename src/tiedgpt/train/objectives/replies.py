@@ -50,7 +50,7 @@ FEW = 100
 
 
 def has_examples(options: TuneOptions) -> bool:
-    """Return whether lines of .jsonl have replies; `CorruptInputError` where the first has none."""
+    """Return whether the data are examples with replies; `CorruptInputError` for other records."""
     if options.packing == "on":
         return True
     corpus = documents(options.data)
@@ -253,7 +253,7 @@ class ReplyData(Data):
 
 @dataclass(frozen=True)
 class ReplyScore:
-    """What the replies held out cost a model."""
+    """The score of a model on replies."""
 
     nats: float
     """Mean cross-entropy a trained token, in nats."""
@@ -293,7 +293,7 @@ class Replies(LanguageModelling):
         return " <- ".join(self.reply(self.merge(model), data.validation, step))
 
     def reply(self, model: GPT, examples: EncodedExamples, number: int) -> tuple[str, str]:
-        """Return what a model without adapters replies to an example's prompt, and its question."""
+        """Return the reply of a merged model to an example's prompt, and the prompt's question."""
         ids, counted = examples.example(number % len(examples))
         prompt = ids[: max(1, int(np.argmax(counted)))].tolist()
         ends = [] if self.template is None else self.template.end_ids(self.tokenizer)
