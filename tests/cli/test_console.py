@@ -259,7 +259,7 @@ def test_an_interrupted_training_says_what_becomes_of_it(monkeypatch, capsys):
 
     monkeypatch.setattr("tiedgpt.cli.train.run", interrupt)
     assert main(["train"]) == 75
-    assert "the same command begins again" in capsys.readouterr().err
+    assert "run the same command to resume" in capsys.readouterr().err
 
 
 def test_doctor_names_every_optional_feature_and_what_it_needs(monkeypatch, capsys):

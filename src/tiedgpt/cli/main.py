@@ -69,7 +69,7 @@ def main(arguments: list[str] | None = None) -> int:
     except KeyboardInterrupt:
         hint = None
         if arguments and arguments[0] in ("train", "tune"):
-            hint = "no step was lost: the same command begins again where this one was"
+            hint = "progress is saved: run the same command to resume"
         if arguments and arguments[:2] == ["data", "prepare"]:
             hint = "what is encoded stays: the same command goes on"
         return _fail(TiedGPTError("interrupted", hint=hint), EXIT_INTERRUPTED)
