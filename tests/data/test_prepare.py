@@ -445,6 +445,7 @@ def test_command_shows_the_result_and_the_next_command(folder, tmp_path, capsys,
     lines = " ".join(err.split()).split("note: ")
     assert lines[1] == f"preparing {folder} in {out} "
     assert lines[2].startswith("reading text for the tokenizer: ")
+    assert any(line.startswith("merging pairs for the tokenizer") for line in lines)
     progress = [line for line in lines if line.startswith("encoding: ")]
     assert len(progress) > 4
     pattern = r"encoding: [\d,.]+ \w+ of [\d,.]+ \w+, [\d,.]+ \w+/s, \d+ s left ?"

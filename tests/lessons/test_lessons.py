@@ -148,7 +148,10 @@ def test_training_the_head_alone_moves_what_reads_if_and_only_if_it_is_tied(tied
 
 
 def test_new_numbers_are_noise_and_a_trained_untied_head_works():
-    numbers = explain("head").numbers
+    calls = []
+    numbers = explain("head", progress=lambda *call: calls.append(call)).numbers
+    steps = {done: total for name, done, total in calls if "an untied tiny GPT" in name}
+    assert steps == dict.fromkeys(range(121), 120)
     losses = numbers["losses"]
     assert losses["a copy of W"] == losses["W itself"] < numbers["uniform"] - 2
     assert losses["new numbers from N(0, 0.02)"] == pytest.approx(numbers["uniform"], abs=0.3)

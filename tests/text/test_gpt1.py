@@ -1,6 +1,7 @@
 """GPT-1's tokenizer gives the ids and the text that transformers' gives."""
 
 import json
+import shutil
 from unittest import mock
 
 import pytest
@@ -21,6 +22,15 @@ some_ids = st.lists(st.integers(0, 799))
 def theirs(gpt1_folder):
     transformers = pytest.importorskip("transformers")
     return transformers.OpenAIGPTTokenizerFast.from_pretrained(gpt1_folder)
+
+
+def test_openais_file_names_hold_the_same_tokenizer(gpt1, gpt1_folder, tmp_path):
+    names = {"vocab.json": "encoder_bpe_40000.json", "merges.txt": "vocab_40000.bpe"}
+    for ours, openais in names.items():
+        shutil.copy(gpt1_folder / ours, tmp_path / openais)
+    for source in (tmp_path, tmp_path / "vocab_40000.bpe"):
+        loaded = Tokenizer.from_pretrained(source)
+        assert loaded.kind == gpt1.kind and loaded.encode(TEXT) == gpt1.encode(TEXT)
 
 
 @given(text=any_text)

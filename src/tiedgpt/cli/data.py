@@ -56,6 +56,7 @@ LOG_SECONDS = 60
 """Seconds between two lines of progress in a log."""
 STAGES = {
     "tokenizer": "reading text for the tokenizer",
+    "merging": "merging pairs for the tokenizer",
     "encoding": "encoding",
     "verifying": "verifying",
 }
@@ -228,11 +229,16 @@ def _show_corpus(encoded: EncodedCorpus) -> None:
 
 @contextmanager
 def _progress() -> Iterator[Callable[[str, int, int], None]]:
-    """Show the bytes done, their rate and the time left: a bar, or lines in a log."""
-    from rich.progress import DownloadColumn, TimeRemainingColumn, TransferSpeedColumn
+    """Show the bytes done, their rate, the elapsed and the remaining time: a bar, or log lines."""
+    from rich.progress import (
+        DownloadColumn,
+        TimeElapsedColumn,
+        TimeRemainingColumn,
+        TransferSpeedColumn,
+    )
 
     to = console(stderr=True)
-    columns = DownloadColumn(), TransferSpeedColumn(), TimeRemainingColumn()
+    columns = DownloadColumn(), TransferSpeedColumn(), TimeElapsedColumn(), TimeRemainingColumn()
     stage, start_time, start_bytes, last_time = "", 0.0, 0, 0.0
     with bar("", *columns, to=to) as move:
 

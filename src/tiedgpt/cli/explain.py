@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
-from tiedgpt.cli.console import note, show_text, waiting
+from tiedgpt.cli.console import bar, console, note, show_text, waiting
 from tiedgpt.cli.options import UsageError, parse
 from tiedgpt.cli.source import source_or_newest
 from tiedgpt.errors import UserError
@@ -71,14 +71,23 @@ def run(arguments: list[str]) -> None:
             if source is not None:
                 raise
             note("runs/ has no model: a tiny one is taken")
-    with waiting(f"measuring {args.topic} on {source or 'a tiny model'}"):
+    to = console(stderr=True)
+    with waiting(f"measuring {args.topic} on {source or 'a tiny model'}"), bar("", to=to) as move:
+        announced = set[str]()
+
+        def show_steps(training: str, done: int, total: int) -> None:
+            if training not in announced:
+                announced.add(training)
+                note(training, to=to)
+            move(done, total)
+
         lesson = explain(
             args.topic,
             source,
             tokenizer=args.tokenizer,
             text=args.text,
             train=args.train,
-            progress=note,
+            progress=show_steps,
         )
     if args.format == "json":
         print(lesson.to_json())

@@ -76,7 +76,7 @@ COMPRESSION = 4
 HELD_OUT_BYTES = 64_000_000
 """Maximum size of the validation side of a large text."""
 Progress = Callable[[str, int, int], None]
-"""Receives the stage, "tokenizer" or "encoding", and the bytes done and in all."""
+"""Receives the stage (tokenizer, merging, encoding, verifying), the bytes done and their total."""
 
 
 class Source(NamedTuple):
@@ -139,6 +139,8 @@ class Plan:
                     break
             if progress is not None:
                 progress("tokenizer", total * number // len(parts), total)
+        if progress is not None:
+            progress("merging", total, total)
 
     def texts(self) -> Iterator[str]:
         """Yield all texts of both sides."""

@@ -161,7 +161,7 @@ def explain(
     tokenizer: Any = None,
     text: str | None = None,
     train: bool = False,
-    progress: Callable[[str], None] = lambda line: None,
+    progress: Callable[[str, int, int], None] | None = None,
 ) -> Lesson:
     """Return a lesson, measured on a live model; print it, or take its `numbers`.
 
@@ -170,7 +170,8 @@ def explain(
     name; None trains a tiny GPT on Python's docstrings first, in seconds. `tokenizer` is ours, a
     path, or transformers'. Parts that cannot be measured, as most of a module that is not a GPT,
     are left out, and the lesson says why. `train` also trains two tiny GPTs, tied and untied, for
-    the topic "head". `progress` is called with a line before each part that takes seconds.
+    the topic "head". `progress` is called with the name of a training, its steps done and their
+    number.
 
     Raises `UserError` for an unknown topic, and a model or text that cannot be used.
     """

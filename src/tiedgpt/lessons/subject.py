@@ -6,7 +6,7 @@ import inspect
 import os
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import cached_property, lru_cache
+from functools import cached_property
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -39,6 +39,10 @@ VOCABULARY, STEPS, BATCH, HELD_OUT = 512, 120, 8, 2048
 """Of the tiny model: rows of W, steps of training, sequences a step, tokens to measure on."""
 
 
+Progress = Callable[[str, int, int], None]
+"""Receives the name of a training, its steps done and their number."""
+
+
 @dataclass
 class Subject:
     """A model in memory, where it came from, and the ids (T,) that it reads."""
@@ -49,8 +53,7 @@ class Subject:
     ids: Tensor
     is_random: bool = False
     """Whether the ids are drawn at random, because no text could be encoded."""
-    progress: Callable[[str], None] = lambda line: None
-    """Called with a line before each part that takes seconds."""
+    progress: Progress | None = None
     trains: bool = False
     """Whether lessons may train tiny models."""
 
@@ -140,12 +143,11 @@ class Subject:
 
 
 def open_subject(
-    model: Any, tokenizer: Any, text: str | None, progress: Callable[[str], None]
+    model: Any, tokenizer: Any, text: str | None, progress: Progress | None
 ) -> Subject:
     """Return what a lesson runs on; see `explain`."""
     if model is None:
-        progress("training a tiny GPT on Python's docstrings")
-        model, tokenizer, _ = tiny_model()
+        model, tokenizer, _ = tiny_model(progress=progress)
         about = f"a tiny GPT, trained just now for {STEPS} steps on Python's docstrings"
     elif isinstance(model, (str, os.PathLike)):
         about = os.fspath(model)
@@ -222,12 +224,27 @@ class Tiny(NamedTuple):
     """On text that it was not trained on, in nats."""
 
 
-@lru_cache
-def tiny_model(*, tied: bool = True) -> Tiny:
-    """Train a GPT of two layers on the docstrings of Python's types.
+_tiny_models: dict[bool, Tiny] = {}
+"""Trained models, by whether they are tied."""
 
-    torch's random stream is not touched.
-    """
+
+def tiny_model(*, tied: bool = True, progress: Progress | None = None) -> Tiny:
+    """Return a GPT of two layers, trained on the docstrings of Python's types on the first call."""
+
+    def report(done: int) -> None:
+        if progress is not None:
+            name = f"training {'a tied' if tied else 'an untied'} tiny GPT on Python's docstrings"
+            progress(name, done, STEPS)
+
+    if tied not in _tiny_models:
+        _tiny_models[tied] = _train_tiny(tied, report)
+    report(STEPS)
+    return _tiny_models[tied]
+
+
+def _train_tiny(tied: bool, report: Callable[[int], None]) -> Tiny:
+    """Train a GPT without any effect on torch's random stream."""
+    report(0)
     kinds = (str, bytes, bytearray, list, dict, set, frozenset, int, float, tuple, memoryview)
     docs = {inspect.getdoc(getattr(kind, name)): None for kind in kinds for name in dir(kind)}
     text = "\n\n".join(filter(None, docs))
@@ -250,6 +267,7 @@ def tiny_model(*, tied: bool = True) -> Tiny:
             optimizer.zero_grad()
             model.loss(ids[:, :-1], ids[:, 1:]).backward()
             optimizer.step()
+            report(step + 1)
     model.zero_grad()
     with torch.no_grad():
         rows = held_out[: HELD_OUT // 65 * 65].view(-1, 65)

@@ -200,8 +200,7 @@ def _compare_heads(subject: Subject, lesson: Lesson) -> None:
 
 def _compare_tiny_models(subject: Subject, lesson: Lesson) -> None:
     """Train a tied and an untied tiny GPT, and compare their losses."""
-    subject.progress("training two tiny GPTs on Python's docstrings, one tied and one untied")
-    tied, untied = tiny_model(), tiny_model(tied=False)
+    tied, untied = (tiny_model(tied=tied, progress=subject.progress) for tied in (True, False))
     larger = (
         " That the untied one is better here is no contradiction: it has {more:,} parameters "
         "more, and both saw as much text. Tying saves parameters; it does not promise the lower "
