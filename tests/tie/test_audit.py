@@ -255,6 +255,7 @@ def test_onnx_with_one_and_with_two_copies(tmp_path, names, external):
         (tmp_path / "data.bin").unlink(missing_ok=True)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("tied", [True, False])
 def test_what_torch_exports_holds_two_copies(tmp_path, tied):
     torch.manual_seed(1)

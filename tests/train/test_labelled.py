@@ -70,7 +70,7 @@ def learned(tmp_path_factory):
     return of
 
 
-@pytest.mark.parametrize("task", LABELLED)
+@pytest.mark.parametrize("task", ["classify", pytest.param("choose", marks=pytest.mark.slow)])
 def test_a_small_problem_is_learned_to_more_than_95_percent(learned, task):
     run, events = learned(task)
     score = events[-1].score
