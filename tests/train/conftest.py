@@ -4,7 +4,8 @@ import dataclasses
 import json
 import re
 import shutil
-from collections.abc import Iterable
+import time
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
@@ -47,6 +48,7 @@ class Trial:
     objective: Objective
     data: Data
     plan: Plan
+    clock: Callable[[], float] = time.perf_counter
 
     def change(self, **plan: Any) -> "Trial":
         """Return the same with other numbers in its plan."""
@@ -57,13 +59,29 @@ class Trial:
         events, done = [], [0]
         trainer = Trainer(
             self.run, self.objective, self.data, self.plan, CPU,
-            **{"stop_requested": lambda: done[0] == stop_after} | options,
+            **{"stop_requested": lambda: done[0] == stop_after, "clock": self.clock} | options,
         )  # fmt: skip
         for event in trainer.run():
             events.append(event)
             if isinstance(event, Stepped | Skipped):
                 done[0] = event.step
         return events
+
+    def with_clock(self, step_seconds: float) -> "Trial":
+        """Return the same with a clock by which each step takes so many seconds."""
+        now, batches = [1000.0], self.data.batches
+
+        def timed(batch_size, seed):
+            batch_of = batches(batch_size, seed)
+
+            def tick(step):
+                now[0] += step_seconds
+                return batch_of(step)
+
+            return tick
+
+        data = dataclasses.replace(self.data, batches=timed)
+        return dataclasses.replace(self, data=data, clock=lambda: now[0])
 
     def metrics(self) -> list[dict]:
         """Return the lines of metrics.jsonl."""

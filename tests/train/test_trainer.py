@@ -285,39 +285,21 @@ def test_a_run_whose_validation_had_turned_trains_when_it_is_asked_to_go_on(
     assert run.metrics()[-1]["best_step"] == 6
 
 
-@pytest.fixture
-def clock(monkeypatch):
-    """Have each step take so many seconds, as the trainer's clock tells them."""
-
-    def take(a_step):
-        now = [1000.0]
-
-        def step(*arguments, **options):
-            now[0] += a_step
-            return train_step(*arguments, **options)
-
-        monkeypatch.setattr(trainer_module, "train_step", step)
-        monkeypatch.setattr(trainer_module.time, "perf_counter", lambda: now[0])
-
-    return take
-
-
 def find(events, kind):
     return [event for event in events if isinstance(event, kind)]
 
 
-@pytest.mark.parametrize("a_step", [2.0, 0.5])
-def test_a_run_is_planned_again_until_it_ends_with_the_time(trial, options, clock, a_step):
-    run = trial(steps=40, minutes=1.0, eval_every=5, save_every=7)
+@pytest.mark.parametrize("step_seconds", [2.0, 0.5])
+def test_a_run_is_planned_again_until_it_ends_with_the_time(trial, options, step_seconds):
+    run = trial(steps=40, minutes=1.0, eval_every=5, save_every=7).with_clock(step_seconds)
     run.write_record(options)
-    clock(a_step)
     events = run.train()
     first, *later = find(events, Replanned)
     event, replanned_at = later[-1] if later else first, first.step
     assert replanned_at <= 4, "after a tenth of the steps, or of the time"
     assert event.plan.steps == events[-1].step
-    assert 0.8 * 60 < event.plan.steps * a_step < 60
-    note = "{} of 40 steps fit" if a_step == 2.0 else "{} steps instead of 40"
+    assert 0.8 * 60 < event.plan.steps * step_seconds < 60
+    note = "{} of 40 steps fit" if step_seconds == 2.0 else "{} steps instead of 40"
     assert note.format(first.plan.steps) in first.notes[0]
     lrs = [step.lr for step in find(events, Stepped)]
     assert lrs[:replanned_at] == [run.plan.rate(step) for step in range(replanned_at)]
@@ -325,44 +307,44 @@ def test_a_run_is_planned_again_until_it_ends_with_the_time(trial, options, cloc
 
     _, made = read_plan(run.run.read_record())
     assert made == event.plan and made.since == event.step
-    assert [path.name for path in list_checkpoints(run.run.checkpoints)][-1] == (
-        f"step-{event.plan.steps:06d}"
-    )
 
 
-def test_a_run_killed_after_a_new_plan_goes_on_by_it_without_repeating_a_step(
-    trial, options, clock
-):
-    whole, killed = (trial(name, steps=40, minutes=1.0, eval_every=5) for name in ("one", "two"))
-    for run in (whole, killed):
+def replanned(trial, options, name, stop_after=None):
+    """Return a run of 40 steps, planned again for 28 after step 4, up to a step."""
+    run = trial(name, steps=40, minutes=1.0, eval_every=5).with_clock(2.0)
+    run.write_record(options)
+    (event,) = find(run.train(stop_after), Replanned)
+    assert (event.step, event.plan.steps) == (4, 28)
+    return dataclasses.replace(run, plan=event.plan)
+
+
+@pytest.mark.parametrize("damage", ["none", "the newest checkpoint", "run.toml's plan"])
+def test_a_run_that_was_planned_again_resumes_as_if_it_never_stopped(trial, options, damage):
+    whole = replanned(trial, options, "whole")
+    run = replanned(trial, options, "parts", 4 if damage == "the newest checkpoint" else 12)
+    if damage == "the newest checkpoint":  # that of the new plan; the one before has the first plan
+        run.newest("state.json").write_text("{}")
+    if damage == "run.toml's plan":  # killed after the checkpoint and before run.toml was written
+        run = dataclasses.replace(run, plan=PLAN).change(steps=40, minutes=1.0, eval_every=5)
         run.write_record(options)
-    clock(2.0)
-    whole.train()
-    step = None
-    for event in trainer_module.Trainer(
-        killed.run, killed.objective, killed.data, killed.plan, torch.device("cpu")
-    ).run():
-        if isinstance(event, Replanned):
-            step = event.step
-        if step is not None and isinstance(event, Stepped) and event.step == step + 1:
-            break  # as if the process had been killed
-    _, plan = read_plan(killed.run.read_record())
-    assert plan.since == step and plan.steps < 40
-    killed.plan = dataclasses.replace(plan, minutes=None)
-    events = killed.train()
-    assert events[0].step == step
-    assert find(events, Stepped)[0].lr == plan.rate(step)
+    events = run.train()
+    lrs = {step.step: step.lr for step in find(events, Stepped)}
+    assert events[0].step == {"the newest checkpoint": 2}.get(damage, 12)
+    assert lrs == {line["step"]: line["lr"] for line in whole.metrics() if line["step"] in lrs
+                   and "lr" in line}  # fmt: skip
+    _, plan = read_plan(run.run.read_record())
+    assert plan == whole.plan
+    assert_same(whole, run)
 
 
-def test_a_plan_whose_pace_was_right_stays_as_it_is(trial, clock):
-    clock(1.4)
-    events = trial(steps=40, minutes=1.0, eval_every=40).train()
+def test_a_plan_whose_pace_was_right_stays_as_it_is(trial):
+    events = trial(steps=40, minutes=1.0, eval_every=40).with_clock(1.4).train()
     assert events[-1].step == 40 and not find(events, Replanned)
 
 
-def test_a_slow_run_planned_again_still_trains_its_whole_warmup(trial, clock):
-    clock(30.0)
-    events = trial(steps=40, minutes=1.0, eval_every=40, warmup=6, cooldown=10).train()
+def test_a_slow_run_planned_again_still_trains_its_whole_warmup(trial):
+    run = trial(steps=40, minutes=1.0, eval_every=40, warmup=6, cooldown=10).with_clock(30.0)
+    events = run.train()
     (event,) = find(events, Replanned)
     assert event.plan.steps == event.plan.warmup == events[-1].step == 6
     assert event.plan.cooldown == 0

@@ -10,6 +10,7 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import asdict
 from typing import Any, TypeVar
 
 import torch
@@ -73,7 +74,7 @@ class Trainer:
     between the batches of an evaluation. `progress` receives the number of scored batches of the
     final score, and their total; with `score_all`, the final score takes all held-out data. In a
     `world` of several processes, all make a trainer and see the same events; rank 0 writes. A plan
-    with minutes ends at the `deadline`, in seconds of `time.perf_counter`; default: from now.
+    with minutes ends at the `deadline`, in seconds of the `clock`; default: from now.
     """
 
     def __init__(
@@ -90,9 +91,11 @@ class Trainer:
         deadline: float | None = None,
         score_all: bool = False,
         progress: Progress | None = None,
+        clock: Callable[[], float] = time.perf_counter,
     ) -> None:
         self.directory, self.objective, self.data, self.plan = run, objective, data, plan
-        self.stop_requested, self.track = stop_requested, track
+        self.next_plan: Plan | None = None  # replaces `plan` after its step `since`
+        self.stop_requested, self.track, self.clock = stop_requested, track, clock
         self.world = world or World(device)
         self.step = self.saved_at = 0
         self.deadline, self.score_all, self.progress = deadline, score_all, progress
@@ -108,11 +111,10 @@ class Trainer:
         stays.
         """
         try:
-            yield self._begin()
+            yield from self._begin()
             if self.health.evaluation_due:
                 yield from self._pause()
             while not self._is_done() and not self.world.any(self.stop_requested()):
-                yield from self._replan()
                 yield from self._next_step()
                 self.health.require_sound(self.step)
                 yield from self._pause()
@@ -121,7 +123,7 @@ class Trainer:
         except DivergedError as error:
             raise self._diagnose(error) from None
 
-    def _begin(self) -> Started:
+    def _begin(self) -> Iterator[Started | Replanned]:
         """Build the model and load the newest checkpoint, or begin at step 0."""
         world, plan, run = self.world, self.plan, self.directory
         world.on_main(lambda: world.require_work(plan))
@@ -153,16 +155,38 @@ class Trainer:
             seconds = compile_now(self.objective, self.model, self.batch_of(self.step), plan)
             notes.append(f"compiled the blocks in {seconds:.1f} s")
         self.measures = Measures(self.model, self.data, plan, world)
-        if plan.minutes is not None:
-            self.checks = PaceChecks(plan, self.step, time.perf_counter(), self.deadline)
-        return Started(self.model, self.groups, self.step, notes)
+        yield Started(self.model, self.groups, self.step, notes)
+        if state is not None:
+            yield from self._resume_plan(Plan.from_state(state))
+        if self.next_plan is None:
+            self._start_clock()
+
+    def _resume_plan(self, saved: Plan) -> Iterator[Replanned]:
+        """Go on by the plan in the checkpoint until the given one begins.
+
+        The given plan comes from run.toml. It is the older one if the process was killed between
+        the checkpoint and run.toml.
+        """
+        if saved.since > self.plan.since:
+            yield self._set_plan(saved, [])
+        elif self.plan.since > self.step:
+            self.plan, self.next_plan = saved, self.plan
+
+    def _start_clock(self) -> None:
+        """Compare a plan with minutes with the clock from now on."""
+        if self.plan.minutes is not None:
+            self.checks = PaceChecks(self.plan, self.step, self.clock(), self.deadline)
 
     def _replan(self) -> Iterator[Replanned]:
-        """Change the number of steps if they would not end with the time."""
-        checks, before = self.checks, self.plan
-        if checks is None:
+        """Change the plan where a later one begins, or the steps would not end with the time."""
+        before, next_plan, checks = self.plan, self.next_plan, self.checks
+        if next_plan is not None and next_plan.since <= self.step:
+            self.next_plan = None
+            yield self._set_plan(next_plan, [])
+            self._start_clock()
+        if checks is None or self._is_done():
             return
-        now = self.world.on_main(time.perf_counter)
+        now = self.world.on_main(self.clock)
         pace = self.world.on_main(lambda: checks.measure(before, self.step, now))
         if pace is None:
             return
@@ -170,18 +194,18 @@ class Trainer:
         plan = replan(before, self.data.held_out_rows, self.step, left, pace, self.world.size)
         if plan is None:
             return
-        self._set_plan(plan)
         note = f"slower than planned: {plan.steps:,} of {before.steps:,} steps fit into the time"
         if plan.steps > before.steps:
             note = f"faster than planned: {plan.steps:,} steps instead of {before.steps:,}"
-        yield Replanned(self.step, plan, [note])
+        yield self._set_plan(plan, [note])
 
-    def _set_plan(self, plan: Plan) -> None:
-        """Save the state, so that no step is repeated by another plan, and go on by a new plan."""
-        self._save()
+    def _set_plan(self, plan: Plan, notes: list[str]) -> Replanned:
+        """Go on by another plan: save it in a checkpoint, then in run.toml."""
         self.plan = plan
+        self._save()
         if self.world.is_main and (tables := self.directory.read_record()):
             self.directory.write_record(tables | plan_tables(plan))
+        return Replanned(self.step, plan, notes)
 
     def _next_step(self) -> Iterator[Stepped | Skipped | Replanned]:
         """Do a step, in smaller micro-batches if a GPU has no room for it."""
@@ -201,16 +225,16 @@ class Trainer:
             )
         if device.type == "cuda":
             torch.cuda.empty_cache()
-        self._set_plan(halve_micro_batch(before, self.step))
+        plan = halve_micro_batch(before, self.step)
         note = (
             f"{device} has no room for {before.micro_batch} sequences at a time: "
-            f"{self.plan.micro_batch} from here on"
+            f"{plan.micro_batch} from here on"
         )
-        return Replanned(self.step, self.plan, [note])
+        return self._set_plan(plan, [note])
 
     def _try_step(self) -> Stepped | Skipped | None:
         """Do a step, or skip it if its loss or gradient is not finite; None if out of memory."""
-        began, world = time.perf_counter(), self.world
+        began, world = self.clock(), self.world
         set_rate(self.optimizers, self.plan.rate(self.step))
         batch = self.batch_of(self.step)
         world.reseed(self.plan.seed, self.step)
@@ -226,7 +250,7 @@ class Trainer:
             self.step -= 1
             self.model.zero_grad(set_to_none=True)
             return None
-        return self._finish_step(result, time.perf_counter() - began)
+        return self._finish_step(result, self.clock() - began)
 
     def _finish_step(self, result: StepResult, seconds: float) -> Stepped:
         self.health.add_step(result.loss, result.grad_norm)
@@ -250,12 +274,10 @@ class Trainer:
         self._write({"step": self.step, "skipped": why, "lr": rate, **units})
         return Skipped(self.step, why, self.health.skipped_in_all)
 
-    def _pause(self) -> Iterator[Evaluated]:
-        """Evaluate and save if the plan says so; save if validation improved."""
+    def _pause(self) -> Iterator[Evaluated | Replanned]:
+        """Evaluate and save if the plan says so; save if validation improved; plan again."""
         plan, improved = self.plan, False
-        if self.step >= plan.steps:
-            return
-        if self.step % plan.eval_every == 0:
+        if self.step < plan.steps and self.step % plan.eval_every == 0:
             score = self._evaluate(plan.eval_batches)
             self.health.evaluation_due = score is None
             if score is None:
@@ -267,7 +289,8 @@ class Trainer:
             self._write({"step": self.step, **metrics, "sample": sample})
             improved = self.health.add_evaluation(self.step, score.nats)
             yield Evaluated(self.step, score, metrics, sample)
-        if improved or self.step % plan.save_every == 0:
+        yield from self._replan()
+        if self.step < plan.steps and (improved or self.step % plan.save_every == 0):
             self._save()
 
     def _evaluate(self, n_batches: int | None, progress: Progress | None = None) -> Score | None:
@@ -382,7 +405,7 @@ class Trainer:
             self.objective,
             self.model,
             self.optimizers,
-            self.health.state(),
+            {**self.health.state(), "plan": asdict(self.plan)},
             self.world,
             spared=self.health.best_step,
         )

@@ -95,6 +95,16 @@ class Plan:
         if not sound or any(getattr(self, name) < 1 for name in COUNTS):
             raise CorruptInputError(f"invalid plan: {self}")
 
+    @classmethod
+    def from_state(cls, state: dict[str, Any]) -> Plan:
+        """Return the plan in a checkpoint's state."""
+        try:
+            return cls(**state.get("plan", {}))
+        except TypeError:
+            raise CorruptInputError(
+                "the checkpoint was written by another version of tiedgpt"
+            ) from None
+
     def rate(self, step: int) -> float:
         """Return the learning rate of a step, from 0: it rises linearly to `lr` in `warmup` steps.
 
