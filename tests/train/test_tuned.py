@@ -316,7 +316,7 @@ def test_the_same_command_goes_on_with_its_run(place, tmp_path, monkeypatch, cap
     assert record["model"]["attn_pdrop"] == 0 and record["model"]["resid_pdrop"] == 0
     assert record["training"]["lr"] == pytest.approx(4 * 6.25e-5 * 768 / 32)
     card = (tmp_path / "runs/messages-tuned-1/model/README.md").read_text()
-    assert f"tune {place / 'messages.jsonl'} --from {place / 'base'}" in card
+    assert str(place) not in card
 
 
 GOOD = json.dumps(LINES["messages"][0]) + "\n"

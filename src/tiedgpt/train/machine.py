@@ -143,6 +143,11 @@ class SpeedMeasurement:
     def __call__(self, config: GPTConfig, plan: Plan) -> float:
         """Return the tokens (or examples) per second of all processes."""
         if not self.compares_threads:
+            if self.load is not None and not self.notes:
+                self.notes.append(
+                    f"this machine is busy ({self.load:.1f} processes on {count_cores()} cores): "
+                    "the measured speed may not last, and the plan follows the clock"
+                )
             with cpu_threads(self.threads):
                 return self._measure(config, plan)
         self.compares_threads = False
