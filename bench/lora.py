@@ -33,10 +33,10 @@ from tiedgpt.train.events import Ended
 from tiedgpt.train.loop import Trainer
 from tiedgpt.train.machine import training_device
 from tiedgpt.train.objectives import open_sources
+from tiedgpt.train.options import TrainOptions
 from tiedgpt.train.prepare import prepare
 from tiedgpt.train.run import make_plan
 from tiedgpt.train.storage import RunDirectory
-from tiedgpt.train.tune_options import TuneOptions
 
 FUNCTION = re.compile(r"^ *(\w+\(.*\))\n +([A-Z][^\n]{15,150}?\.)(?= |\n)", re.M)
 LIBRARY = "python module "
@@ -64,7 +64,7 @@ def write_data(directory: Path) -> tuple[Path, Path]:
 
 def tuned(path: Path, **options: Any) -> tuple[float, int, int]:
     """Tune; return the loss in nats on all held out, the parameters trained, and all of them."""
-    asked = TuneOptions(examples=True, **options)
+    asked = TrainOptions(recipe="tune", **options)
     path.mkdir(parents=True)
     run = RunDirectory(path)
     objective, data = prepare(run, asked, open_sources(asked))

@@ -18,7 +18,7 @@ import tiedgpt
 from tiedgpt import GPT, GPTConfig, Tokenizer, tie
 from tiedgpt.errors import UserError
 from tiedgpt.names import OTHER_NAMES
-from tiedgpt.train import TrainOptions, TuneOptions
+from tiedgpt.train import TrainOptions
 from tiedgpt.tune import lora
 
 PACKAGES = ["tiedgpt"] + [
@@ -97,9 +97,8 @@ def test_another_librarys_attribute_is_answered_with_the_name_here(tiny, owner, 
 def test_another_librarys_argument_is_answered_with_the_name_here(tiny):
     with pytest.raises(UserError, match="GPTConfig has no 'n_layers': use n_layer"):
         GPTConfig(n_layers=2)
-    for options in (TrainOptions, TuneOptions):
-        with pytest.raises(TypeError, match=r"argument 'learning_rate': use lr="):
-            options(data=("my.txt",), learning_rate=1e-3)
+    with pytest.raises(TypeError, match=r"argument 'learning_rate': use lr="):
+        TrainOptions(data=("my.txt",), learning_rate=1e-3)
     with pytest.raises(TypeError, match=r"lora\(\) has no argument 'r': use rank="):
         lora(tiny, r=8)
     with pytest.raises(TypeError, match=r"not callable: use tokenizer\.encode\(text\)"):
@@ -121,7 +120,7 @@ def test_the_answers_name_what_there_is(package, tiny):
         assert hasattr(Tokenizer.characters(["abc"]), name)
 
 
-@pytest.mark.parametrize("called", [GPTConfig, TrainOptions, TuneOptions, lora])
+@pytest.mark.parametrize("called", [GPTConfig, TrainOptions, lora])
 def test_the_answers_name_arguments_that_there_are(called):
     fields = getattr(called, "__dataclass_fields__", None)
     known = fields or pydoc.inspect.signature(called).parameters

@@ -17,16 +17,6 @@ Called = TypeVar("Called", bound=Callable[..., Any])
 
 _FROM_PRETRAINED = "use GPT.from_pretrained(source) and Tokenizer.from_pretrained(source)"
 _PEFT_SAVES = "use tiedgpt.tune.save_adapter(model, directory)"
-_TRAINING = {
-    "learning_rate": "lr", "max_steps": "steps", "max_iters": "steps",
-    "num_train_epochs": "epochs", "num_epochs": "epochs", "train_batch_size": "batch_size",
-    "per_device_train_batch_size": "batch_size", "gradient_accumulation_steps": "micro_batch",
-    "block_size": "context", "seq_length": "context", "max_length": "context",
-    "warmup_steps": "warmup", "warmup_ratio": "warmup", "warmup_iters": "warmup",
-    "max_grad_norm": "grad_clip", "eval_steps": "eval_every", "eval_interval": "eval_every",
-    "optim": "optimizer", "precision": "dtype", "early_stopping_patience": "patience",
-}  # fmt: skip
-"""Options of transformers' TrainingArguments and of nanoGPT's train.py."""
 
 OTHER_NAMES: dict[str, dict[str, str]] = {
     "tiedgpt": {
@@ -107,8 +97,15 @@ OTHER_NAMES: dict[str, dict[str, str]] = {
         "num_hidden_layers": "n_layer", "num_layers": "n_layer",
         "tie_weights": "tie_word_embeddings", "tied": "tie_word_embeddings",
     },
-    "TrainOptions": _TRAINING,
-    "TuneOptions": _TRAINING,
+    "TrainOptions": {
+        "learning_rate": "lr", "max_steps": "steps", "max_iters": "steps",
+        "num_train_epochs": "epochs", "num_epochs": "epochs", "train_batch_size": "batch_size",
+        "per_device_train_batch_size": "batch_size", "gradient_accumulation_steps": "micro_batch",
+        "block_size": "context", "seq_length": "context", "max_length": "context",
+        "warmup_steps": "warmup", "warmup_ratio": "warmup", "warmup_iters": "warmup",
+        "max_grad_norm": "grad_clip", "eval_steps": "eval_every", "eval_interval": "eval_every",
+        "optim": "optimizer", "precision": "dtype", "early_stopping_patience": "patience",
+    },
     "lora": {
         "lora_alpha": "alpha", "r": "rank", "lora_rank": "rank", "target_modules": "targets",
         "modules": "targets",

@@ -6,14 +6,16 @@
         top_k: int | None = option(None, "Sample from the k likeliest tokens.", "sampling")
 
 The library reads such a dataclass as any other; the command line makes `--top-k` of the same field
-(`cli/options.py`). A class may have a table `DEFAULTS`: in words, what its options become that are
-not given. Like `errors`, this imports nothing heavy and everyone may import it.
+(`cli/options.py`). A class may have a table `DEFAULTS`: the default of an option in words, by the
+verb and the option's name. Like `errors`, this imports nothing heavy and everyone may import it.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from copy import copy
 from dataclasses import MISSING, Field, field
+from types import MappingProxyType
 from typing import Any
 
 
@@ -27,6 +29,7 @@ def option(
     long: str = "",
     repeated: bool = False,
     choices: Callable[[], tuple[str, ...]] | None = None,
+    verbs: Mapping[str, Mapping[str, Any]] | None = None,
 ) -> Any:
     """Return a dataclass field for an option of the command line.
 
@@ -34,15 +37,43 @@ def option(
     `metavar` stands for its value; `short` is its letter, and `long` its name where that is not the
     field's. A `repeated` option may be given several times; its type is a tuple. `choices` returns
     the values that it may have, where its type does not name them. An option whose `default` is
-    `MISSING` is required.
+    `MISSING` is required. `verbs` are the only verbs with this option, each with what it has
+    instead of these arguments; None: every verb that takes the dataclass has it.
     """
-    facts = {"help": help, "group": group, "metavar": metavar, "short": short, "long": long}
-    return field(default=default, metadata=facts | {"repeated": repeated, "choices": choices})
+    facts = {
+        "help": help, "group": group, "metavar": metavar, "short": short, "long": long,
+        "repeated": repeated, "choices": choices, "verbs": verbs,
+    }  # fmt: skip
+    return field(default=default, metadata=facts)
 
 
-def argument(help: str, *, default: Any = MISSING, metavar: str = "") -> Any:
+def argument(
+    help: str,
+    *,
+    default: Any = MISSING,
+    metavar: str = "",
+    verbs: Mapping[str, Mapping[str, Any]] | None = None,
+) -> Any:
     """Return a field that is an argument without a flag; of a tuple's type, it takes all left."""
-    return field(default=default, metadata={"help": help, "metavar": metavar, "positional": True})
+    facts = {"help": help, "metavar": metavar, "positional": True, "verbs": verbs}
+    return field(default=default, metadata=facts)
+
+
+def is_option_of(field: Field[Any], verb: str) -> bool:
+    """Whether a verb has the option of a field."""
+    verbs = field.metadata.get("verbs")
+    return verbs is None or verb in verbs
+
+
+def option_of_verb(field: Field[Any], verb: str) -> Field[Any]:
+    """Return the field with the help, the flag and the default that a verb has for it."""
+    changes = (field.metadata.get("verbs") or {}).get(verb, {})
+    if not changes:
+        return field
+    field = copy(field)
+    field.default = changes.get("default", field.default)
+    field.metadata = MappingProxyType({**field.metadata, **changes})
+    return field
 
 
 def is_argument(field: Field[Any]) -> bool:

@@ -137,7 +137,7 @@ def test_the_flags_of_every_verb_are_those_that_users_know():
         module = import_module(f"tiedgpt.cli.{verb}")
         parts = {f"{verb} {part}": kind for part, kind in getattr(module, "PARTS", {}).items()}
         for name, kind in (parts or {verb: module.Arguments}).items():
-            fields = option_fields(kind)
+            fields = option_fields(kind, name)
             flags[name] = sorted(flag(field) for field in fields if not is_argument(field))
     assert flags == json.loads(FLAGS.read_text())
 

@@ -103,10 +103,10 @@ SLURM = "--job-name", "--nodes", "--ntasks-per-node", "--gpus-per-node", "--requ
 
 
 def test_names_and_options_in_the_text_exist():
-    verbs = [import_module(f"tiedgpt.cli.{verb}").Arguments for verb in VERBS]
-    verbs += [arguments_of(inspection) for inspection in INSPECTIONS.values()]
-    verbs += data.PARTS.values()
-    options = {flag(field) for verb in verbs for field in option_fields(verb)}
+    verbs = [(import_module(f"tiedgpt.cli.{verb}").Arguments, verb) for verb in VERBS]
+    verbs += [(arguments_of(inspection), "inspect") for inspection in INSPECTIONS.values()]
+    verbs += [(part, "data") for part in data.PARTS.values()]
+    options = {flag(field) for verb in verbs for field in option_fields(*verb)}
     options |= {"--help", "--grep", "--wrap", *TORCHRUN, *SLURM, *HUB}
     for page in ALL:
         text = page.read_text()

@@ -29,7 +29,6 @@ from tiedgpt.train.planning import (
     plan_run,
     replan,
 )
-from tiedgpt.train.tune_options import TuneOptions
 
 SPEEDS = {"nano": 45_000, "tiny": 25_000, "little": 16_500, "mini": 5_100, "small": 1_300}
 """Tokens per second of two cores, as measured."""
@@ -357,7 +356,7 @@ def test_the_number_of_steps_comes_from_steps_epochs_or_minutes(asked, steps):
 def test_few_examples_are_tuned_on_for_at_least_300_steps(examples, steps, says):
     facts = Facts(unit="tokens", row_units=64, row_tokens=64, epoch_rows=examples,
                   n_examples=examples, n_held_out=examples // 20)  # fmt: skip
-    options = TuneOptions(data=("x",), start="m", examples=True)
+    options = TrainOptions(recipe="tune", data=("x",), start="m")
     _, made = plan(options, config=SMALL, facts=facts)
     assert made.reason.startswith(says) and made.steps >= steps
     assert made.can_end_early == (examples > 1000)

@@ -19,11 +19,11 @@ from tiedgpt.data import read_template
 from tiedgpt.infer import Engine
 from tiedgpt.train.objective import Pretrained
 from tiedgpt.train.objectives import open_sources
+from tiedgpt.train.options import TrainOptions
 from tiedgpt.train.parallel import World, join_world
 from tiedgpt.train.prepare import prepare
 from tiedgpt.train.run import make_plan
 from tiedgpt.train.storage import RunDirectory
-from tiedgpt.train.tune_options import TuneOptions
 from tiedgpt.tune import load_adapter, lora, save_adapter
 from tiedgpt.weights.containers import SafetensorsFile
 from tiedgpt.weights.tensors import StoredTensor
@@ -62,9 +62,7 @@ def options(place):
     def make(kind, **more):
         given = {"steps": 8, "lr": 1e-2, "dtype": "fp32"} | more
         data = (str(place / f"{kind}.jsonl"),)
-        return TuneOptions(
-            data=data, start=str(place / "base"), **{"examples": kind != "text"} | given
-        )
+        return TrainOptions(recipe="tune", data=data, start=str(place / "base"), **given)
 
     return make
 
@@ -127,7 +125,7 @@ def test_the_context_is_that_of_the_header_and_no_weights_are_read_for_it(
 def test_packing_can_be_switched_off_for_examples_and_on_for_text(make):
     run = make("completion", packing="off")
     assert run.data.epoch_rows == len(run.data.examples) and run.plan.batch_size > 1
-    run = make("text", "text", packing="on", examples=True)
+    run = make("text", "text", packing="on")
     ids, _, first = run.data.batches(run.plan.batch_size, 0)(0)
     eos = run.objective.tokenizer.eos_token_id
     starts = [row[row > 0] for row in first]
@@ -316,7 +314,7 @@ def test_the_same_command_goes_on_with_its_run(place, tmp_path, monkeypatch, cap
     assert record["model"]["attn_pdrop"] == 0 and record["model"]["resid_pdrop"] == 0
     assert record["training"]["lr"] == pytest.approx(4 * 6.25e-5 * 768 / 32)
     card = (tmp_path / "runs/messages-tuned-1/model/README.md").read_text()
-    assert str(place) not in card
+    assert 'recipe = "tune"' in card and str(place) not in card
 
 
 GOOD = json.dumps(LINES["messages"][0]) + "\n"
@@ -366,9 +364,8 @@ def test_text_may_be_in_another_field(place, tmp_path, monkeypatch):
 def test_bad_lines_can_be_skipped(tmp_path, options):
     path = write_lines(tmp_path / "mixed.jsonl", LINES["completion"])
     (tmp_path / "mixed.jsonl").write_text("{\n" + (tmp_path / "mixed.jsonl").read_text())
-    asked = TuneOptions(
-        data=(path,), start=options("text").start, examples=True, skip_bad=True, steps=1
-    )
+    start = options("text").start
+    asked = TrainOptions(recipe="tune", data=(path,), start=start, skip_bad=True, steps=1)
     examples = open_sources(asked)
     assert len(examples.train) == len(examples.held_out) == 40 and not examples.holds_out
     assert "bad lines that were skipped: 1" in examples.notes[0]

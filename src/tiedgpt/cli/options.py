@@ -19,7 +19,14 @@ from typing import Any, NoReturn, TypeVar, get_args, get_origin, get_type_hints
 
 from tiedgpt.errors import EXIT_USAGE, TiedGPTError
 from tiedgpt.names import OTHER_NAMES
-from tiedgpt.options import REMOVED_OPTIONS, REMOVED_VALUES, flag, is_argument
+from tiedgpt.options import (
+    REMOVED_OPTIONS,
+    REMOVED_VALUES,
+    flag,
+    is_argument,
+    is_option_of,
+    option_of_verb,
+)
 
 Options = TypeVar("Options")
 PLACEHOLDERS = {int: "N", float: "X", str: "TEXT", Path: "FILE"}
@@ -44,10 +51,13 @@ class Parser(argparse.ArgumentParser):
         raise UsageError(message, f"`{self.prog} --help` lists all options")
 
 
-def parse(options: type[Options], verb: str, arguments: Sequence[str], description: str) -> Options:
+def parse(
+    options: type[Options], verb: str, arguments: Sequence[str], description: str, **fixed: Any
+) -> Options:
     """Return the options; `UsageError` for what cannot be understood, `SystemExit(0)` after help.
 
     Options may be written as in Python (`--batch_size`), and stand before and after arguments.
+    `fixed` are fields by name that the command line does not decide.
     """
     parser = make_parser(options, verb, description)
     end = arguments.index("--") if "--" in arguments else len(arguments)
@@ -59,7 +69,7 @@ def parse(options: type[Options], verb: str, arguments: Sequence[str], descripti
         unknown = next((argument for argument in rest if argument.startswith("-")), rest[0])
         raise _explain_unknown(unknown, options, verb)
     tuples = {name: tuple(x) for name, x in vars(values).items() if isinstance(x, list)}
-    result: Options = _build(options, vars(values) | tuples)
+    result: Options = _build(options, vars(values) | tuples | fixed)
     return result
 
 
@@ -82,7 +92,7 @@ def make_parser(options: type, verb: str, description: str) -> Parser:
     blocks = [block if "  " in block else textwrap.fill(block, HELP_WIDTH) for block in blocks]
     kinds = (options, *_list_parts(options).values())
     hints = {kind: get_type_hints(kind) for kind in kinds}
-    known = [(kind, field) for kind in kinds for field in _list_fields(kind)]
+    known = [(kind, field) for kind in kinds for field in _list_fields(kind, verb)]
     arguments = (_make_placeholder(f, hints[k][f.name]) for k, f in known if is_argument(f))
     parser = Parser(
         prog=f"tiedgpt {verb}",
@@ -101,7 +111,8 @@ def make_parser(options: type, verb: str, description: str) -> Parser:
             if heading not in groups and "help" in field.metadata:
                 groups[heading] = parser.add_argument_group(heading)
     for kind, field in known:
-        keywords = _make_keywords(field, hints[kind][field.name], getattr(kind, "DEFAULTS", {}))
+        defaults = getattr(kind, "DEFAULTS", {}).get(verb, {})
+        keywords = _make_keywords(field, hints[kind][field.name], defaults)
         if is_argument(field):
             parser.add_argument(field.name, **keywords)
             continue
@@ -111,16 +122,19 @@ def make_parser(options: type, verb: str, description: str) -> Parser:
     return parser
 
 
-def option_fields(options: type) -> list[dataclasses.Field[Any]]:
-    """Return the fields that the command line asks for: those that carry a help."""
-    return [
-        field for kind in (options, *_list_parts(options).values()) for field in _list_fields(kind)
+def option_fields(options: type, verb: str) -> list[dataclasses.Field[Any]]:
+    """Return the fields that a verb's command line asks for: those that carry a help."""
+    kinds = (options, *_list_parts(options).values())
+    return [field for kind in kinds for field in _list_fields(kind, verb)]
+
+
+def _list_fields(kind: type, verb: str) -> list[dataclasses.Field[Any]]:
+    """Return the fields of one dataclass that a verb has, those of the class itself first."""
+    fields = [
+        option_of_verb(field, verb)
+        for field in dataclasses.fields(kind)
+        if "help" in field.metadata and is_option_of(field, verb)
     ]
-
-
-def _list_fields(kind: type) -> list[dataclasses.Field[Any]]:
-    """Return the fields of one dataclass that carry a help, those of the class itself first."""
-    fields = (field for field in dataclasses.fields(kind) if "help" in field.metadata)
     return sorted(fields, key=lambda field: field.name not in get_annotations(kind))
 
 
@@ -236,7 +250,7 @@ def _suggest(text: str, known: Collection[str]) -> str:
 
 def _explain_unknown(argument: str, options: type, verb: str) -> UsageError:
     """Return the error for an argument that no option takes."""
-    known = option_fields(options)
+    known = option_fields(options, verb)
     lists = f"`tiedgpt {verb} --help` lists all options"
     if not argument.startswith("-"):
         hint = lists

@@ -9,12 +9,11 @@ from typing import Any
 from tiedgpt.cli.console import bar, console, fact, note, table
 from tiedgpt.cli.train import RunArguments
 from tiedgpt.files import format_bytes
-from tiedgpt.train.options import format_count
+from tiedgpt.train.options import TrainOptions, format_count
 from tiedgpt.train.run import DryRun, dry_run
-from tiedgpt.train.tune_options import AnyOptions
 
 
-def show_plan(options: AnyOptions, args: RunArguments) -> None:
+def show_plan(options: TrainOptions, args: RunArguments) -> None:
     """Print the plan, the memory and the time; raise `NoRoomError` after it if it does not fit."""
     with bar("reading text") as progress:
         run = dry_run(options, threads=args.threads, progress=progress)

@@ -244,7 +244,7 @@ class Display:
             verbs = first, f"export {here} page.html", f"tie show {here}"
             steps = "\n".join(f"  {program()} {verb}" for verb in verbs)
             seen = ended.step * self._batch_units
-            if seen < READABLE and not options.continues:
+            if seen < READABLE and options.start is None:
                 self.say(f"the model was trained on only {seen:,} tokens: its texts may be poor")
         part = "all held-out data"
         if ended.scored is not None:

@@ -10,7 +10,7 @@ import time
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from types import FrameType
-from typing import TYPE_CHECKING, Any, ClassVar, Literal
+from typing import Any, ClassVar, Literal
 
 from tiedgpt.cli.console import bar
 from tiedgpt.cli.options import parse
@@ -19,9 +19,6 @@ from tiedgpt.errors import EXIT_INTERRUPTED, EXIT_OK, TiedGPTError, UserError
 from tiedgpt.infer.threads import check_threads
 from tiedgpt.options import option
 from tiedgpt.train.options import TrackerName, TrainOptions
-
-if TYPE_CHECKING:
-    from tiedgpt.train.tune_options import AnyOptions
 
 PROCESSES = "TORCHELASTIC_RUN_ID"
 """What torchrun sets in the environment of the processes that it starts."""
@@ -96,7 +93,7 @@ def run(arguments: list[str]) -> int:
     return show_run(args.options, args.run, "train", arguments)
 
 
-def show_run(options: AnyOptions, args: RunArguments, verb: str, arguments: list[str]) -> int:
+def show_run(options: TrainOptions, args: RunArguments, verb: str, arguments: list[str]) -> int:
     """Train, and show it; return the exit code. The verb's `arguments` resume the run."""
     if args.dry_run:
         from tiedgpt.cli.show_plan import show_plan

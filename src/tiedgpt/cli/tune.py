@@ -8,8 +8,8 @@ from pathlib import Path
 from tiedgpt.cli.options import parse
 from tiedgpt.cli.source import source_or_newest
 from tiedgpt.cli.train import RunArguments, report_once, show_run
+from tiedgpt.train.options import TrainOptions
 from tiedgpt.train.storage import RUNS, find_tune_start
-from tiedgpt.train.tune_options import TuneOptions
 
 ABOUT = """Fine-tune a GPT on text, or on examples with replies, one per line of .jsonl:
   {"prompt": ..., "completion": ...}     the completion is trained
@@ -25,19 +25,19 @@ adapter is also in adapter/, in PEFT's format."""
 class Arguments:
     """Fine-tune a GPT. To resume a stopped run, give the same command again."""
 
-    options: TuneOptions
+    options: TrainOptions
     run: RunArguments
 
 
 def run(arguments: list[str]) -> int:
     """Fine-tune; return the exit code."""
     with report_once():
-        args = parse(Arguments, "tune", arguments, ABOUT)
+        args = parse(Arguments, "tune", arguments, ABOUT, recipe="tune")
         options = replace(args.options, start=find_start(args.options, args.run.out))
     return show_run(options, args.run, "tune", arguments)
 
 
-def find_start(options: TuneOptions, out: str | None) -> str:
+def find_start(options: TrainOptions, out: str | None) -> str:
     """Return the model to tune: of a run to resume its own, or else the newest run's."""
     if options.start is not None:
         return source_or_newest(options.start)

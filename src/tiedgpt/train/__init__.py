@@ -20,12 +20,10 @@ if TYPE_CHECKING:
     from tiedgpt.train.loop import Trainer as Trainer
     from tiedgpt.train.options import TrainOptions as TrainOptions
     from tiedgpt.train.run import train as train
-    from tiedgpt.train.tune_options import TuneOptions as TuneOptions
 
 _HOMES = {
     "TrainOptions": "train.options",
     "Trainer": "train.loop",
-    "TuneOptions": "train.tune_options",
     "fast_training": "train.fast",
     "train": "train.run",
 }

@@ -13,9 +13,9 @@ from tiedgpt.train.plan import Plan
 if TYPE_CHECKING:
     from pathlib import Path
 
+    from tiedgpt.train.options import TrainOptions
     from tiedgpt.train.parallel import World
     from tiedgpt.train.storage import RunDirectory
-    from tiedgpt.train.tune_options import AnyOptions
 
 
 @dataclass(frozen=True)
@@ -37,7 +37,7 @@ class Planned:
     """The plan is made; the objective, the data and the directory are known."""
 
     directory: RunDirectory
-    options: AnyOptions
+    options: TrainOptions
     objective: Objective
     data: Data
     plan: Plan

@@ -19,12 +19,11 @@ from tiedgpt.runtime import count_cores, free_memory, has_bf16
 from tiedgpt.train.blocks import find_missing, prepare_blocks
 from tiedgpt.train.objective import Data, Objective, predicts_tokens
 from tiedgpt.train.optim import make_optimizers
-from tiedgpt.train.options import DEFAULT_MINUTES, format_count
+from tiedgpt.train.options import DEFAULT_MINUTES, TrainOptions, format_count
 from tiedgpt.train.parallel import World
 from tiedgpt.train.plan import Dtype, Plan
 from tiedgpt.train.planning import MIN_TEXT_BYTES, Facts, Machine
 from tiedgpt.train.step import train_step
-from tiedgpt.train.tune_options import AnyOptions
 
 MEASURE_TIME_SHARE = 0.005
 """Share of --minutes that one measurement of the speed takes, if its steps are not longer."""
@@ -84,7 +83,7 @@ def cpu_threads(threads: int | None) -> Iterator[None]:
 
 
 def measure_machine(
-    options: AnyOptions,
+    options: TrainOptions,
     objective: Objective,
     data: Data,
     world: World,
@@ -118,7 +117,7 @@ def measure_machine(
     return machine, speed
 
 
-def _measure_seconds(options: AnyOptions) -> float:
+def _measure_seconds(options: TrainOptions) -> float:
     minutes = options.duration.amount if options.duration.unit == "minutes" else DEFAULT_MINUTES
     return min(MAX_MEASURE_SECONDS, 60 * MEASURE_TIME_SHARE * minutes)
 

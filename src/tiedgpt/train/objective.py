@@ -46,7 +46,6 @@ if TYPE_CHECKING:
     from tiedgpt.train.optim import Group
     from tiedgpt.train.options import TrainOptions
     from tiedgpt.train.storage import RunDirectory
-    from tiedgpt.train.tune_options import AnyOptions
 
 Progress = Callable[[int, int], None]
 """Takes how many characters are encoded, and how many there are."""
@@ -285,6 +284,8 @@ class Sources(ABC):
     """Its own, where it needs one."""
     start: Pretrained | None = None
     """The model that is begun with, where it must have rows for tokens of its own."""
+    memorizes: bool = False
+    """Whether the examples are so few that they are memorized, because none is held out."""
     keeps_head: bool = True
     """Whether the head over the vocabulary of a model that is begun with is needed."""
 
@@ -297,12 +298,8 @@ class Sources(ABC):
         """Return the texts that are trained on, and all of them, to make a tokenizer of."""
 
     @abstractmethod
-    def make(self, run: RunDirectory, options: AnyOptions, basis: Basis) -> Pair:
+    def make(self, run: RunDirectory, options: TrainOptions, basis: Basis) -> Pair:
         """Return what a run by these options trains, and on what."""
-
-    def adapt(self, options: AnyOptions) -> AnyOptions:
-        """Return the options with what follows from the data."""
-        return options
 
     def vocabulary_size(self, options: TrainOptions) -> int:
         """Return how many tokens a vocabulary has that is trained on the texts."""

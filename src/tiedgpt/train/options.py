@@ -1,22 +1,32 @@
 """The options of a training run and the named sizes. No torch: `--help` reads this.
 
 Options are declared once, in groups: `DataOptions`, `NetworkOptions`, `TimeOptions`,
-`OptimizationOptions`, `ComputeOptions`. `TrainOptions` and `TuneOptions` are made of all of them.
-The groups alone are never compared or printed; without the methods for it, help comes sooner.
+`OptimizationOptions`, `ComputeOptions`. `TrainOptions` consists of all of them, for `tiedgpt train`
+and `tiedgpt tune`. The groups alone are never compared or printed, so they have no methods for it.
 """
 
 from __future__ import annotations
 
 import math
 import re
-from dataclasses import KW_ONLY, dataclass, fields
-from typing import Any, ClassVar, Literal, NamedTuple, get_args
+from dataclasses import KW_ONLY, MISSING, dataclass, fields
+from typing import TYPE_CHECKING, Any, ClassVar, Literal, NamedTuple, get_args
 
 from tiedgpt.core.config import PRESETS, GPTConfig
 from tiedgpt.errors import UserError
 from tiedgpt.names import explains_arguments
-from tiedgpt.options import REMOVED_VALUES, argument, flag, option
+from tiedgpt.options import (
+    REMOVED_VALUES,
+    argument,
+    flag,
+    is_option_of,
+    option,
+    option_of_verb,
+)
 from tiedgpt.train.plan import Keep, Rule, Schedule, scale_lr_to_width
+
+if TYPE_CHECKING:
+    from tiedgpt.train.planning import Facts
 
 MAX_VOCABULARY = 1 << 16
 AUTO = "auto"
@@ -43,6 +53,29 @@ DURATIONS = ("steps", "minutes", "epochs")
 """Options of the training duration; at most one is given."""
 EVALUATIONS_PER_RUN = 10
 """Number of evaluations in a run, not counting the final one."""
+TUNE_TOKENS = 8192
+"""Tokens per step of fine-tuning; fewer if an epoch has fewer than `TUNE_STEPS` such steps."""
+TUNE_STEPS = 16
+TUNE_LEAST_STEPS = 300
+"""Minimum number of steps over few examples; a small model takes about 200 to memorize 30 replies.
+"""
+TUNE_EVALUATIONS_PER_EPOCH = 4
+TUNE_PATIENCE = 4
+TUNE_DROPOUT = 0.1
+TUNE_DECAY = 0.01
+LORA_RATE = 10
+"""Learning rate of adapters over that of the matrices (LoRA Without Regret)."""
+MEMORIZING_RATE, MEMORIZING_LORA_RATE = 4, 20
+"""The same for a few examples that are memorized, without and with adapters."""
+TRAIN: dict[str, dict[str, Any]] = {"train": {}}
+TUNE: dict[str, dict[str, Any]] = {"tune": {}}
+"""The verbs of an option that only `tiedgpt train`, or only `tiedgpt tune`, has."""
+EXAMPLES = "examples with replies"
+ONLY_FOR = {
+    "template": EXAMPLES, "too_long": EXAMPLES, "skip_bad": EXAMPLES, "text_field": "text",
+    "sample_prompt": "text",
+}  # fmt: skip
+"""Options of fine-tuning that are only for one kind of data."""
 FRESH_ONLY = ("size", "width", "vocab_size", "tokenizer", "window", "bias")
 """Options of a fresh model; one to --start from has its own."""
 TEXT_ONLY = ("text_field", "keep_end_of_text", "sample_prompt")
@@ -61,6 +94,7 @@ RANGES: tuple[tuple[str, float, float, str], ...] = (
 )
 """Options, their minimum and maximum, and the range in words."""
 TaskName = Literal["lm", "classify", "choose"]
+Recipe = Literal["train", "tune"]
 TrackerName = Literal["trackio", "wandb", "tensorboard"]
 
 
@@ -145,6 +179,13 @@ class DataOptions:
         "standard input, hf:OWNER/NAME[:SPLIT] of the hub, or a directory of `tiedgpt data "
         "prepare`; default: Python's own docs.",
         default=(),
+        verbs={
+            "train": {},
+            "tune": {
+                "help": "Examples in .jsonl, or text: files, folders, globs, - for standard input.",
+                "default": MISSING,
+            },
+        },
     )
     val: str | None = option(None, "Validate on this data.", metavar="DATA")
     text_field: str = option(
@@ -264,24 +305,175 @@ class ComputeOptions:
     )
 
 
+def _format(value: Any, default: Any) -> str:
+    if isinstance(value, bool):
+        return "not given" if value == default else "given"
+    if value in (None, ()):
+        return "not given"
+    return ", ".join(value) if isinstance(value, tuple) else str(value)
+
+
+@explains_arguments
 @dataclass(frozen=True, kw_only=True)
-class RunOptions(  # the help lists the options of the last one first
+class TrainOptions(  # the help lists the options of the last one first
     ComputeOptions, OptimizationOptions, TimeOptions, NetworkOptions, DataOptions
 ):
-    """The options of every run."""
+    """Options of a training: of a fresh model, or of one to start from.
 
+    Options that are not given have the defaults of a recipe: "train" derives them from the time,
+    the text and the machine, or from `size`; "tune" has those of Radford et al. 2018 for
+    fine-tuning `start` on little data.
+    """
+
+    GROUP: ClassVar = "model"
+    recipe: Recipe = "train"
+    """The verb of the command line whose defaults apply."""
     sample_prompt: str | None = option(
         None, "Prompt of the samples that are shown at evaluations.", "output"
     )
+    task: TaskName = option(
+        "lm",
+        "lm: predict text. The others need .jsonl: classify texts, or choose a continuation.",
+        "data",
+        verbs=TRAIN,
+    )
+    tokenizer: str = option(
+        "bpe",
+        "bpe: trained on the data (with --start: the model's own); char: the data's "
+        "characters; or a directory, file or hub name.",
+        "data",
+        metavar="TOKENIZER",
+        verbs=TRAIN,
+    )
+    vocab_size: int | None = option(
+        None,
+        "Size of the vocabulary to train; default: with --size auto one token per 1,000 "
+        "characters of text, 384 to 8,192; else the size's.",
+        "data",
+        verbs=TRAIN,
+    )
+    start: str | None = option(
+        None,
+        "Start from this GPT (directory, file, hub name): its shape, its tokenizer, its weights.",
+        metavar="MODEL",
+        verbs={
+            "train": {},
+            "tune": {
+                "help": "The model to tune: directory, file, hub name or run; default: the newest "
+                "run.",
+                "long": "from",
+            },
+        },
+    )
+    size: str = option(
+        AUTO,
+        "auto: chosen by text, time and speed (mini with --task or --steps); or nano, tiny, "
+        "little, mini, small, medium, gpt1 .. gpt3-175b.",
+        metavar="SIZE",
+        short="s",
+        verbs=TRAIN,
+    )
+    width: int | None = option(
+        None,
+        "Width of the hidden states; the heads and the learning rate follow; default: the size's.",
+        verbs=TRAIN,
+    )
+    window: int | None = option(
+        None,
+        "Every second block sees only the last N positions, as in GPT-3; default: all.",
+        verbs=TRAIN,
+    )
+    bias: bool = option(
+        True, "Train without biases in linear layers and LayerNorms, as nanoGPT does.", verbs=TRAIN
+    )
+    template: Literal["chatml", "plain"] | None = option(
+        None, "Chat template; default: the one of --from, or chatml.", "data", verbs=TUNE
+    )
+    too_long: Literal["drop", "cut", "error"] = option(
+        "drop", "What to do with examples longer than the context.", "data", verbs=TUNE
+    )
+    skip_bad: bool = option(
+        False, "Skip and count lines that are not valid examples.", "data", verbs=TUNE
+    )
+    packing: Literal["auto", "on", "off"] = option(
+        "auto",
+        "on: several examples or texts per row, which do not attend to each other; off: one "
+        "example per row, and text continues from row to row; auto: on for examples, off for "
+        "text.",
+        "data",
+        verbs=TUNE,
+    )
+    lora: int | None = option(
+        None,
+        "Train LoRA adapters of this rank instead of the matrices; 8 is usual. model/ holds "
+        "the merged model.",
+        verbs=TUNE,
+    )
+    lora_targets: str | None = option(
+        None,
+        "Matrices that get adapters, separated by commas: attn.c_attn, h.0.*, wte, ...; wte "
+        "adapts W for reading and predicting; default: the four matrices of each block.",
+        verbs=TUNE,
+    )
+    DEFAULTS: ClassVar = {
+        "train": {
+            "val": "about a tenth of the data",
+            "context": "the size's, or fewer for short text with --size auto; with --start, the "
+            "model's context",
+            "dropout": "the model's with --start; 0.1 for published sizes, or if --size auto "
+            "expects many epochs; else 0",
+            "minutes": "3, or 3 epochs of labelled examples and at least 100 steps",
+            "eval_every": "a tenth of the steps",
+            "patience": "when the validation loss has risen again, but not with fewer than 50 "
+            "held-out examples",
+            "batch_size": "the size's, or fewer for short runs with --size auto; 8 with --start; "
+            "32 labelled examples",
+            "optimizer": "muon, or adamw with --start",
+            "lr": "by size, width and optimizer, shown by --verbose",
+            "weight_decay": "0.1, or 0.3 for small sizes",
+        },
+        "tune": {
+            "val": "a tenth of the text, or one in twenty examples",
+            "context": "the model's context",
+            "dropout": "0.1, or 0 for fewer than 100 examples",
+            "epochs": "3, and with examples at least 300 steps",
+            "eval_every": "four evaluations per epoch",
+            "patience": "4, but all steps are trained with fewer than 50 held-out examples",
+            "batch_size": "8,192 tokens, or fewer for little data",
+            "optimizer": "adamw",
+            "lr": "6.25e-5 x 768 / width, with --lora ten times that; with fewer than 100 examples "
+            "four times, or with --lora twenty times",
+            "weight_decay": f"{TUNE_DECAY}",
+        },
+    }
 
     def __post_init__(self) -> None:
+        if self.task not in get_args(TaskName):
+            remedy = REMOVED_VALUES.get(("task", self.task), f"use {', '.join(get_args(TaskName))}")
+            raise UserError(f"there is no --task {self.task}", hint=remedy)
+        if self.task != "lm" and not self.data:
+            raise UserError(f"--task {self.task} needs examples", hint="name a .jsonl file")
+        if self.recipe == "tune" and not self.data:
+            raise UserError("DATA is missing", hint="give a .jsonl file of examples, or text")
+        if self.size not in (AUTO, *SIZES):
+            raise UserError(f"no size {self.size!r}", hint=f"there are {AUTO}, {', '.join(SIZES)}")
+        self._check_ranges()
+        self._check_recipe()
+        self._check_schedule()
+        self._check_model()
+
+    def _check_ranges(self) -> None:
         if sum(getattr(self, name) is not None for name in DURATIONS) > 1:
             raise UserError("give only one of --minutes, --steps and --epochs")
         for names, least, most, expected in RANGES:
             for name in names.split():
-                value = getattr(self, name, None)
+                value = getattr(self, name)
                 if value is not None and not least <= value <= most:
                     raise UserError(f"must be {expected}, got {value}", option=name)
+        if self.memory is not None:
+            parse_bytes(self.memory)
+
+    def _check_schedule(self) -> None:
         if self.keep == "last" and self.patience is not None:
             raise UserError(
                 f"--patience {self.patience} is for --keep best",
@@ -293,117 +485,22 @@ class RunOptions(  # the help lists the options of the last one first
             raise UserError(
                 f"--warmup {self.warmup} and --cooldown {self.cooldown} add up to more than 1"
             )
-        if self.memory is not None:
-            parse_bytes(self.memory)
 
-    def duration_or(self, default: Duration) -> Duration:
-        """Return the training duration, or the default if none is given."""
-        amounts = ((name, getattr(self, name)) for name in DURATIONS)
-        return next((Duration(*each) for each in amounts if each[1] is not None), default)
-
-    def fill_in(self, defaults: dict[str, Any]) -> dict[str, Any]:
-        """Return options by name, with these defaults for those that were not given."""
-        options = {name: getattr(self, name) for name in defaults}
-        return {n: defaults[n] if x in (None, AUTO) else x for n, x in options.items()}
-
-    def differences(self, recorded: dict[str, Any]) -> list[str]:
-        """Name what differs between these options and those of an earlier command."""
-        differences = []
+    def _check_recipe(self) -> None:
+        """Raise `UserError` for options of another verb, of a fresh model, or of another task."""
         for each in fields(self):
-            now, then = getattr(self, each.name), recorded.get(each.name, each.default)
-            then = tuple(then) if isinstance(then, list) else then
-            if now != then and not (now in (None, ()) and then in (None, ())):
-                was, is_ = (_format(value, each.default) for value in (then, now))
-                differences.append(f"{flag(each)} was {was} and is {is_}")
-        return differences
+            value, name = getattr(self, each.name), each.name
+            if value == each.default:
+                continue
+            if not is_option_of(each, self.recipe):
+                raise UserError(f"{flag(each)} is not an option of tiedgpt {self.recipe}")
+            if self.task != "lm" and name in TEXT_ONLY:
+                raise UserError(f"{flag(each)} {value} is for --task lm")
+            may_differ = name == "tokenizer" and value != "char"
+            if self.start and name in FRESH_ONLY and not may_differ:
+                raise UserError(f"{flag(each)} is for a fresh model: {self.start} has its own")
 
-
-def _format(value: Any, default: Any) -> str:
-    if isinstance(value, bool):
-        return "not given" if value == default else "given"
-    if value in (None, ()):
-        return "not given"
-    return ", ".join(value) if isinstance(value, tuple) else str(value)
-
-
-@explains_arguments
-@dataclass(frozen=True, kw_only=True)
-class TrainOptions(RunOptions):
-    """Options of training a fresh model or one to start from.
-
-    What was not set is derived: from the time, the text and the machine, or from `size`.
-    """
-
-    GROUP: ClassVar = "model"
-    evaluations: ClassVar = EVALUATIONS_PER_RUN
-    task: TaskName = option(
-        "lm",
-        "lm: predict text. The others need .jsonl: classify texts, or choose a continuation.",
-        "data",
-    )
-    tokenizer: str = option(
-        "bpe",
-        "bpe: trained on the data (with --start: the model's own); char: the data's "
-        "characters; or a directory, file or hub name.",
-        "data",
-        metavar="TOKENIZER",
-    )
-    vocab_size: int | None = option(
-        None,
-        "Size of the vocabulary to train; default: with --size auto one token per 1,000 "
-        "characters of text, 384 to 8,192; else the size's.",
-        "data",
-    )
-    start: str | None = option(
-        None,
-        "Start from this GPT (directory, file, hub name): its shape, its tokenizer, its weights.",
-        metavar="MODEL",
-    )
-    size: str = option(
-        AUTO,
-        "auto: chosen by text, time and speed (mini with --task or --steps); or nano, tiny, "
-        "little, mini, small, medium, gpt1 .. gpt3-175b.",
-        metavar="SIZE",
-        short="s",
-    )
-    width: int | None = option(
-        None,
-        "Width of the hidden states; the heads and the learning rate follow; default: the size's.",
-    )
-    window: int | None = option(
-        None,
-        "Every second block sees only the last N positions, as in GPT-3; default: all.",
-    )
-    bias: bool = option(
-        True, "Train without biases in linear layers and LayerNorms, as nanoGPT does."
-    )
-    DEFAULTS: ClassVar = {
-        "val": "about a tenth of the data",
-        "context": "the size's, or fewer for short text with --size auto; with --start, the "
-        "model's context",
-        "dropout": "the model's with --start; 0.1 for published sizes, or if --size auto expects "
-        "many epochs; else 0",
-        "minutes": "3, or 3 epochs of labelled examples and at least 100 steps",
-        "eval_every": "a tenth of the steps",
-        "patience": "when the validation loss has risen again, but not with fewer than 50 "
-        "held-out examples",
-        "batch_size": "the size's, or fewer for short runs with --size auto; 8 with --start; 32 "
-        "labelled examples",
-        "optimizer": "muon, or adamw with --start",
-        "lr": "by size, width and optimizer, shown by --verbose",
-        "weight_decay": "0.1, or 0.3 for small sizes",
-    }
-
-    def __post_init__(self) -> None:
-        if self.task not in get_args(TaskName):
-            remedy = REMOVED_VALUES.get(("task", self.task), f"use {', '.join(get_args(TaskName))}")
-            raise UserError(f"there is no --task {self.task}", hint=remedy)
-        if self.task != "lm" and not self.data:
-            raise UserError(f"--task {self.task} needs examples", hint="name a .jsonl file")
-        if self.size not in (AUTO, *SIZES):
-            raise UserError(f"no size {self.size!r}", hint=f"there are {AUTO}, {', '.join(SIZES)}")
-        super().__post_init__()
-        self._require_task_and_origin()
+    def _check_model(self) -> None:
         if self.tokenizer != "bpe" and self.vocab_size is not None:
             raise UserError(
                 "--vocab-size is for a BPE that is trained", hint="leave out --tokenizer"
@@ -413,35 +510,63 @@ class TrainOptions(RunOptions):
                 f"--width must be a multiple of {self._head_width()}, the head size of --size "
                 f"{self.named_size}, got {self.width}"
             )
+        if self.lora_targets is not None and self.lora is None:
+            raise UserError("--lora-targets needs the rank of the adapters: --lora 8")
+        if self.lora is not None and self.freeze is not None:
+            raise UserError(
+                "--lora freezes everything but the adapters", hint="give it without --freeze"
+            )
+        if self.lora is not None and self.lora < 1:
+            raise UserError(f"must be a rank of at least 1, got {self.lora}", option="lora")
 
-    def _require_task_and_origin(self) -> None:
-        """Raise `UserError` for options of another task, or of a fresh model where none is made."""
+    def check_data(self, *, examples: bool) -> None:
+        """Raise `UserError` for options of fine-tuning that are not for these data."""
+        data = EXAMPLES if examples else "text"
         for each in fields(self):
-            value, name = getattr(self, each.name), each.name
-            if value == each.default:
-                continue
-            if self.task != "lm" and name in TEXT_ONLY:
-                raise UserError(f"{flag(each)} {value} is for --task lm")
-            may_differ = name == "tokenizer" and value != "char"
-            if self.start and name in FRESH_ONLY and not may_differ:
-                raise UserError(f"{flag(each)} is for a fresh model: {self.start} has its own")
+            needed = ONLY_FOR.get(each.name, data)
+            if needed != data and getattr(self, each.name) != each.default:
+                raise UserError(f"{flag(each)} is for {needed}, and the data are {data}")
 
-    @property
-    def continues(self) -> bool:
-        """Whether training starts from a model."""
-        return self.start is not None
+    def record(self) -> dict[str, Any]:
+        """Return the options of the recipe by name, as run.toml holds them."""
+        return {f.name: getattr(self, f.name) for f in fields(self) if is_option_of(f, self.recipe)}
+
+    def differences(self, recorded: dict[str, Any]) -> list[str]:
+        """Name what differs between these options and those of an earlier command."""
+        differences = []
+        for each in fields(self):
+            now, then = getattr(self, each.name), recorded.get(each.name, each.default)
+            then = tuple(then) if isinstance(then, list) else then
+            if now != then and not (now in (None, ()) and then in (None, ())):
+                was, is_ = (_format(value, each.default) for value in (then, now))
+                name = flag(option_of_verb(each, self.recipe))
+                differences.append(f"{name} was {was} and is {is_}")
+        return differences
 
     @property
     def chooses(self) -> bool:
         """Whether the size of a fresh model is to be chosen: see `planning.py`."""
-        fresh = self.task == "lm" and not self.continues
+        fresh = self.task == "lm" and self.recipe == "train" and self.start is None
         return fresh and self.size == AUTO and self.width is None and self.steps is None
 
     @property
     def duration(self) -> Duration:
         """Return the training duration."""
-        text, labelled = ("minutes", DEFAULT_MINUTES), ("epochs", DEFAULT_EPOCHS, LEAST_STEPS)
-        return self.duration_or(Duration(*(text if self.task == "lm" else labelled)))
+        for unit in DURATIONS:
+            if getattr(self, unit) is not None:
+                return Duration(unit, getattr(self, unit))
+        if self.recipe == "tune":
+            return Duration("epochs", DEFAULT_EPOCHS, TUNE_LEAST_STEPS)
+        if self.task == "lm":
+            return Duration("minutes", DEFAULT_MINUTES)
+        return Duration("epochs", DEFAULT_EPOCHS, LEAST_STEPS)
+
+    @property
+    def evaluations(self) -> int:
+        """Number of evaluations in a run, not counting the final one."""
+        if self.recipe == "train":
+            return EVALUATIONS_PER_RUN
+        return max(1, round(TUNE_EVALUATIONS_PER_EPOCH * (self.epochs or DEFAULT_EPOCHS)))
 
     @property
     def named_size(self) -> str:
@@ -453,26 +578,53 @@ class TrainOptions(RunOptions):
         """Return the shape and the recipe of the size."""
         return SIZES[self.named_size]
 
-    def plan_fields(self, config: GPTConfig, context: int, epoch_rows: int) -> dict[str, Any]:
-        """Return the fields of a plan that options decide.
+    def start_dropout(self, *, memorizes: bool) -> float | None:
+        """Return the dropout of a model to start from; None: its own.
 
-        The data have `epoch_rows` rows of `context` tokens.
+        `memorizes` says whether the examples are so few that they are memorized.
         """
+        if self.dropout is not None or self.recipe == "train":
+            return self.dropout
+        return 0.0 if memorizes else TUNE_DROPOUT
+
+    def plan_fields(self, config: GPTConfig, facts: Facts) -> dict[str, Any]:
+        """Return the fields of a plan that options decide."""
+        defaults = self._train_defaults(config)
+        if self.recipe == "tune":
+            defaults = self._tune_defaults(config, facts)
+        options = {name: getattr(self, name) for name in defaults}
+        fields = {n: defaults[n] if x in (None, AUTO) else x for n, x in options.items()}
+        return fields | {"size": self.named_size if self.start is None else ""}
+
+    def _train_defaults(self, config: GPTConfig) -> dict[str, Any]:
         size, is_fresh = self.shape, self.start is None
         usual: Rule = "muon" if is_fresh else "adamw"
         rule = usual if self.optimizer == "auto" else self.optimizer
         rate = size.lr if rule == "muon" or size.lr_adamw is None else size.lr_adamw
         rate = scale_lr_to_width(rate, width=size.n_embd, to=config.n_embd, rule=rule)
         batch = size.batch_size if is_fresh else START_BATCH
-        return {"size": "" if self.continues else self.named_size} | self.fill_in(
-            {
-                "optimizer": rule,
-                "lr": rate if is_fresh else START_RATE / config.n_embd,
-                "batch_size": batch if self.task == "lm" else LABELLED_BATCH,
-                "weight_decay": size.weight_decay if is_fresh else 0.1,
-                "patience": None,
-            }
-        )
+        return {
+            "optimizer": rule,
+            "lr": rate if is_fresh else START_RATE / config.n_embd,
+            "batch_size": batch if self.task == "lm" else LABELLED_BATCH,
+            "weight_decay": size.weight_decay if is_fresh else 0.1,
+            "patience": None,
+        }
+
+    def _tune_defaults(self, config: GPTConfig, facts: Facts) -> dict[str, Any]:
+        """Return the defaults of fine-tuning: a step has about 8,192 tokens.
+
+        It has fewer if an epoch would have less than 16 such steps.
+        """
+        rates = (MEMORIZING_RATE, MEMORIZING_LORA_RATE) if facts.memorizes else (1, LORA_RATE)
+        max_rows = max(1, TUNE_TOKENS // facts.row_tokens)
+        return {
+            "optimizer": "adamw",
+            "lr": rates[self.lora is not None] * START_RATE / config.n_embd,
+            "batch_size": min(max_rows, max(1, facts.epoch_rows // TUNE_STEPS)),
+            "weight_decay": TUNE_DECAY,
+            "patience": TUNE_PATIENCE,
+        }
 
     def _head_width(self) -> int:
         return self.shape.n_embd // self.shape.n_head

@@ -42,7 +42,6 @@ from tiedgpt.train.options import (
     parse_bytes,
 )
 from tiedgpt.train.plan import Dtype, Plan, Recompute
-from tiedgpt.train.tune_options import AnyOptions
 
 CANDIDATE_SIZES = ("nano", "tiny", "little", "mini", "small", "medium")
 FIRST_CANDIDATE = "tiny"
@@ -120,6 +119,11 @@ class Facts:
     predicts_tokens: bool = True
     """Whether the head predicts tokens of the vocabulary."""
 
+    @property
+    def memorizes(self) -> bool:
+        """Whether the examples are so few that none is held out."""
+        return self.n_examples > 0 and self.n_held_out == 0
+
     def with_context(self, context: int) -> Facts:
         """Return the facts of the same text in rows of another context."""
         assert self.text_tokens is not None
@@ -159,7 +163,7 @@ class Machine:
 
 
 def plan_run(
-    options: AnyOptions,
+    options: TrainOptions,
     config: GPTConfig,
     facts: Facts,
     machine: Machine,
@@ -173,7 +177,7 @@ def plan_run(
     `NoRoomError` if a step does not fit in memory, before anything is built.
     """
     reason = ""
-    if isinstance(options, TrainOptions) and options.chooses and facts.text_tokens is not None:
+    if options.chooses and facts.text_tokens is not None:
         options, reason = choose_size(options, config, facts, machine, seconds_spent)
         config, facts = resize(options, config, facts)
     draft = draft_plan(options, config, facts, machine)
@@ -194,7 +198,7 @@ def resize(options: TrainOptions, config: GPTConfig, facts: Facts) -> tuple[GPTC
     return sized, facts.with_context(sized.n_positions)
 
 
-def draft_plan(options: AnyOptions, config: GPTConfig, facts: Facts, machine: Machine) -> Plan:
+def draft_plan(options: TrainOptions, config: GPTConfig, facts: Facts, machine: Machine) -> Plan:
     """Return the plan without the numbers that depend on the number of steps."""
     compiles = options.compile == "on" or (
         options.compile == "auto" and machine.device.startswith("cuda") and facts.unit == "tokens"
@@ -215,7 +219,7 @@ def draft_plan(options: AnyOptions, config: GPTConfig, facts: Facts, machine: Ma
         memory=None if options.memory is None else parse_bytes(options.memory),
         compile="on" if compiles and machine.can_compile else "off",
         threads=machine.threads,
-        **options.plan_fields(config, facts.row_tokens, facts.epoch_rows),
+        **options.plan_fields(config, facts),
     )
     if draft.batch_size < machine.n_processes:
         raise UserError(
@@ -375,7 +379,7 @@ def choose_size(
     return replace(best.options, epochs=float(MAX_AUTO_EPOCHS), minutes=None), reason
 
 
-def find_warnings(options: AnyOptions, config: GPTConfig, facts: Facts, plan: Plan) -> list[str]:
+def find_warnings(options: TrainOptions, config: GPTConfig, facts: Facts, plan: Plan) -> list[str]:
     """Return warnings about batches and models that are too large for the data."""
     warnings = []
     share = plan.batch_size / facts.epoch_rows
@@ -384,7 +388,7 @@ def find_warnings(options: AnyOptions, config: GPTConfig, facts: Facts, plan: Pl
             f"a batch holds {min(1.0, share):.0%} of the training data: a smaller --batch-size "
             "gives more steps per epoch"
         )
-    if facts.text_tokens is not None and not options.continues and not options.chooses:
+    if facts.text_tokens is not None and options.start is None and not options.chooses:
         ratio = config.parameter_count() / facts.text_tokens
         if ratio > WARN_PARAMETERS_PER_TOKEN:
             warnings.append(
@@ -481,7 +485,7 @@ def memory_limit(plan: Plan, machine: Machine) -> float:
 
 
 def fit_micro_batch(
-    draft: Plan, options: AnyOptions, config: GPTConfig, facts: Facts, machine: Machine
+    draft: Plan, options: TrainOptions, config: GPTConfig, facts: Facts, machine: Machine
 ) -> Plan:
     """Return the plan with the largest micro-batch that fits in memory.
 
@@ -561,11 +565,12 @@ def seconds_left(seconds: float, spent: float) -> float:
     return max(seconds - spent, MIN_TIME_SHARE * seconds)
 
 
-def plan_steps(draft: Plan, options: AnyOptions, facts: Facts, reason: str) -> Plan:
+def plan_steps(draft: Plan, options: TrainOptions, facts: Facts, reason: str) -> Plan:
     """Return the plan of a run whose length is given in steps or epochs."""
     unit, amount, min_steps = options.duration
     steps = int(amount)
     if unit == "epochs":
+        min_steps = min_steps if facts.n_examples else 1
         steps = math.ceil(amount * facts.epoch_rows / draft.batch_size)
         min_steps = min(min_steps, math.ceil(MAX_EPOCHS * facts.epoch_rows / draft.batch_size))
         if steps < min_steps:
@@ -580,7 +585,7 @@ def plan_steps(draft: Plan, options: AnyOptions, facts: Facts, reason: str) -> P
 
 def plan_minutes(
     draft: Plan,
-    options: AnyOptions,
+    options: TrainOptions,
     facts: Facts,
     machine: Machine,
     step_seconds: float,
@@ -598,7 +603,9 @@ def plan_minutes(
     return replace(plan, minutes=minutes, reason=reason)
 
 
-def set_steps(draft: Plan, options: AnyOptions, steps: int, evaluations: int | None = None) -> Plan:
+def set_steps(
+    draft: Plan, options: TrainOptions, steps: int, evaluations: int | None = None
+) -> Plan:
     """Return the plan with a number of steps and the numbers that depend on it."""
     warmup = round(options.warmup * steps)
     cooldown = round(options.cooldown * steps) if options.schedule == "wsd" else 0
@@ -675,7 +682,7 @@ def replan(
     )
 
 
-def prolong(plan: Plan, options: AnyOptions, step: int, times: float) -> Plan:
+def prolong(plan: Plan, options: TrainOptions, step: int, times: float) -> Plan:
     """Return the plan of a finished run that continues for `times` its length.
 
     The learning rate continues at its value for the larger number of steps.

@@ -18,17 +18,16 @@ from tiedgpt.text import Tokenizer
 from tiedgpt.train.objective import Basis, Pair, Pretrained, Progress, Sources
 from tiedgpt.train.options import TrainOptions
 from tiedgpt.train.storage import RunDirectory
-from tiedgpt.train.tune_options import AnyOptions, TuneOptions
 from tiedgpt.tune.freezing import count_trainable
 
 
-def _configure_start(config: GPTConfig, options: AnyOptions) -> GPTConfig:
+def _configure_start(config: GPTConfig, options: TrainOptions, memorizes: bool) -> GPTConfig:
     """Return the config of the model to begin with, with the dropout that was asked for."""
-    dropout = options.start_dropout if isinstance(options, TuneOptions) else options.dropout
     if options.context is not None and options.context > config.n_positions:
         raise UserError(
             f"--context {options.context}: {options.start} has {config.n_positions} positions"
         )
+    dropout = options.start_dropout(memorizes=memorizes)
     if dropout is None:
         return config
     # with dropout, attention loses its fast kernels
@@ -37,7 +36,7 @@ def _configure_start(config: GPTConfig, options: AnyOptions) -> GPTConfig:
 
 def prepare(
     run: RunDirectory,
-    options: AnyOptions,
+    options: TrainOptions,
     sources: Sources,
     config: GPTConfig | None = None,
     progress: Progress | None = None,
@@ -50,7 +49,7 @@ def prepare(
     if options.start is not None:
         start = sources.start or Pretrained(options.start, keep_head=sources.keeps_head)
     if config is None and start is not None:
-        config = _configure_start(start.gpt.config, options)
+        config = _configure_start(start.gpt.config, options, sources.memorizes)
     if sources.is_encoded(run):
         if not run.tokenizer.is_dir():
             raise CorruptInputError(
@@ -63,17 +62,16 @@ def prepare(
         tokenizer.save_pretrained(run.tokenizer)
         sources.encode(tokenizer, run, progress)
     if config is None:
-        assert isinstance(options, TrainOptions)
         config = options.model_config(
             vocab_size=len(tokenizer), bos=tokenizer.bos_token_id, eos=tokenizer.eos_token_id
         )
-    if isinstance(options, TuneOptions) and (options.lora or 0) > config.n_embd:
+    if (options.lora or 0) > config.n_embd:
         raise UserError(
             f"must be from 1 to the width {config.n_embd}, got {options.lora}", option="lora"
         )
     basis = Basis(config, tokenizer, start, options.freeze or "")
     objective, data = sources.make(run, options, basis)
-    is_partial = options.freeze or (isinstance(options, TuneOptions) and options.lora)
+    is_partial = options.freeze or options.lora
     if not is_partial or options.chooses:
         return objective, data
     with torch.device("meta"):
@@ -82,14 +80,13 @@ def prepare(
     return replace(objective, n_trained=trainable.moving), data
 
 
-def make_tokenizer(options: AnyOptions, sources: Sources, config: GPTConfig | None) -> Tokenizer:
+def make_tokenizer(options: TrainOptions, sources: Sources, config: GPTConfig | None) -> Tokenizer:
     """Return the tokenizer of the options or of the model to start from, or train a new BPE."""
     source = options.start if options.tokenizer == "bpe" else options.tokenizer
     train, whole = sources.texts()
     if source == "char":
         tokenizer = Tokenizer.characters(whole)
     elif source is None:
-        assert isinstance(options, TrainOptions)
         size = sources.vocabulary_size(options)
         tokenizer = Tokenizer.train(_take(train, TOKENIZER_CHARACTERS), size)
     else:

@@ -35,7 +35,7 @@ from tiedgpt.train.machine import (
 )
 from tiedgpt.train.objective import Data, Objective, Progress
 from tiedgpt.train.objectives import open_sources
-from tiedgpt.train.options import DURATIONS
+from tiedgpt.train.options import DURATIONS, TrainOptions
 from tiedgpt.train.parallel import Parallel, World, join_world
 from tiedgpt.train.plan import Plan
 from tiedgpt.train.planning import (
@@ -56,14 +56,13 @@ from tiedgpt.train.storage import (
     plan_tables,
     read_plan,
 )
-from tiedgpt.train.tune_options import AnyOptions
 
 NOTABLE_SECONDS = 5.0
 """Preparation that takes longer is reported."""
 
 
 def train(
-    options: AnyOptions,
+    options: TrainOptions,
     out: str | Path | None = None,
     *,
     parallel: Parallel | None = None,
@@ -104,16 +103,15 @@ def train(
             yield AlreadyFinished(directory.path)
             return
         yield from _hub_notes(options)
-        own = sources.adapt(options)
         objective, data = world.main_first(
-            functools.partial(prepare, directory, own, sources, config, progress)
+            functools.partial(prepare, directory, options, sources, config, progress)
         )
         del sources  # the text, which may be held in memory
         if plan is None:
             prepared = world.on_main(lambda: time.perf_counter() - began)
             yield Note("measuring this machine")
             stack.enter_context(cpu_threads(threads))
-            config, plan, notes = _plan(own, objective, data, world, threads, began)
+            config, plan, notes = _plan(options, objective, data, world, threads, began)
             objective, data = resize(objective, data, config)
             tables = make_record(options, config, plan, data.counts, digest, world)
             world.on_main(lambda: directory.write_record(tables))
@@ -134,7 +132,7 @@ def train(
 
 
 def _plan(
-    options: AnyOptions,
+    options: TrainOptions,
     objective: Objective,
     data: Data,
     world: World,
@@ -155,7 +153,7 @@ def _plan(
 
 
 def make_plan(
-    options: AnyOptions,
+    options: TrainOptions,
     objective: Objective,
     data: Data,
     device: torch.device,
@@ -201,7 +199,7 @@ class DryRun:
 
 
 def dry_run(
-    options: AnyOptions, *, threads: int | None = None, progress: Progress | None = None
+    options: TrainOptions, *, threads: int | None = None, progress: Progress | None = None
 ) -> DryRun:
     """Return the plan of a run on this machine, with its memory and its speed.
 
@@ -210,7 +208,6 @@ def dry_run(
     world = World(training_device(options.device))
     with tempfile.TemporaryDirectory() as temporary, cpu_threads(threads):
         sources = open_sources(options)
-        options = sources.adapt(options)
         objective, data = prepare(
             RunDirectory(Path(temporary) / "run"), options, sources, None, progress
         )
@@ -237,7 +234,7 @@ def dry_run(
         )
 
 
-def require_same(options: AnyOptions, directory: RunDirectory) -> float | None:
+def require_same(options: TrainOptions, directory: RunDirectory) -> float | None:
     """Raise `UserError` if a run has other options; return the factor by which it is prolonged."""
     out, tables = directory.path, directory.read_record()
     differences = options.differences(tables.get("options", {})) if tables else []
@@ -252,7 +249,7 @@ def require_same(options: AnyOptions, directory: RunDirectory) -> float | None:
 
 
 def _open_record(
-    options: AnyOptions, directory: RunDirectory, digest: str | None
+    options: TrainOptions, directory: RunDirectory, digest: str | None
 ) -> dict[str, Any]:
     """Return the tables of run.toml, or {} for a fresh run; prolong a finished run if asked.
 
@@ -274,7 +271,7 @@ def _open_record(
     return tables
 
 
-def _hub_notes(options: AnyOptions) -> Iterator[Note]:
+def _hub_notes(options: TrainOptions) -> Iterator[Note]:
     """Yield a note for each model or tokenizer that is no path on this machine."""
     for source in (options.tokenizer, options.start):
         if source not in (None, "bpe", "char") and not Path(source).exists():

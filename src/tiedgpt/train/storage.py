@@ -26,9 +26,8 @@ from tiedgpt.core.config import GPTConfig
 from tiedgpt.errors import CorruptInputError, TiedGPTError, UserError
 from tiedgpt.files import PREPARED, lock_file, remove, remove_leftovers, replacing, sync, writing
 from tiedgpt.train.metrics import PART, History, read_history, read_metrics
-from tiedgpt.train.options import AUTO, DURATIONS
+from tiedgpt.train.options import AUTO, DURATIONS, TrainOptions
 from tiedgpt.train.plan import Plan
-from tiedgpt.train.tune_options import AnyOptions, TuneOptions
 
 if TYPE_CHECKING:
     from tiedgpt.train.parallel import World
@@ -206,7 +205,7 @@ def _is_at(file: IO[str], path: Path) -> bool:
 
 
 def make_record(
-    options: AnyOptions,
+    options: TrainOptions,
     config: GPTConfig,
     plan: Plan,
     counts: Mapping[str, dict[str, Any]],
@@ -223,7 +222,7 @@ def make_record(
         parallel = "fsdp" if world.n_shards > 1 else "ddp"
         processes = {"processes": {"number": world.size, "parallel": parallel}}
     return {
-        "options": asdict(options),
+        "options": options.record(),
         "model": asdict(config),
         **plan_tables(plan),
         "text": {"sha256": text_digest},
@@ -276,17 +275,17 @@ def _format_value(value: Any) -> str:
     return repr(value)
 
 
-def name_run(options: AnyOptions) -> str:
+def name_run(options: TrainOptions) -> str:
     """Return NAME of the data, with -SIZE, -TASK or -tuned where one of them was given."""
     first = options.data[0] if options.data else "python-docs"
     stem = "stdin" if first == "-" else Path(os.path.abspath(first)).stem
     name = "".join(c if c.isalnum() or c in "-_." else "-" for c in stem).strip("-.") or "data"
     kind = options.size if options.task == "lm" and options.start is None else options.task
-    kind = "tuned" if isinstance(options, TuneOptions) else kind
+    kind = "tuned" if options.recipe == "tune" else kind
     return name if kind == AUTO else f"{name}-{kind}"
 
 
-def find_run(options: AnyOptions, digest: str | None, folder: Path = RUNS) -> Path:
+def find_run(options: TrainOptions, digest: str | None, folder: Path = RUNS) -> Path:
     """Return the run under `folder` that these options on this data mean: NAME-1, NAME-2, ...
 
     It is the newest that has the same options, or has ended and is asked to go on longer. Else it
@@ -309,13 +308,13 @@ def find_run(options: AnyOptions, digest: str | None, folder: Path = RUNS) -> Pa
     return longer or folder / f"{name}-{max(numbered, default=0) + 1}"
 
 
-def find_tune_start(options: TuneOptions, runs: Iterable[Path]) -> str | None:
+def find_tune_start(options: TrainOptions, runs: Iterable[Path]) -> str | None:
     """Return what the newest run of these options was tuned from, whichever `start` they name."""
     records = [run / "run.toml" for run in runs if (run / "run.toml").exists()]
     for record in sorted(records, key=os.path.getmtime, reverse=True):
         tables = _tables(RunDirectory(record.parent))
         then = tables.get("options", {})
-        if "too_long" in then:
+        if then.get("recipe") == "tune":
             same = replace(options, start=then["start"])
             if not same.differences(then) or compare_duration(same, tables):
                 return str(then["start"])
@@ -335,7 +334,7 @@ def _number(path: Path, name: str) -> int:
     return int(ending) if re.fullmatch(r"[1-9]\d{0,8}", ending) else 0
 
 
-def compare_duration(options: AnyOptions, tables: dict[str, Any]) -> float | None:
+def compare_duration(options: TrainOptions, tables: dict[str, Any]) -> float | None:
     """Return how many times as long options ask for as a recorded run; None where more differs."""
     then = tables.get("options", {})
     as_then = replace(options, **{name: then.get(name) for name in DURATIONS})

@@ -38,8 +38,8 @@ from tiedgpt.train.objective import (
     describe_tokens,
     on_device,
 )
+from tiedgpt.train.options import TrainOptions
 from tiedgpt.train.storage import RunDirectory
-from tiedgpt.train.tune_options import AnyOptions
 from tiedgpt.tune import freeze
 
 EXAMPLES_PER_HELD_OUT = 10
@@ -223,7 +223,7 @@ class LabelSources(Sources):
         train, everything = ((text for e in side for text in e.texts) for side in sides)
         return train, everything
 
-    def make(self, run: RunDirectory, options: AnyOptions, basis: Basis) -> Pair:
+    def make(self, run: RunDirectory, options: TrainOptions, basis: Basis) -> Pair:
         """Return the objective, and the examples as ids."""
         objective = self.kind(*basis, labels=self.labels)
         context = options.context or basis.config.n_positions

@@ -56,7 +56,6 @@ from tiedgpt.train.objective import (
 from tiedgpt.train.options import AUTO, TrainOptions, format_count
 from tiedgpt.train.planning import choose_vocabulary_size
 from tiedgpt.train.storage import RunDirectory
-from tiedgpt.train.tune_options import AnyOptions, TuneOptions
 from tiedgpt.tune import freeze, lora, merge, save_adapter
 from tiedgpt.tune.adapters import BLOCKS
 
@@ -92,7 +91,7 @@ class CachedCorpus:
 class TextSources(Sources):
     """The texts that options name, or Python's documentation."""
 
-    def __init__(self, options: AnyOptions) -> None:
+    def __init__(self, options: TrainOptions) -> None:
         how, data = options.reading, options.data
         self.corpus = CachedCorpus(documents(data, **how) if data else python_documentation())
         validation = None if options.val is None else documents([options.val], **how)
@@ -144,7 +143,7 @@ class TextSources(Sources):
         files = [corpus for corpus in corpora if isinstance(corpus, FileCorpus)]
         return [*self.split.notes(), *(note for part in files for note in part.remarks.notes())]
 
-    def make(self, run: RunDirectory, options: AnyOptions, basis: Basis) -> Pair:
+    def make(self, run: RunDirectory, options: TrainOptions, basis: Basis) -> Pair:
         """Return a language model, and the shards to train it on."""
         context = options.context or basis.config.n_positions
         notes = self.notes(run)
@@ -255,9 +254,9 @@ class Adapters:
     """Tokens that the model did not have; their rows are trained whole."""
 
     @classmethod
-    def from_options(cls, options: AnyOptions, new_ids: tuple[int, ...] = ()) -> Adapters | None:
+    def from_options(cls, options: TrainOptions, new_ids: tuple[int, ...] = ()) -> Adapters | None:
         """Return the adapters that options ask for; None for none."""
-        if not isinstance(options, TuneOptions) or options.lora is None:
+        if options.lora is None:
             return None
         targets = (options.lora_targets or ",".join(BLOCKS)).split(",")
         return cls(options.lora, tuple(targets), new_ids)

@@ -26,7 +26,6 @@ from tiedgpt.train.objective import Progress
 from tiedgpt.train.objectives.language import TextSources
 from tiedgpt.train.options import READING, TrainOptions
 from tiedgpt.train.storage import RunDirectory
-from tiedgpt.train.tune_options import AnyOptions
 
 
 def is_prepared(data: Iterable[str]) -> bool:
@@ -34,7 +33,7 @@ def is_prepared(data: Iterable[str]) -> bool:
     return any((Path(source) / PREPARED).is_file() for source in data)
 
 
-def open_texts(options: AnyOptions) -> TextSources:
+def open_texts(options: TrainOptions) -> TextSources:
     """Open texts of any size, or a directory of `tiedgpt data prepare`."""
     if is_prepared(options.data):
         return PreparedSources(options)
@@ -47,7 +46,7 @@ def open_texts(options: AnyOptions) -> TextSources:
 class LargeSources(TextSources):
     """Files that are never held in memory, and identified by name, size and date."""
 
-    def __init__(self, options: AnyOptions) -> None:
+    def __init__(self, options: TrainOptions) -> None:
         self.plan = plan_preparation(options.data, val=options.val, **options.reading)
 
     def digest(self) -> str:
@@ -91,7 +90,7 @@ class PreparedSources(LargeSources):
 
     tokenizer: Tokenizer
 
-    def __init__(self, options: AnyOptions) -> None:
+    def __init__(self, options: TrainOptions) -> None:
         if len(options.data) > 1:
             raise UserError(
                 "a prepared directory is trained on alone",

@@ -39,8 +39,8 @@ from tiedgpt.train.objective import (
     describe_tokens,
 )
 from tiedgpt.train.objectives.language import SAMPLE_TOKENS, Adapters, LanguageModelling
+from tiedgpt.train.options import TrainOptions
 from tiedgpt.train.storage import RunDirectory
-from tiedgpt.train.tune_options import AnyOptions, TuneOptions
 from tiedgpt.weights.sources import local_directory
 
 HELD_OUT, AT_LEAST, AT_MOST = 20, 50, 10
@@ -49,12 +49,12 @@ FEW = 100
 """Fewer different examples are all trained on: the score of a handful held out says nothing."""
 
 
-def has_examples(options: TuneOptions) -> bool:
+def has_examples(options: TrainOptions) -> bool:
     """Return whether the data are examples with replies; `CorruptInputError` for other records."""
     if options.packing == "on":
         return True
     corpus = documents(options.data)
-    of_text = options.text_field != TuneOptions.text_field
+    of_text = options.text_field != TrainOptions.text_field
     if of_text or not corpus.has_records:
         return False
     reader = ExampleReader(corpus, Tokenizer.characters(["a"]), skip_bad=options.skip_bad)
@@ -71,7 +71,7 @@ class ReplySources(Sources):
     tokenizer: Tokenizer
     """With the special tokens that the examples need."""
 
-    def __init__(self, options: TuneOptions) -> None:
+    def __init__(self, options: TrainOptions) -> None:
         assert options.start is not None
         tokenizer, self.context = Tokenizer.from_pretrained(options.start), options.context or 0
         if options.context is None:
@@ -104,6 +104,7 @@ class ReplySources(Sources):
             held_out = EncodedExamples.gather(validation)
             self.notes += [f"--val: {note}" for note in validation.notes()]
         self.train, self.held_out, self.holds_out = _split(train, held_out)
+        self.memorizes = not self.holds_out
         if not self.holds_out:
             self.notes.append(
                 f"fewer than {FEW} different examples ({len(self.held_out):,}): all are trained on "
@@ -134,14 +135,8 @@ class ReplySources(Sources):
         """Return none: the tokenizer is that of the model that is tuned."""
         return (), ()
 
-    def adapt(self, options: AnyOptions) -> AnyOptions:
-        """Return the options for examples: a few are learned by heart."""
-        assert isinstance(options, TuneOptions)
-        return replace(options, examples=True, memorizes=not self.holds_out)
-
-    def make(self, run: RunDirectory, options: AnyOptions, basis: Basis) -> Pair:
+    def make(self, run: RunDirectory, options: TrainOptions, basis: Basis) -> Pair:
         """Return the model that learns the replies, and packed batches of the examples."""
-        assert isinstance(options, TuneOptions)
         adapters = Adapters.from_options(options, self.new_ids)
         if adapters is not None and not adapters.has_peft_format:
             self.notes.append(
