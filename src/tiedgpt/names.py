@@ -1,9 +1,9 @@
-"""Public names that are imported at first use, and answers to the names of other libraries.
+"""Lazy imports of public names, and error messages for the names of other libraries.
 
 A package exports names with `__getattr__, __dir__ = lazy_names(__name__, {"GPT": "core.model"})`.
-`OTHER_NAMES` says what a name of transformers, nanoGPT, peft or vLLM is called here; the error for
-such a name ends with it. The errors stay `AttributeError` and `TypeError`, so that `hasattr`,
-`copy` and `pickle` work as usual.
+`OTHER_NAMES` maps names of transformers, nanoGPT, peft and vLLM to the names here; the error for
+such a name ends with the name to use. The errors stay `AttributeError` and `TypeError`, so
+`hasattr`, `copy` and `pickle` work as usual.
 """
 
 from __future__ import annotations
@@ -111,8 +111,7 @@ OTHER_NAMES: dict[str, dict[str, str]] = {
         "modules": "targets",
     },
 }  # fmt: skip
-"""What names of other libraries are here: by package and attribute, by class and attribute, and by
-class or function and argument."""
+"""Maps a package, class or function to a table from another library's name to the answer."""
 
 
 def lazy_names(
@@ -143,13 +142,16 @@ def _problem(owner: str, name: str, *tables: str) -> str:
 class ExplainsNames:
     """A class that answers a missing attribute by `OTHER_NAMES`.
 
-    Python calls `__getattr__` after the usual lookup has failed. nn.Module finds parameters and
-    submodules there, so its own method is asked first.
+    Python calls `__getattr__` after the usual lookup has failed. This includes every access to a
+    submodule of an nn.Module, so submodules are looked up first.
     """
 
     if not TYPE_CHECKING:  # type checkers report missing attributes themselves
 
         def __getattr__(self, name: str) -> Any:
+            modules = self.__dict__.get("_modules", ())
+            if name in modules:
+                return modules[name]
             try:
                 return super().__getattr__(name)
             except AttributeError:
