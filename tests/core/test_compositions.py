@@ -537,22 +537,25 @@ def test_packed_documents_are_as_if_alone(model, windows):
         banded.load_state_dict(model.state_dict())
         model = banded
     lengths = [5, 1, 7, 3]
-    ids, targets, first = packed(lengths, 9)
-    h = model.body(ids, first=first)[0]
+    ids, targets, document_starts = packed(lengths, 9)
+    h = model.body(ids, document_starts=document_starts)[0]
     parts = zip(ids[0].split(lengths), targets[0].split(lengths), h.split(lengths), strict=True)
     total = torch.zeros((), dtype=torch.float64)
     for document, answers, its in parts:
         torch.testing.assert_close(its, model.body(document[None])[0], rtol=1e-9, atol=1e-12)
         total = total + len(answers) * model.loss(document[None], answers[None])
-    whole = model.loss(ids, targets, first=first)
+    whole = model.loss(ids, targets, document_starts=document_starts)
     assert_equal(gradients(model, whole), gradients(model, total / sum(lengths)))
 
 
 def test_changing_one_packed_document_changes_no_other(model):
-    ids, _, first = packed([5, 4, 7], 9)
+    ids, _, document_starts = packed([5, 4, 7], 9)
     changed = ids.clone()
     changed[0, 5:9] = (ids[0, 5:9] + 1) % 53
-    before, after = model.body(ids, first=first)[0], model.body(changed, first=first)[0]
+    before, after = (
+        model.body(ids, document_starts=document_starts)[0],
+        model.body(changed, document_starts=document_starts)[0],
+    )
     same = (before == after).all(1)
     assert same.tolist() == [True] * 5 + [False] * 4 + [True] * 7
 
@@ -580,18 +583,27 @@ ROW = A[0][:1], A[1][:1]
 
 
 @pytest.mark.parametrize(
-    ("ids", "targets", "first", "says"),
+    ("ids", "targets", "document_starts", "says"),
     [
         (A[0][:0], A[1][:0], None, "at least one token"),
         (A[0][:, :0], A[1][:, :0], None, "1 to 16 tokens"),
         (*A[:1], A[1].double(), None, "targets must be integers"),
         (*A[:1], A[1] > 0, None, "targets must be integers"),
-        (*ROW, torch.zeros(1, 15).long(), "first must hold an index"),
-        (*ROW, torch.zeros(1, 16), "first must hold an index"),
-        (*ROW, torch.zeros(1, 16).bool(), "first must hold an index"),
+        (*ROW, torch.zeros(1, 15).long(), "document_starts must hold an index"),
+        (*ROW, torch.zeros(1, 16), "document_starts must hold an index"),
+        (*ROW, torch.zeros(1, 16).bool(), "document_starts must hold an index"),
         *((*ROW, starts_at(index), "an index from 0 to its own") for index in (-1, -20, 9, 10**6)),
     ],
 )
-def test_ids_targets_and_documents_that_do_not_fit_are_refused(model, ids, targets, first, says):
+def test_ids_targets_and_documents_that_do_not_fit_are_refused(
+    model, ids, targets, document_starts, says
+):
     with pytest.raises(UserError, match=says):
-        model.loss(ids, targets, first=first)
+        model.loss(ids, targets, document_starts=document_starts)
+
+
+def test_first_is_a_deprecated_name_of_document_starts(model):
+    ids, targets, document_starts = packed([5, 4, 7], 9)
+    with pytest.warns(DeprecationWarning, match="document_starts="):
+        loss = model.loss(ids, targets, first=document_starts)
+    assert loss == model.loss(ids, targets, document_starts=document_starts)

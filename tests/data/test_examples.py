@@ -258,8 +258,8 @@ def test_new_special_tokens_get_rows_in_the_model(reader):
     model = GPT(GPTConfig(vocab_size=len(TOKENIZERS["bpe"]), **shape))
     encoded = EncodedExamples.gather(found)
     packed = PackedBatches(encoded, batch_size=1, n_positions=32, seed=0)
-    ids, targets, first = map(torch.from_numpy, packed.batch(0))
+    ids, targets, document_starts = map(torch.from_numpy, packed.batch(0))
     with pytest.raises(UserError, match="ids must be between 0 and"):
-        model.loss(ids, targets, first=first)
+        model.loss(ids, targets, document_starts=document_starts)
     add_tokens(model, len(found.tokenizer) - model.config.vocab_size)
-    assert model.loss(ids, targets, first=first).isfinite()
+    assert model.loss(ids, targets, document_starts=document_starts).isfinite()

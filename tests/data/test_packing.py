@@ -49,17 +49,19 @@ def test_rows_are_nearly_full():
     assert lengths.sum() / (512 * len(rows)) > 0.98
 
 
-def test_ids_targets_and_first_are_those_of_the_examples():
+def test_rows_hold_ids_targets_and_document_starts_of_the_examples():
     examples = drawn(LENGTHS)
     batches = PackedBatches(examples, batch_size=3, n_positions=24, seed=5)
-    ids, targets, first = batches.rows(0, batches.n_rows())
-    assert {array.dtype for array in (ids, targets, first)} == {np.dtype(np.int64)}
-    assert {array.shape for array in (ids, targets, first)} == {(batches.n_rows(), 24)}
+    ids, targets, document_starts = batches.rows(0, batches.n_rows())
+    assert {array.dtype for array in (ids, targets, document_starts)} == {np.dtype(np.int64)}
+    assert {array.shape for array in (ids, targets, document_starts)} == {(batches.n_rows(), 24)}
     found = []
     for row in range(len(ids)):
-        for start in sorted(set(first[row].tolist())):
-            here = first[row] == start
-            assert np.flatnonzero(here)[0] == start, "an example begins where `first` says"
+        for start in sorted(set(document_starts[row].tolist())):
+            here = document_starts[row] == start
+            assert np.flatnonzero(here)[0] == start, (
+                "an example begins where `document_starts` says"
+            )
             found.append((ids[row][here].tolist(), targets[row][here].tolist()))
     expected = []
     for number in range(len(examples)):
@@ -92,11 +94,11 @@ def test_the_order_is_a_pure_function_of_seed_and_epoch():
 def test_without_packing_a_row_has_one_example():
     examples = drawn(LENGTHS)
     batches = PackedBatches(examples, batch_size=3, n_positions=24, seed=5, packing=False)
-    _, _, first = batches.rows(0, batches.n_rows())
-    assert len(first) == len(LENGTHS)
-    lengths = [int(row[-1]) or 24 for row in first]  # where the padding begins
+    _, _, document_starts = batches.rows(0, batches.n_rows())
+    assert len(document_starts) == len(LENGTHS)
+    lengths = [int(row[-1]) or 24 for row in document_starts]  # where the padding begins
     assert sorted(lengths) == sorted(LENGTHS)
-    assert all((row[:n] == 0).all() for row, n in zip(first, lengths, strict=True))
+    assert all((row[:n] == 0).all() for row, n in zip(document_starts, lengths, strict=True))
 
 
 def test_examples_that_cannot_be_packed_are_refused():
@@ -109,9 +111,9 @@ def test_examples_that_cannot_be_packed_are_refused():
 def test_packed_loss_and_gradients_are_those_of_separate_examples(tiny):
     examples = drawn(LENGTHS)
     batches = PackedBatches(examples, batch_size=1, n_positions=24, seed=1)
-    ids, targets, first = map(torch.from_numpy, batches.rows(0, batches.n_rows()))
-    tiny.loss(ids, targets, first=first).backward()
-    loss = tiny.loss(ids, targets, first=first).item()
+    ids, targets, document_starts = map(torch.from_numpy, batches.rows(0, batches.n_rows()))
+    tiny.loss(ids, targets, document_starts=document_starts).backward()
+    loss = tiny.loss(ids, targets, document_starts=document_starts).item()
     packed = {name: p.grad.clone() for name, p in tiny.named_parameters()}
     tiny.zero_grad()
     total, n_targets = 0.0, 0
@@ -133,8 +135,10 @@ def test_packed_loss_and_gradients_are_those_of_separate_examples(tiny):
 def test_changing_one_example_changes_no_other_examples_logits(tiny):
     examples = drawn(LENGTHS)
     batches = PackedBatches(examples, batch_size=1, n_positions=24, seed=1)
-    ids, _, first = map(torch.from_numpy, batches.rows(0, batches.n_rows()))
-    changed, here = ids.clone(), first == first[:, -1:]
+    ids, _, document_starts = map(torch.from_numpy, batches.rows(0, batches.n_rows()))
+    changed, here = ids.clone(), document_starts == document_starts[:, -1:]
     changed[here] = (ids[here] + 1) % 97
-    logits = [tiny.logits(tiny.body(given, first=first)) for given in (ids, changed)]
+    logits = [
+        tiny.logits(tiny.body(given, document_starts=document_starts)) for given in (ids, changed)
+    ]
     assert torch.equal((logits[0] != logits[1]).any(-1), here)

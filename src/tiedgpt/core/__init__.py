@@ -1,4 +1,4 @@
-"""The network itself: torch only; knows no files, no text, no training.
+"""The network in plain torch, independent of files, text and training.
 
 For example:
 

@@ -35,7 +35,7 @@ class KVCache:
     ) -> KVCache:
         """Return an empty cache for `capacity` positions (None: the whole context).
 
-        `dtype` is that of the keys: the model's, or autocast's where that is on.
+        `dtype` must be the keys': the model's dtype, or autocast's.
         """
         capacity = config.n_positions if capacity is None else capacity
         if batch_size < 1:
@@ -65,20 +65,20 @@ class KVCache:
             raise UserError("a KV cache is for inference: call the model under torch.no_grad()")
         n_new, longest = k.shape[2], max(self.lengths)
         alike = min(self.lengths) == longest
-        for held, new in ((self.keys[layer], k), (self.values[layer], v)):
+        for cached, new in ((self.keys[layer], k), (self.values[layer], v)):
             if alike:
-                held[:, :, longest : longest + n_new] = new
+                cached[:, :, longest : longest + n_new] = new
             else:
                 for row, start in enumerate(self.lengths):
-                    held[row, :, start : start + n_new] = new[row]
+                    cached[row, :, start : start + n_new] = new[row]
         end = longest + n_new
         return self.keys[layer, :, :, :end], self.values[layer, :, :, :end]
 
     def attention_mask(self, n_new: int, window: int | None) -> tuple[int, Tensor | None]:
         """Return the first key that any new position sees, and the mask from that key on.
 
-        The mask is (B, 1, T, keys) bool: a position sees the keys up to its own, and at most the
-        last `window` of them. It is None where all keys are seen, or where plain causality holds.
+        The mask is (B, 1, T, keys) bool: a position sees the keys up to itself, and at most the
+        last `window` of them. None means that plain causal attention needs no mask.
         """
         shortest, longest = min(self.lengths), max(self.lengths)
         first = 0 if window is None else max(0, shortest + 1 - window)
@@ -99,7 +99,7 @@ class KVCache:
         self.lengths = [length + n_new for length in self.lengths]
 
     def rows(self, first: int, end: int) -> KVCache:
-        """Return a view of the sequences first <= i < end, with lengths of its own."""
+        """Return a view of the sequences first <= i < end, with a copy of their lengths."""
         rows = slice(first, end)
         return KVCache(self.keys[:, rows], self.values[:, rows], self.lengths[rows])
 

@@ -51,7 +51,7 @@ class GPTConfig:
     resid_pdrop: float = 0.1
     """Dropout on what each sublayer adds to the residual stream."""
     tie_word_embeddings: bool = True
-    """True: `wte` predicts as well as reads. False: the model has a head of its own."""
+    """Whether `wte` also predicts; otherwise the model has a separate head."""
     bos_token_id: int | None = None
     """Token that starts a text, if there is one."""
     eos_token_id: int | None = None
@@ -59,18 +59,18 @@ class GPTConfig:
 
     def __new__(cls, *_: Any, **values: Any) -> GPTConfig:
         """Refuse unknown fields with `UserError`, before the dataclass's own check."""
-        known = sorted(field.name for field in fields(cls))
+        names = sorted(field.name for field in fields(cls))
         for name in values:
-            if name not in known:
+            if name not in names:
                 other = OTHER_NAMES["GPTConfig"].get(name)
-                hint = f"use {other}" if other else f"its fields are {', '.join(known)}"
+                hint = f"use {other}" if other else f"its fields are {', '.join(names)}"
                 raise UserError(f"GPTConfig has no {name!r}", hint=hint)
         return super().__new__(cls)
 
     def __post_init__(self) -> None:
-        def require(name: str, wanted: str, sound: bool) -> None:
+        def require(name: str, requirement: str, sound: bool) -> None:
             if not sound:
-                raise UserError(f"must be {wanted}, got {getattr(self, name)!r}", option=name)
+                raise UserError(f"must be {requirement}, got {getattr(self, name)!r}", option=name)
 
         for name in ("vocab_size", "n_positions", "n_embd", "n_layer", "n_head", "n_inner"):
             value = getattr(self, name)

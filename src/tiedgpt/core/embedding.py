@@ -1,4 +1,4 @@
-"""One matrix, two sides: it reads tokens and it predicts them.
+"""The tied embedding: one matrix that reads tokens and predicts them.
 
 Radford et al. 2018, eq. 2:  h_0 = U W_e + W_p,  ...,  P(u) = softmax(h_n W_e^T).
 There is no second parameter to tie to the first, so nothing can untie them.
@@ -33,7 +33,7 @@ class TiedEmbedding(nn.Embedding):
 
     def unembed(self, h: Tensor) -> Tensor:
         """Predict: h (..., D) -> logits (..., V), the dot product of h with every row of W."""
-        if self.weight.is_meta and not h.is_meta:  # torch would multiply with what is not there
+        if self.weight.is_meta and not h.is_meta:  # torch would not refuse this
             raise UserError(
                 "wte.weight was offloaded to the meta device, and predicting needs it as much as "
                 "reading: keep wte on the device where the model computes"

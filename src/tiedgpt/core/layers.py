@@ -1,4 +1,4 @@
-"""Attention, MLP and block: what acts on the residual stream (B, T, D)."""
+"""Attention, MLP and block, which act on the residual stream (B, T, D)."""
 
 from __future__ import annotations
 
@@ -23,11 +23,11 @@ BLOCK = 64
 
 
 def banded_attention(q: Tensor, k: Tensor, v: Tensor, window: int, dropout_p: float) -> Tensor:
-    """(B, H, T, D/H) thrice -> (B, H, T, D/H): position i sees j where i - window < j <= i.
+    """Return attention within a band: position i sees j if i - window < j <= i.
 
-    Each block of queries attends to the keys of its own positions and of the `window` before
-    them, so no (T, T) scores are formed (the band of Child et al. 2019, "Generating Long Sequences
-    with Sparse Transformers").
+    q, k, v and the result are (B, H, T, D/H). Each block of queries attends to the keys of its
+    positions and of the `window` before them, so no (T, T) scores are formed (the band of Child et
+    al. 2019, "Generating Long Sequences with Sparse Transformers").
     """
     n_sequences, n_head, n_positions = q.shape[:3]
     n_blocks = -(-n_positions // BLOCK)
@@ -54,7 +54,7 @@ class Attention(nn.Module):
         self.c_proj = nn.Linear(config.n_embd, config.n_embd, bias=config.bias)
 
     def extra_repr(self) -> str:
-        """Say in `print(model)` how many positions a banded layer sees."""
+        """Return the window of a banded layer for `print(model)`."""
         return "" if self.window is None else f"window={self.window}"
 
     def forward(

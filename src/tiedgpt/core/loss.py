@@ -1,7 +1,7 @@
-"""Cross-entropy of a model's predictions, without ever holding all logits.
+"""Chunked cross-entropy, which never holds all logits.
 
-All logits (N, V), their softmax and their gradient take 1.2 GB for 2,048 positions of GPT-2. Here
-a chunk of rows is taken at a time and, but for the first, computed again in the backward pass.
+All logits (N, V), their softmax and their gradient take 1.2 GB for 2,048 positions of GPT-2. The
+loss computes one chunk of rows at a time, and recomputes all but the first in the backward pass.
 """
 
 from __future__ import annotations
@@ -18,13 +18,13 @@ from tiedgpt.errors import UserError
 
 INTEGERS = (torch.int64, torch.int32)
 IGNORED = -100
-"""A target that is not counted."""
+"""Target of a position that is not counted."""
 CHUNK_BYTES = 50 << 20
 """Memory for the logits of a chunk: 512 rows of V = 50,257 in bf16, 256 in fp32."""
 
 
 def chunk_rows(n_rows: int, vocab_size: int, dtype: torch.dtype) -> int:
-    """Return how many rows of logits are formed at a time, all chunks being of one size."""
+    """Return the number of rows in a chunk of logits; all chunks have about the same size."""
     at_most = max(1, CHUNK_BYTES // (dtype.itemsize * vocab_size))
     return -(-n_rows // -(-n_rows // at_most))
 
@@ -32,7 +32,7 @@ def chunk_rows(n_rows: int, vocab_size: int, dtype: torch.dtype) -> int:
 def chunked_cross_entropy(
     h: Tensor, targets: Tensor, logits: Callable[[Tensor], Tensor], n_rows: int
 ) -> Tensor:
-    """Return the mean cross-entropy of `logits(h)`, which is called with `n_rows` rows at a time.
+    """Return the mean cross-entropy of `logits(h)`, computed `n_rows` rows at a time.
 
     h (N, D) and targets (N,) int; -100 is not counted, and with nothing to count the mean is nan,
     as in torch. Softmax and loss are fp32 or wider. `torch.func`, forward-mode derivatives and
@@ -54,7 +54,7 @@ def chunked_cross_entropy(
 
 
 def is_plain_autograd(*tensors: Tensor) -> bool:
-    """Return whether gradients of these tensors are taken by backward passes and nothing else.
+    """Whether only ordinary backward passes differentiate these tensors.
 
     Inside `torch.func` a tensor has no storage; with a forward-mode derivative it has a tangent.
     """
@@ -69,13 +69,13 @@ def is_plain_autograd(*tensors: Tensor) -> bool:
 
 
 def cross_entropy(logits: Tensor, targets: Tensor, reduction: str = "mean") -> Tensor:
-    """Logits (..., N), targets (...) -> () in nats over the targets that are not -100.
+    """Return the cross-entropy () of logits (..., N), in nats over the targets that are not -100.
 
     Logits of half precision are converted to fp32 first. Raises `UserError` for targets that are
     not one of the N classes.
     """
-    wide = torch.promote_types(logits.dtype, torch.float32)
-    rows, answers = logits.flatten(0, -2).to(wide), targets.flatten().long()
+    dtype = torch.promote_types(logits.dtype, torch.float32)
+    rows, answers = logits.flatten(0, -2).to(dtype), targets.flatten().long()
     try:
         return F.cross_entropy(rows, answers, ignore_index=IGNORED, reduction=reduction)
     except IndexError:
@@ -93,7 +93,7 @@ def require_target_shape(h: Tensor, targets: Tensor) -> None:
 
 
 def require_targets(targets: Tensor, n_classes: int) -> None:
-    """Raise `UserError` for targets that are no class."""
+    """Raise `UserError` for targets that are not classes."""
     wrong = targets[(targets != IGNORED) & ((targets < 0) | (targets >= n_classes))]
     if wrong.numel():
         raise UserError(

@@ -1,4 +1,4 @@
-"""The network: tokens in, one prediction for each of them out.
+"""The network: it reads tokens and predicts the next one at each position.
 
 Follow `self.wte`: it reads at the bottom of `states` and predicts in `logits`.
 Shapes: B batch, T positions, D width, V vocabulary, L layers.
@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 import os
+import warnings
 from collections.abc import Iterator
 from typing import Any
 
@@ -24,10 +25,10 @@ from tiedgpt.names import ExplainsNames
 
 
 class GPT(ExplainsNames, nn.Module):
-    """A GPT with OpenAI's names; a fresh one is initialised as in the papers.
+    """A GPT with OpenAI's names; a new one is initialised as in the papers.
 
     Under `with torch.device("meta")` its shapes are built and no weights are drawn.
-    `head` is None when `wte` predicts (tied), or a module (..., D) -> (..., V) of its own.
+    `head` is None when `wte` predicts (tied), otherwise a module (..., D) -> (..., V).
     """
 
     def __init__(self, config: GPTConfig) -> None:
@@ -69,33 +70,46 @@ class GPT(ExplainsNames, nn.Module):
         self.wpe.weight.normal_(0.0, 0.01 if pre else 0.02)
 
     def states(
-        self, ids: Tensor, cache: KVCache | None = None, *, first: Tensor | None = None
+        self,
+        ids: Tensor,
+        cache: KVCache | None = None,
+        *,
+        document_starts: Tensor | None = None,
+        first: Tensor | None = None,
     ) -> Iterator[Tensor]:
         """Yield the residual stream (B, T, D) after the embedding and after each of L blocks.
 
-        ids (B, T) int64 or int32; with a cache, the tokens that follow those in it. `first` (B, T)
-        packs documents into a row: the index where each token's document begins. A token then sees
-        its own document only, and its position counts from there.
+        ids (B, T) int64 or int32; with a cache, the tokens that follow the cached ones.
+        `document_starts` (B, T) packs documents into a row: the index where each token's document
+        begins. A token then sees only its document, and its position counts from there. `first`
+        is the deprecated name of `document_starts`.
         """
+        if first is not None:
+            warnings.warn("first= is now document_starts=", DeprecationWarning, stacklevel=2)
+            document_starts = first
         self._check_ids(ids, cache)
         n_new, mask = ids.shape[1], None
         positions = torch.arange(n_new, device=ids.device)[None]
         if cache is not None:
             positions = cache.positions(n_new)
-        if first is not None:
-            if cache is not None or first.shape != ids.shape or first.dtype not in INTEGERS:
+        if document_starts is not None:
+            starts = document_starts
+            if cache is not None or starts.shape != ids.shape or starts.dtype not in INTEGERS:
                 raise UserError(
-                    f"first must hold an index for each of ids {tuple(ids.shape)}, without a "
-                    f"cache, got {first.dtype} {tuple(first.shape)}"
+                    f"must hold an index for each of ids {tuple(ids.shape)}, without a cache, got "
+                    f"{starts.dtype} {tuple(starts.shape)}",
+                    option="document_starts",
                 )
-            mask = (positions >= first[:, :, None]) & (positions <= positions[:, :, None])
-            within, mask = (first >= 0) & (first <= positions), mask[:, None]  # (B, 1, T, T)
-            positions = torch.where(within, positions - first, -1)  # wpe refuses -1
+            mask = (positions >= starts[:, :, None]) & (positions <= positions[:, :, None])
+            within, mask = (starts >= 0) & (starts <= positions), mask[:, None]  # (B, 1, T, T)
+            positions = torch.where(within, positions - starts, -1)  # wpe refuses -1
         try:
-            placed = self.wpe(positions)
+            position_vectors = self.wpe(positions)
         except IndexError:
-            raise UserError("first must hold, for each token, an index from 0 to its own") from None
-        x = self.drop(self.wte(ids) + placed)  # h_0 = U W_e + W_p
+            raise UserError(
+                "must hold, for each token, an index from 0 to its own", option="document_starts"
+            ) from None
+        x = self.drop(self.wte(ids) + position_vectors)  # h_0 = U W_e + W_p
         yield x
         for layer, block in enumerate(self.h):
             x = block(x, layer, cache, mask)
@@ -104,43 +118,56 @@ class GPT(ExplainsNames, nn.Module):
             cache.advance(n_new)
 
     def body(
-        self, ids: Tensor, cache: KVCache | None = None, *, first: Tensor | None = None
+        self,
+        ids: Tensor,
+        cache: KVCache | None = None,
+        *,
+        document_starts: Tensor | None = None,
+        first: Tensor | None = None,
     ) -> Tensor:
-        """(B, T) -> (B, T, D): the last state after the final norm, which the head reads."""
-        for state in self.states(ids, cache, first=first):
+        """(B, T) -> (B, T, D): the last state after the final norm, the input of the head."""
+        for state in self.states(ids, cache, document_starts=document_starts, first=first):
             x = state
         return self.ln_f(x)
 
     def logits(self, h: Tensor) -> Tensor:
-        """(..., D) -> (..., V), by `wte` or by a head of its own."""
+        """(..., D) -> (..., V), by `wte` or by an untied head."""
         return self.wte.unembed(h) if self.head is None else self.head(h)  # h_n W_e^T
 
     def forward(self, ids: Tensor, cache: KVCache | None = None) -> Tensor:
         """(B, T) -> (B, T, V): at each of T tokens, a logit for every token that may follow."""
         return self.logits(self.body(ids, cache))
 
-    def loss(self, ids: Tensor, targets: Tensor, *, first: Tensor | None = None) -> Tensor:
+    def loss(
+        self,
+        ids: Tensor,
+        targets: Tensor,
+        *,
+        document_starts: Tensor | None = None,
+        first: Tensor | None = None,
+    ) -> Tensor:
         """Mean cross-entropy in nats over the targets that are not -100.
 
         targets (B, T): `targets[b, t]` is the id that follows `ids[b, t]`; nothing is shifted
         here. Equals `F.cross_entropy` of `model(ids)` in value and gradients, but the (B, T, V)
-        logits are never held at once. `first` packs documents; see `states`.
+        logits are never held at once. `document_starts` packs documents; see `states`.
         """
         if targets.shape != ids.shape:
             raise UserError(
                 "ids and targets must have one shape (B, T), got "
                 f"{tuple(ids.shape)} and {tuple(targets.shape)}"
             )
-        return self.head_loss(self.body(ids, first=first).flatten(0, 1), targets.flatten())
+        h = self.body(ids, document_starts=document_starts, first=first)
+        return self.head_loss(h.flatten(0, 1), targets.flatten())
 
     def head_loss(self, h: Tensor, targets: Tensor) -> Tensor:
-        """Return the loss () of what the head is given: h (N, D) and targets (N,)."""
+        """Return the loss () of final states h (N, D) and targets (N,)."""
         require_target_shape(h, targets)
         n_rows = chunk_rows(len(h), self.config.vocab_size, h.dtype)
         return chunked_cross_entropy(h, targets, self.logits, n_rows)
 
     def extra_repr(self) -> str:
-        """Say in `print(model)` how many parameters there are, and what predicts."""
+        """Return the number of parameters, and the matrix that predicts, for `print(model)`."""
         tied = self.head is None or self.config.tie_word_embeddings  # a head may hold on to wte
         predicts = "wte reads and predicts" if tied else "wte reads, the head predicts"
         return f"{sum(p.numel() for p in self.parameters()):,} parameters, {predicts}"
@@ -150,17 +177,18 @@ class GPT(ExplainsNames, nn.Module):
             raise UserError(
                 f"ids must be int64 or int32 of shape (B, T), got {ids.dtype} {tuple(ids.shape)}"
             )
-        lengths, room = [0], self.config.n_positions
+        lengths, capacity = [0], self.config.n_positions
         if cache is not None:
-            lengths, room = cache.lengths, min(room, cache.capacity)
+            lengths, capacity = cache.lengths, min(capacity, cache.capacity)
             shape, config = cache.keys.shape, self.config
             if (shape[0], shape[2], shape[4]) != (config.n_layer, config.n_head, config.head_dim):
                 raise UserError("the cache was allocated for a model of another shape")
             if len(lengths) != len(ids):
                 raise UserError(f"the cache holds {len(lengths)} sequences, got ids of {len(ids)}")
-        if ids.shape[1] < 1 or max(lengths) + ids.shape[1] > room:
+        if ids.shape[1] < 1 or max(lengths) + ids.shape[1] > capacity:
             raise UserError(
-                f"a sequence must have 1 to {room} tokens, got {ids.shape[1]} after {max(lengths)}"
+                f"a sequence must have 1 to {capacity} tokens, got {ids.shape[1]} after "
+                f"{max(lengths)}"
             )
 
     @classmethod
@@ -177,9 +205,9 @@ class GPT(ExplainsNames, nn.Module):
         """Load a model in eval mode from a directory, a file, a hub name or transformers' module.
 
         dtype None keeps the file's. `resolve` ("untie", "keep-input", "keep-output", "tie") decides
-        where a file holds two different matrices or lacks the head that it claims. `revision` and
-        `cache_dir` are for hub names. `config` fills in what the file does not say and may change
-        dropout. Assumptions are told in a `CheckpointWarning`.
+        for a file with two different matrices, or without the head that it claims. `revision` and
+        `cache_dir` are for hub names. `config` adds fields that the file lacks, and may change
+        dropout. A `CheckpointWarning` names assumptions.
 
         Raises `CorruptInputError` for damaged files and files without a GPT, else `UserError`.
         """
@@ -190,10 +218,10 @@ class GPT(ExplainsNames, nn.Module):
         )
 
     def save_pretrained(self, directory: str | os.PathLike[str]) -> None:
-        """Write a Hugging Face directory that transformers loads as it is.
+        """Write a Hugging Face directory that transformers loads.
 
-        Raises `UserError`, before anything is written, for a model that is not what its config
-        says: an unmerged adapter, parametrizations, a pruned or added module.
+        Raises `UserError`, before anything is written, for a model that differs from its config:
+        an unmerged adapter, parametrizations, a pruned or added module.
         """
         from tiedgpt.weights.formats.transformers.writer import save_model
 

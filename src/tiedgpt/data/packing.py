@@ -1,9 +1,9 @@
 """Several examples in a row of a batch, each as if it were alone there.
 
-`first` (B, T) tells the index where each token's example begins; the model sees no further back,
-and counts positions from there (`GPT.states`). Rows are a pure function of (seed, epoch): the
-examples in a drawn order, the oldest of `BUFFER` waiting ones first, then the longest that fit.
-What remains of a row is an example of its own that is not counted.
+`document_starts` (B, T) holds the index where each token's example begins; the model sees no
+further back, and counts positions from there (`GPT.states`). Rows are a pure function of (seed,
+epoch): the examples in a drawn order, the oldest of `BUFFER` waiting ones first, then the longest
+that fit. The rest of a row is a padding example that is not counted.
 """
 
 from __future__ import annotations
@@ -85,13 +85,13 @@ class PackedBatches:
         return len(self._rows(epoch))
 
     def batch(self, step: int) -> PackedBatch:
-        """Return ids, targets and `first` of a step >= 0, all int64 (B, T)."""
+        """Return ids, targets and `document_starts` of a step >= 0, all int64 (B, T)."""
         return self.rows(step * self.batch_size, self.batch_size)
 
     def rows(self, start: int, count: int) -> PackedBatch:
         """Return `count` rows of the endless sequence of epochs, from row `start`: (count, T)."""
         shape = count, self.n_positions
-        ids, first = np.zeros((2, *shape), np.int64)
+        ids, document_starts = np.zeros((2, *shape), np.int64)
         targets = np.full(shape, IGNORED, np.int64)
         for row, examples in enumerate(map(self._row, range(start, start + count))):
             at = 0
@@ -100,10 +100,10 @@ class PackedBatches:
                 end = at + len(its)
                 ids[row, at:end] = its
                 targets[row, at : end - 1][counted[1:]] = its[1:][counted[1:]]
-                first[row, at:end] = at
+                document_starts[row, at:end] = at
                 at = end
-            first[row, at:] = at
-        return ids, targets, first
+            document_starts[row, at:] = at
+        return ids, targets, document_starts
 
     def _row(self, row: int) -> list[int]:
         while not self._ends or self._ends[-1] <= row:

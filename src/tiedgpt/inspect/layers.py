@@ -272,7 +272,7 @@ def attention(
 
 
 def _heads(attn: Attention, qkv: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Queries, keys and values (T, 3 D) -> q, k (H, T, D/H), softmax(q k^T / sqrt(D/H)), masked."""
+    """Split c_attn's output (T, 3 D) into q, k (H, T, D/H) and softmax(q k^T / sqrt(D/H))."""
     q, k, _ = wide(qkv).unflatten(-1, (3, attn.n_head, -1)).permute(1, 2, 0, 3)
     seen = torch.ones(len(qkv), len(qkv), dtype=torch.bool, device=qkv.device).tril()
     if attn.window is not None:

@@ -51,32 +51,32 @@ def save_figure(
     with rc_context({"font.family": "DejaVu Sans"}):
         figure = Figure(figsize=(5.2 * columns + 0.6, 3.3 * rows + 0.4), layout="constrained")
         figure.suptitle(_drawable(title), fontsize=12)
-        axes = figure.subplots(rows, columns, squeeze=False).flatten()
-        for panel, place in zip(panels, axes, strict=False):
-            place.set_title(_drawable(panel.title), fontsize=10, loc="left")
-            place.set_xlabel(panel.x_label)
-            place.set_ylabel(panel.y_label)
+        all_axes = figure.subplots(rows, columns, squeeze=False).flatten()
+        for panel, axes in zip(panels, all_axes, strict=False):
+            axes.set_title(_drawable(panel.title), fontsize=10, loc="left")
+            axes.set_xlabel(panel.x_label)
+            axes.set_ylabel(panel.y_label)
             if isinstance(panel, Grid):
-                _fill_grid(panel, place)
+                _fill_grid(panel, axes)
             else:
-                _fill(panel, place)
-        for place in axes[len(panels) :]:
-            place.set_axis_off()
+                _fill(panel, axes)
+        for axes in all_axes[len(panels) :]:
+            axes.set_axis_off()
         with replacing(path) as temporary:
             figure.savefig(temporary, format=path.suffix.lower().removeprefix("."), dpi=150)
 
 
 def _drawable(text: str) -> str:
-    """Return a text as it is: no mathematics, and characters that the font lacks escaped."""
+    """Return a text without mathematics; characters that the font lacks are escaped."""
     from matplotlib.font_manager import findfont, get_font
 
     font = get_font(findfont("DejaVu Sans"))
-    known = (c if c == "\n" or font.get_char_index(ord(c)) else ascii(c)[1:-1] for c in text)
-    return "".join(known).replace("$", r"\$")
+    characters = (c if c == "\n" or font.get_char_index(ord(c)) else ascii(c)[1:-1] for c in text)
+    return "".join(characters).replace("$", r"\$")
 
 
 def _name(axis: Any, names: Sequence[str]) -> None:
-    """Write names at the places 0, 1, ... of an axis, or numbers if there is no room for them."""
+    """Write names at the positions 0, 1, ... of an axis, or numbers if there are too many."""
     from matplotlib.ticker import MaxNLocator
 
     if 0 < len(names) <= MOST_NAMES:
@@ -87,32 +87,32 @@ def _name(axis: Any, names: Sequence[str]) -> None:
         axis.set_major_locator(MaxNLocator(integer=True))
 
 
-def _fill_grid(grid: Grid, place: Any) -> None:
+def _fill_grid(grid: Grid, axes: Any) -> None:
     most = max((abs(v) for row in grid.values for v in row if math.isfinite(v)), default=0) or 1
     style = {"cmap": "RdBu_r", "vmin": -most, "vmax": most} if grid.signed else {"cmap": "cividis"}
-    image = place.imshow(grid.values, aspect="auto", interpolation="nearest", **style)
-    place.figure.colorbar(image, ax=place, label=grid.unit)
-    _name(place.xaxis, grid.x_names)
-    _name(place.yaxis, grid.y_names)
+    image = axes.imshow(grid.values, aspect="auto", interpolation="nearest", **style)
+    axes.figure.colorbar(image, ax=axes, label=grid.unit)
+    _name(axes.xaxis, grid.x_names)
+    _name(axes.yaxis, grid.y_names)
     for y, row in enumerate(grid.texts):
         for x, text in enumerate(row):
             red, green, blue, _ = image.cmap(image.norm(grid.values[y][x]))
             luminance = 0.2126 * red**2.2 + 0.7152 * green**2.2 + 0.0722 * blue**2.2
-            color = "black" if luminance > 0.18 else "white"  # what contrasts more
-            place.text(x, y, _drawable(text), ha="center", va="center", fontsize=6, color=color)
+            color = "black" if luminance > 0.18 else "white"  # the larger contrast
+            axes.text(x, y, _drawable(text), ha="center", va="center", fontsize=6, color=color)
 
 
-def _fill(panel: Panel, place: Any) -> None:
+def _fill(panel: Panel, axes: Any) -> None:
     from matplotlib.ticker import EngFormatter
 
-    place.spines[["top", "right"]].set_visible(False)
-    place.grid(alpha=0.25)
+    axes.spines[["top", "right"]].set_visible(False)
+    axes.grid(alpha=0.25)
     for line in panel.lines:
         times, number = divmod(line.color, len(COLORS))
         color, style = COLORS[number], STYLES[times % len(STYLES)]
         if len(line.low):
-            place.fill_between(line.xs, line.low, line.high, color=color, alpha=0.2, linewidth=0)
-        place.plot(
+            axes.fill_between(line.xs, line.low, line.high, color=color, alpha=0.2, linewidth=0)
+        axes.plot(
             line.xs,
             line.ys,
             label=_drawable(line.name),
@@ -124,16 +124,16 @@ def _fill(panel: Panel, place: Any) -> None:
             rasterized=len(line.xs) > MANY,
         )
     for x, y, text in panel.notes:
-        place.annotate(_drawable(text), (x, y), (3, 3), textcoords="offset points", fontsize=7)
+        axes.annotate(_drawable(text), (x, y), (3, 3), textcoords="offset points", fontsize=7)
     if panel.log_x:
-        place.set_xscale("log")
+        axes.set_xscale("log")
     elif panel.x_names:
-        _name(place.xaxis, panel.x_names)
+        _name(axes.xaxis, panel.x_names)
     elif any(abs(x) >= 1000 for line in panel.lines for x in line.xs):
-        place.xaxis.set_major_formatter(EngFormatter(sep=""))
+        axes.xaxis.set_major_formatter(EngFormatter(sep=""))
     if (limits := panel.limits()) is not None:
         low, high = limits[2:]
         room = 0.04 * (high - low)
-        place.set_ylim(low - room, high + room)
+        axes.set_ylim(low - room, high + room)
     if len(panel.lines) > 1:
-        place.legend(fontsize=8, frameon=False)
+        axes.legend(fontsize=8, frameon=False)

@@ -1,4 +1,4 @@
-"""What a figure is made of: panels with lines in them, and grids; their limits and their ticks."""
+"""The elements of a figure: panels of lines, and grids; their limits and ticks."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ class Panel:
     lines: tuple[Line, ...]
     log_x: bool = False
     most: float | None = None
-    """What lies above is cut off; None: nothing does."""
+    """Upper limit of the y axis; None: no limit."""
     y_label: str = ""
     x_names: Sequence[str] = ()
     """Names of the places 0, 1, ... of the axis, in a figure."""
@@ -52,7 +52,7 @@ class Panel:
     """Places that a figure names."""
 
     def limits(self) -> tuple[float, float, float, float] | None:
-        """Return the least and greatest x, and y; None where there is nothing to draw."""
+        """Return the limits of x, then of y; None without any point."""
         points = [p for line in self.lines for p in (*line.points(), *line.shaded())]
         if not points:
             return None
@@ -69,10 +69,10 @@ class Grid:
     x_label: str
     y_label: str
     unit: str
-    """What the colours mean."""
+    """Unit of the values, shown beside the colours."""
     values: Sequence[Sequence[float]]
     texts: Sequence[Sequence[str]] = ()
-    """What to write in each cell."""
+    """Text in each cell."""
     x_names: Sequence[str] = ()
     y_names: Sequence[str] = ()
     signed: bool = False
@@ -108,7 +108,7 @@ def label(value: float) -> str:
 def smoothed(values: Sequence[float], share: float = 0.03) -> list[float]:
     """Return exponential means over about this share of the values, without a bias at the start.
 
-    Values that are not finite leave the mean as it is.
+    Values that are not finite do not change the mean.
     """
     keep = 1 - 1 / max(1.0, share * len(values))
     total = weight = 0.0
@@ -121,10 +121,7 @@ def smoothed(values: Sequence[float], share: float = 0.03) -> list[float]:
 
 
 def usual_most(lines: Iterable[Line], share: float = 0.97) -> float | None:
-    """Return a height below which this share of each line's points lies: what begins high is cut.
-
-    None without any point.
-    """
+    """Return a height above this share of each line's points; None without any point."""
     tops = []
     for line in lines:
         if values := sorted(y for _, y in line.points()):

@@ -15,8 +15,8 @@ def aligned(columns: Sequence[str], rows: Iterable[Sequence[str]]) -> list[str]:
 
     A column `>name` is aligned to the right. A cell may have several lines, and so may a row.
     """
-    made = [[column.lstrip(">") for column in columns], *map(list, rows)]
-    cells = [[cell.split("\n") for cell in row] for row in made]
+    texts = [[column.lstrip(">") for column in columns], *map(list, rows)]
+    cells = [[cell.split("\n") for cell in row] for row in texts]
     stacked = zip(*cells, strict=True)
     widths = [max(cell_len(line) for cell in column for line in cell) for column in stacked]
     lines = [

@@ -62,8 +62,8 @@ def draw(panel: Panel, *, width: int = 80, height: int = 14, unicode: bool = Tru
         near = [min(y, 2 * y_high - y_low) for y in ys]  # far above takes long to draw
         plotext.plot(xs, near, color=color, marker="braille" if unicode else str(number))
         if len(panel.lines) > 1:
-            place = min(len(xs) - 1, (number - 1) * len(xs) // 20)  # each at its own, from the end
-            plotext.text(str(number), xs[place], min(ys[place], y_high), color=color)
+            index = min(len(xs) - 1, (number - 1) * len(xs) // 20)  # each at its own, from the end
+            plotext.text(str(number), xs[index], min(ys[index], y_high), color=color)
             heading.append(f"  {number} {line.name}", f"not bold color({color})")
     drawn = plotext.build()
     heading = Text("\n").join(heading.wrap(Console(), width))

@@ -33,7 +33,7 @@ def panels(trainings: Sequence[Training], x_label: str) -> list[Panel]:
     validation = validation_panel(trainings, x_label)
     train = smooth(_each(trainings, "loss"))
     if len(trainings) > 1:
-        made = [validation, _cut("training loss, nats, smoothed", x_label, train)]
+        result = [validation, _cut("training loss, nats, smoothed", x_label, train)]
         gradients = _each(trainings, "grad_norm")
     else:
         curves = trainings[0].curves
@@ -41,8 +41,8 @@ def panels(trainings: Sequence[Training], x_label: str) -> list[Panel]:
             replace(train[0], name="training, smoothed"),
             Line("validation", *curves.get("val_loss", ((), ())), color=1, marked=True),
         )
-        made = [_cut("loss, nats", x_label, both)]
-        made += [validation] if "val_bits_per_byte" in curves else []
+        result = [_cut("loss, nats", x_label, both)]
+        result += [validation] if "val_bits_per_byte" in curves else []
         gradients = tuple(
             Line(name, *curves[key], color)
             for color, (key, name) in enumerate(GRADIENTS.items())
@@ -51,10 +51,10 @@ def panels(trainings: Sequence[Training], x_label: str) -> list[Panel]:
     keys = {key for training in trainings for key in training.curves if key.startswith("val_")}
     for key in sorted(keys - VALIDATION.keys()):
         title = f"validation {key.removeprefix('val_').replace('_', ' ')}"
-        made.append(Panel(title, x_label, _each(trainings, key, marked=True)))
-    made.append(Panel("learning rate", x_label, _each(trainings, "lr")))
-    made.append(_cut("norm of the gradient, smoothed", x_label, smooth(gradients)))
-    return [panel for panel in made if panel.limits() is not None]
+        result.append(Panel(title, x_label, _each(trainings, key, marked=True)))
+    result.append(Panel("learning rate", x_label, _each(trainings, "lr")))
+    result.append(_cut("norm of the gradient, smoothed", x_label, smooth(gradients)))
+    return [panel for panel in result if panel.limits() is not None]
 
 
 def validation_panel(trainings: Sequence[Training], x_label: str) -> Panel:

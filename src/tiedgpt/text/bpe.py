@@ -53,7 +53,7 @@ whitespace, and it looks ahead only after whitespace. (Python's \\s covers more 
 
 
 def unlike_gpt2(stored: dict[str, Any]) -> list[str]:
-    """The parts of a `tokenizer.json` of a byte-level BPE that work differently in GPT-2's."""
+    """Return the parts of a byte-level BPE's `tokenizer.json` that differ from GPT-2's."""
     model, cutter = stored["model"], stored["pre_tokenizer"] or {}
     odd = [key for key in OTHER_SETTINGS if model.get(key)]
     is_gpt2s = cutter.get("type") == "ByteLevel" and cutter.get("use_regex") is True
@@ -73,7 +73,7 @@ def chunks(text: str) -> Iterator[str]:
 
 
 def byte_level_tokenizer(model: models.BPE, *, prefix_space: bool = False) -> tokenizers.Tokenizer:
-    """A tokenizer of `model`, a BPE over BYTE_ALPHABET, that splits by GPT-2's regex."""
+    """Return a tokenizer of a BPE over BYTE_ALPHABET that splits by GPT-2's regex."""
     rust = tokenizers.Tokenizer(model)
     rust.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=prefix_space, use_regex=True)
     rust.decoder = decoders.ByteLevel()
@@ -81,7 +81,7 @@ def byte_level_tokenizer(model: models.BPE, *, prefix_space: bool = False) -> to
 
 
 def train_bpe(texts: Iterable[str], vocab_size: int) -> tokenizers.Tokenizer:
-    """A BPE of at most `vocab_size` ids: 256 bytes, merges by frequency, `<|endoftext|>` last.
+    """Train a BPE of at most `vocab_size` ids: 256 bytes, merges, and `<|endoftext|>`, the last.
 
     A pair is merged only if it occurs at least twice, so a small corpus gives fewer ids. Raises
     UserError if `vocab_size` is below 257.
@@ -103,7 +103,7 @@ def train_bpe(texts: Iterable[str], vocab_size: int) -> tokenizers.Tokenizer:
 
 
 def _short(parts: Iterable[str]) -> Iterator[str]:
-    """Yield text to learn from, cut where it has no whitespace: pieces take quadratic time."""
+    """Yield training text; cut long runs without whitespace, which take quadratic time."""
     for part in parts:
         step = LONGEST_RUN if len(part) > CHUNK + LONGEST_RUN else len(part)
         yield from (part[at : at + step] for at in range(0, len(part), step))
@@ -127,7 +127,7 @@ class ByteLevelBPE(Codec):
         )
 
     def token_bytes(self, token: str) -> bytes:
-        """The bytes that a token of the vocabulary stands for."""
+        """Return the bytes of a token of the vocabulary."""
         try:
             return token.translate(_TO_LATIN_1).encode("latin-1")
         except UnicodeEncodeError:  # not written by a byte-level trainer: it stands for its text

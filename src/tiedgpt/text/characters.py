@@ -20,7 +20,7 @@ from tiedgpt.text.codec import END_OF_TEXT, Codec
 
 
 def character_tokenizer(texts: Iterable[str]) -> tokenizers.Tokenizer:
-    """The tokenizer of the characters in `texts`; `UserError` if there are none."""
+    """Return the tokenizer of the characters in `texts`; `UserError` without any character."""
     characters = sorted(set().union(*texts))
     if not characters:
         raise UserError("a character vocabulary needs text with at least one character")
@@ -30,7 +30,7 @@ def character_tokenizer(texts: Iterable[str]) -> tokenizers.Tokenizer:
 
 
 def tokenizer_of_ids(vocabulary: dict[str, int]) -> tokenizers.Tokenizer:
-    """The tokenizer with these ids of single characters, and no other token."""
+    """Return a tokenizer with these ids of single characters and no other token."""
     # No character is called "<unk>": transformers, too, refuses unknown characters.
     rust = tokenizers.Tokenizer(models.WordLevel(vocabulary, unk_token="<unk>"))
     every_character = tokenizers.Regex(r"[\s\S]")  # `.` leaves newlines out
@@ -46,7 +46,7 @@ class Characters(Codec):
 
     @staticmethod
     def reads(rust: tokenizers.Tokenizer) -> bool:
-        """Whether `rust` is such a tokenizer as `tokenizer_of_ids` makes."""
+        """Whether `rust` has the form that `tokenizer_of_ids` returns."""
         return (
             isinstance(rust.model, models.WordLevel)
             and _steps(rust) == _steps(tokenizer_of_ids({}))
@@ -65,8 +65,8 @@ class Characters(Codec):
     def encode(self, text: str, at: int = 0) -> NDArray[np.uint32]:
         """`text` of N characters -> (N,) ids; `UserError` for a character without an id."""
         points = np.frombuffer(text.encode("utf-32-le"), dtype="<u4")
-        known = self._id_of_code_point
-        ids = known[np.minimum(points, len(known) - 1)]
+        id_table = self._id_of_code_point
+        ids = id_table[np.minimum(points, len(id_table) - 1)]
         if ids.size and ids.min() < 0:
             first = int(np.argmin(ids))
             raise UserError(

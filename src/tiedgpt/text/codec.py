@@ -28,13 +28,13 @@ class Codec:
         raise NotImplementedError
 
     def encode(self, text: str, at: int = 0) -> Ids:
-        """`text` -> (N,) ids; `at` is the position of `text` in what the user gave, for errors."""
+        """`text` -> (N,) ids; `at` is the position of `text` in the input, for errors."""
         raise NotImplementedError
 
     def token_bytes(self, token: str) -> bytes:
-        """The bytes that a token of the vocabulary stands for."""
+        """Return the bytes of a token of the vocabulary."""
         return token.encode()
 
     def word_ends(self) -> set[int]:
-        """The ids whose last byte is a space that stands only before another id."""
+        """Return the ids whose last byte is a space that is dropped at the end of a text."""
         return set()

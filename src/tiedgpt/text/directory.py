@@ -32,9 +32,9 @@ DOWNLOAD_AGAIN = "download the file again"
 
 
 def read_tokenizer(path: Path) -> tuple[tokenizers.Tokenizer, dict[str, Any]] | None:
-    """The tokenizer at `path`, a directory or one of its files, and its `tokenizer_config.json`.
+    """Return the tokenizer at `path`, a directory or a file, and its `tokenizer_config.json`.
 
-    None if `path` has none of the files. Raises CorruptInputError if one of them is damaged,
+    Return None if `path` has no tokenizer file. Raises CorruptInputError if one of them is damaged,
     UserError if it cannot be read.
     """
     directory = path if path.is_dir() else path.parent
@@ -52,7 +52,9 @@ def read_tokenizer(path: Path) -> tuple[tokenizers.Tokenizer, dict[str, Any]] | 
 def special_id(
     rust: tokenizers.Tokenizer, config: dict[str, Any], key: str, where: str
 ) -> int | None:
-    """The id of the token that `config` names under `key`, else of `<|endoftext|>`, else None.
+    """Return the id of the token that `config` names under `key`, else of `<|endoftext|>`.
+
+    Return None if the vocabulary lacks `<|endoftext|>`, too.
 
     Raises CorruptInputError if the named token is not in the vocabulary.
     """
@@ -68,7 +70,7 @@ def special_id(
 
 
 def token_of(config: dict[str, Any], key: str) -> str | None:
-    """The token that `config` names under `key`, as a string or an object with its content."""
+    """Return the token under `key`, which is a string or an object with `content`."""
     named = config.get(key)
     token = named.get("content") if isinstance(named, dict) else named
     return token if isinstance(token, str) else None

@@ -3,7 +3,7 @@
 Control characters, accents and upper case are removed; the text is split at spaces and around every
 punctuation mark, and each word is merged from its characters (Radford et al. 2018, "Improving
 Language Understanding by Generative Pre-Training", section 4.1). A token that ends a word is
-written with `</w>` and decodes to the word and a space: the ids do not tell what was removed.
+written with `</w>` and decodes to the word and a space. The ids do not record the removed parts.
 
 Each character outside the vocabulary becomes `<unk>`.
 """
@@ -19,7 +19,7 @@ UNKNOWN = "<unk>"
 
 
 def lower_case_tokenizer(model: models.BPE) -> tokenizers.Tokenizer:
-    """A tokenizer of `model`, a BPE over characters with END_OF_WORD, that splits as GPT-1's."""
+    """Return a tokenizer of a BPE with END_OF_WORD that splits as GPT-1's."""
     rust = tokenizers.Tokenizer(model)
     rust.normalizer = normalizers.BertNormalizer(lowercase=True)
     rust.pre_tokenizer = pre_tokenizers.BertPreTokenizer()
@@ -51,19 +51,19 @@ class LowerCaseBPE(Codec):
         )
 
     def token_bytes(self, token: str) -> bytes:
-        """The bytes that a token of the vocabulary stands for before another token."""
+        """Return the bytes of a token that is followed by another token."""
         return token.replace(END_OF_WORD, " ").encode()
 
     def word_ends(self) -> set[int]:
-        """The ids whose last byte is a space that stands only before another id."""
+        """Return the ids whose last byte is a space that is dropped at the end of a text."""
         vocabulary = self._rust.get_vocab(with_added_tokens=False)
         return {id for token, id in vocabulary.items() if token.endswith(END_OF_WORD)}
 
     def encode(self, text: str, at: int = 0) -> Ids:
         """`text` -> ids, of any text.
 
-        It is cut before spaces, across which nothing is merged, unless an added token may reach
-        across.
+        Long text is encoded in chunks cut before spaces, since no merge crosses a space, unless an
+        added token may.
         """
         ids: list[int] = []
         for part in [text] if self._finds_tokens_in_text else chunks(text):

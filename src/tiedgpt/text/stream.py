@@ -28,7 +28,7 @@ class StreamDecoder:
             self._blank = b" "
 
     def push(self, id: int) -> str:
-        """The text that is certain after `id`; it may be empty.
+        """Add an id; return the text that is now certain, possibly none.
 
         Raises UserError for an id outside the vocabulary; the decoder is then as before.
         """
@@ -39,6 +39,6 @@ class StreamDecoder:
         return self._decoder.decode(text)
 
     def finish(self) -> str:
-        """The text held back, with U+FFFD for an incomplete character; then start afresh."""
+        """Return the pending text, with U+FFFD for an incomplete character, and start again."""
         self._blank = b""
         return self._decoder.decode(b"", final=True)

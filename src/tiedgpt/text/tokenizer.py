@@ -27,14 +27,14 @@ from tiedgpt.text.stream import StreamDecoder
 
 CODECS: tuple[type[Codec], ...] = (ByteLevelBPE, LowerCaseBPE, Characters)
 KEPT_SETTINGS = ("chat_template", "model_max_length", "pad_token", "padding_side", "unk_token")
-"""Settings of a loaded tokenizer that say nothing about ids, and are kept when it is saved."""
+"""Settings without effect on ids that a loaded tokenizer writes again when it is saved."""
 
 
 class Tokenizer(ExplainsNames):
-    """Text to ids and back. Made by `from_pretrained`, `train` or `characters`.
+    """A tokenizer: text to ids and back.
 
-    `kind` tells what a token is made of: "bpe" (bytes), "gpt1" (of a word) or "char" (one
-    character). `bos_token_id` and `eos_token_id` are the ids of the tokens that begin and end a
+    `kind` is "bpe" (tokens are bytes), "gpt1" (parts of lower-case words) or "char" (single
+    characters). `bos_token_id` and `eos_token_id` are the ids of the tokens that begin and end a
     text, or None. `len(tokenizer)` is V, the number of rows that a model's embedding needs.
     """
 
@@ -66,7 +66,7 @@ class Tokenizer(ExplainsNames):
     def from_pretrained(cls, source: str | Path) -> "Tokenizer":
         """Read the tokenizer that comes with a checkpoint: from a directory, a file or the hub.
 
-        Read are `tokenizer.json`; `vocab.json` with `merges.txt`; `encoder.json` with `vocab.bpe`
+        Reads `tokenizer.json`; `vocab.json` with `merges.txt`; `encoder.json` with `vocab.bpe`
         and GPT-1's two, as OpenAI names them; nanoGPT's `meta.pkl`; the one inside a GGUF file. A
         file of weights stands for its directory. A path that exists wins over a hub name. Raises
         UserError if there is no tokenizer or it is of another kind, CorruptInputError if a file is
@@ -148,7 +148,7 @@ class Tokenizer(ExplainsNames):
         return ids if isinstance(ids, list) else ids.tolist()
 
     def encode_batch(self, texts: Iterable[str], *, allow_special: bool = False) -> list[list[int]]:
-        """The ids of each text; as `encode`."""
+        """Return the ids of each text, as `encode`."""
         return [self.encode(text, allow_special=allow_special) for text in _checked_texts(texts)]
 
     def encode_array(self, text: str) -> NDArray[np.uint16] | NDArray[np.uint32]:
@@ -161,23 +161,23 @@ class Tokenizer(ExplainsNames):
         return ids.astype(np.uint16) if len(self) <= 1 << 16 else ids
 
     def decode(self, ids: Iterable[int]) -> str:
-        """A list, numpy array or torch tensor of ids (N,) -> text.
+        """Return the text of ids (N,), a list, numpy array or torch tensor.
 
         Bytes that are not UTF-8 become U+FFFD; special tokens are shown. After GPT-1's last word
-        there is no space. Raises UserError for an id outside the vocabulary, or no integer.
+        there is no space. Raises UserError for values that are not ids of the vocabulary.
         """
         listed: Any = ids.tolist() if hasattr(ids, "tolist") else ids
         try:
-            known = list(map(operator.index, listed))
+            integers = list(map(operator.index, listed))
         except TypeError as error:
             raise UserError(f"ids must be integers in one dimension: {error}") from error
-        text = b"".join(map(self.token_bytes, known))
-        if known and known[-1] in self._word_ends:
+        text = b"".join(map(self.token_bytes, integers))
+        if integers and integers[-1] in self._word_ends:
             text = text[:-1]
         return text.decode("utf-8", errors="replace")
 
     def token_bytes(self, id: int) -> bytes:
-        """The bytes of text that one id stands for, possibly part of a character.
+        """Return the bytes of one id, possibly part of a character.
 
         A token that ends a word in GPT-1's vocabulary includes the space that follows. Raises
         UserError for an id outside the vocabulary.
@@ -202,7 +202,7 @@ class Tokenizer(ExplainsNames):
         return lengths
 
     def stream(self, after: int | None = None) -> StreamDecoder:
-        """A decoder for ids that come one by one; its joined pieces are what `decode` gives.
+        """Return a decoder for ids that come one by one; its joined pieces equal `decode`.
 
         If the ids continue a prompt, `after` is its last id: if that ended a word of GPT-1's, the
         first piece begins with a space.
@@ -210,7 +210,7 @@ class Tokenizer(ExplainsNames):
         return StreamDecoder(self.token_bytes, self._word_ends, after)
 
     def to_json(self) -> str:
-        """The text of this tokenizer's `tokenizer.json`, for writers of other formats."""
+        """Return the content of `tokenizer.json`, for writers of other formats."""
         return self._rust.to_str()
 
     def save_pretrained(self, directory: str | Path) -> None:
@@ -230,7 +230,7 @@ class Tokenizer(ExplainsNames):
         write_json(Path(directory) / CONFIG, config)
 
     def _find_bytes(self, id: int) -> bytes | None:
-        """The bytes of an id; None where it is not taken."""
+        """Return the bytes of an id, or None for an unused id."""
         if id in self._added:
             return self._added[id].content.encode()
         token = self._rust.id_to_token(id)
@@ -251,7 +251,7 @@ class Tokenizer(ExplainsNames):
 
     @cached_property
     def _special_splitter(self) -> tuple[tokenizers.Tokenizer, dict[int, int]]:
-        """Splits a text at special tokens; its number of each special token -> its id here."""
+        """Return a tokenizer that splits at special tokens, and a map from its ids to ours."""
         splitter = tokenizers.Tokenizer(models.WordLevel({"": 0}, unk_token=""))
         splitter.add_special_tokens([self._added[id] for id in self._special_ids.values()])
         numbers = splitter.get_vocab()
@@ -259,7 +259,7 @@ class Tokenizer(ExplainsNames):
 
 
 def _checked_size(rust: tokenizers.Tokenizer, where: str) -> int:
-    """Largest id + 1. A damaged file may name one that would take all memory."""
+    """Return the largest id + 1; refuse ids so large that they would exhaust the memory."""
     ids = rust.get_vocab(with_added_tokens=True).values()
     size = max(ids, default=-1) + 1
     if not ids or size > 2 * len(ids) + 1024 or len(set(ids)) < len(ids):

@@ -30,7 +30,7 @@ _GPT2_PIECES = r"'(?:[sdmt]|ll|ve|re)| ?\p{L}++| ?\p{N}++| ?[^\s\p{L}\p{N}]++|\s
 
 
 def tiktoken_twin(rust: tokenizers.Tokenizer) -> tiktoken.Encoding | None:
-    """The tiktoken encoding that gives the ids of `rust` on every text; None if that is not sure.
+    """Return the tiktoken encoding with the ids of `rust` on every text, or None if unproven.
 
     Takes about 0.2 s for GPT-2's 50,257 tokens.
     """
@@ -38,11 +38,11 @@ def tiktoken_twin(rust: tokenizers.Tokenizer) -> tiktoken.Encoding | None:
     if unlike_gpt2(stored) or not all(token["special"] for token in stored["added_tokens"]):
         return None
     vocabulary: dict[str, int] = stored["model"]["vocab"]
-    made = [left + right for left, right in stored["model"]["merges"]]
-    in_order = all(vocabulary[a] < vocabulary[b] for a, b in itertools.pairwise(made))
-    if not in_order or not set("".join(made)) <= set(BYTE_ALPHABET) <= vocabulary.keys():
+    merged = [left + right for left, right in stored["model"]["merges"]]
+    in_order = all(vocabulary[a] < vocabulary[b] for a, b in itertools.pairwise(merged))
+    if not in_order or not set("".join(merged)) <= set(BYTE_ALPHABET) <= vocabulary.keys():
         return None
-    ids = {token: vocabulary[token] for token in [*BYTE_ALPHABET, *made]}
+    ids = {token: vocabulary[token] for token in [*BYTE_ALPHABET, *merged]}
     if any([piece.id for piece in rust.model.tokenize(token)] != [ids[token]] for token in ids):
         return None
     to_bytes = ByteLevelBPE(rust).token_bytes

@@ -116,12 +116,14 @@ def test_changing_one_packed_document_changes_no_other_logits(windows, monkeypat
             embd_pdrop=0.0, resid_pdrop=0.0, attention_windows=windows,
         )
     )  # fmt: skip
-    first = torch.tensor([[0] * 5 + [5] * 4 + [9] * 7, [0] * 10 + [10] * 6])
-    ids = torch.randint(53, first.shape)
+    document_starts = torch.tensor([[0] * 5 + [5] * 4 + [9] * 7, [0] * 10 + [10] * 6])
+    ids = torch.randint(53, document_starts.shape)
     changed = ids.clone()
     changed[0, 5:9] = (ids[0, 5:9] + 1) % 53
     with fast_training(model), torch.autocast("cpu", torch.bfloat16):
-        before, after = (model.body(given, first=first) for given in (ids, changed))
+        before, after = (
+            model.body(given, document_starts=document_starts) for given in (ids, changed)
+        )
     assert len(calls) == 4
     expected = torch.zeros(2, 16, dtype=torch.bool)
     expected[0, 5:9] = True

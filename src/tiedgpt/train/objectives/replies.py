@@ -147,7 +147,7 @@ class ReplySources(Sources):
         return objective, self._pack(options.packing != "off")
 
     def _pack(self, packing: bool) -> ReplyData:
-        """Return rows of ids, targets and `first`, each (B, T)."""
+        """Return rows of ids, targets and `document_starts`, each (B, T)."""
 
         def pack(side: EncodedExamples, batch_size: int = 1, seed: int = 0) -> PackedBatches:
             sizes = {"batch_size": batch_size, "n_positions": self.context}
@@ -256,12 +256,12 @@ class ReplyScore:
 
 @dataclass(eq=False)
 class Replies(LanguageModelling):
-    """Predict the replies of examples; a batch is ids, targets and `first`, each (B, T)."""
+    """Predict the replies of examples; a batch has ids, targets, document starts (B, T)."""
 
     def loss(self, model: GPT, batch: Sequence[Tensor]) -> Tensor:
         """Return the mean loss () of the trained tokens."""
-        ids, targets, first = batch
-        return model.loss(ids, targets, first=first)
+        ids, targets, document_starts = batch
+        return model.loss(ids, targets, document_starts=document_starts)
 
     def n_targets(self, batch: Arrays) -> tuple[int, ...]:
         """Return how many tokens of some rows are trained."""
