@@ -34,6 +34,7 @@ lint: $(DEV)
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
+	$(BIN)/python .ci/check_language.py
 
 format: $(DEV)
 	$(BIN)/ruff check --fix .
