@@ -1,6 +1,6 @@
-"""One way in a process of its own: what it takes of memory, Python and all.
+"""Run one engine in a separate process, to measure the memory of the whole process.
 
-python bench/alone.py WAY MODELS SIZE CAPACITY THREADS     as `turns.peak_megabytes` runs it
+python bench/alone.py WAY MODELS SIZE CAPACITY THREADS     (called by `turns.peak_megabytes`)
 """
 
 from __future__ import annotations

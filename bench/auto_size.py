@@ -1,17 +1,16 @@
-"""What the choice of `--size auto` is worth: the size chosen and those beside it, trained as long.
+"""Compare the choice of `--size auto` with the neighbouring sizes, trained for the same time.
 
     python bench/auto_size.py [--texts docs licences] [--minutes 1 3] [--speeds tiny=25000 ...]
 
 Two texts of different kinds, whose length depends on the Python and the packages installed: the
 documentation inside this Python, and the licences of its packages, each paragraph once. For each
 text and budget the rule chooses a size by the speeds measured here, or by `--speeds` (tokens a
-second), so that sizes can be compared while the machine does something else. The chosen size and
-those beside it are trained for the steps that the minutes are worth at these speeds, by the loop
-of `tiedgpt train` and with all that the rule says for that size. The score is bits per byte on all
-held-out text. A JSON line for each choice is added to bench/results/auto_size-DATE.jsonl.
+second), so that sizes can be compared on a busy machine. The chosen size and its neighbours are
+trained by the loop of `tiedgpt train`, with the rule's settings, for the number of steps that fit
+in the minutes at these speeds. The score is bits per byte on all held-out text. The script appends
+a JSON line for each choice to bench/results/auto_size-DATE.jsonl, with the predicted scores.
 
-The constants of the law in `train/planning.py` were fitted to final scores of such runs; a
-line has, beside the scores, what the rule expected of each size.
+The constants of the law in `train/planning.py` were fitted to final scores of such runs.
 """
 
 from __future__ import annotations
@@ -90,7 +89,7 @@ def trained(options: TrainOptions, run: RunDirectory, scratch: Path) -> float:
 
 
 def choice(name: str, minutes: float, speeds: dict[str, float], scratch: Path) -> dict[str, Any]:
-    """Return the size that is chosen and what it and its neighbours end with."""
+    """Return the chosen size, and the final scores of it and its neighbours."""
     options = TrainOptions(data=data(name, scratch), minutes=minutes)
     run = RunDirectory(scratch / name)
     run.path.mkdir(exist_ok=True)
@@ -144,14 +143,14 @@ def main() -> None:
     parser.add_argument("--minutes", type=float, nargs="+", default=[1.0, 3.0])
     parser.add_argument("--speeds", nargs="*", default=[], help="SIZE=TOKENS_PER_SECOND ...")
     parser.add_argument("--results", type=Path, default=Path(__file__).parent / "results")
-    given = parser.parse_args()
-    given.results.mkdir(exist_ok=True)
-    path = given.results / f"auto_size-{time.strftime('%Y-%m-%d')}.jsonl"
-    pairs = (text.partition("=") for text in given.speeds)
+    args = parser.parse_args()
+    args.results.mkdir(exist_ok=True)
+    path = args.results / f"auto_size-{time.strftime('%Y-%m-%d')}.jsonl"
+    pairs = (text.partition("=") for text in args.speeds)
     known = {size: float(number) for size, _, number in pairs}
-    for name in given.texts:
+    for name in args.texts:
         speeds = dict(known)
-        for minutes in given.minutes:
+        for minutes in args.minutes:
             with tempfile.TemporaryDirectory() as scratch:
                 found = choice(name, minutes, speeds, Path(scratch))
             machine = f"{os.cpu_count()} cores, {training_device()}, torch {torch.__version__}"

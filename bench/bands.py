@@ -35,8 +35,8 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--positions", type=int, default=2048)
     parser.add_argument("--rounds", type=int, default=7)
-    given = parser.parse_args()
-    at = torch.arange(given.positions)
+    args = parser.parse_args()
+    at = torch.arange(args.positions)
     mask = (at <= at[:, None]) & (at > at[:, None] - 128)
     attention = F.scaled_dot_product_attention
     ways: dict[str, Callable[[Tensor, Tensor, Tensor], Tensor]] = {
@@ -48,13 +48,13 @@ def main() -> None:
             q, k, v, window, 0.0
         )
     seconds: dict[str, list[float]] = {name: [] for name in ways}
-    for _ in range(given.rounds + 1):
+    for _ in range(args.rounds + 1):
         for name, attend in ways.items():
-            seconds[name].append(once(attend, given.positions))
+            seconds[name].append(once(attend, args.positions))
     medians = {name: round(statistics.median(times[1:]), 3) for name, times in seconds.items()}
     machine = f"{platform.machine()}, {os.cpu_count()} cores"
     result = {"date": time.strftime("%Y-%m-%d"), "machine": machine, "torch": torch.__version__}
-    print(json.dumps(result | {"positions": given.positions, "seconds": medians}, indent=2))
+    print(json.dumps(result | {"positions": args.positions, "seconds": medians}, indent=2))
 
 
 if __name__ == "__main__":

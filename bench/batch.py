@@ -24,23 +24,23 @@ PEERS = (
 PROMPT = 64
 
 
-def one_size(batch: int, files: Files, given: argparse.Namespace) -> None:
+def one_size(batch: int, files: Files, args: argparse.Namespace) -> None:
     """Measure one number of sequences; keep and show it."""
-    n = given.tokens
-    room = Room(batch, PROMPT + n, given.threads)
+    n = args.tokens
+    room = Room(batch, PROMPT + n, args.threads)
     ways = {way: open_way(way, files, room) for way in (*OURS, *PEERS)}
     texts = prompts(batch, PROMPT)
     turns = {name: (lambda way=way: way(texts, n)[1]) for name, way in ways.items()}
-    seconds = better_flash(in_turn(turns, given.rounds))
+    seconds = better_flash(in_turn(turns, args.rounds))
     ratios = {me: faster_by(seconds, me) for me in OURS}
     row = {
-        **facts(given),
+        **facts(args),
         "sequences": batch,
         "positions": [PROMPT, PROMPT + n],
         "tokens/s": per_second(seconds, batch * n),
         **{f"{me} is faster by (median of ratios)": found for me, found in ratios.items()},
     }
-    keep("batch", row, given.quick)
+    keep("batch", row, args.quick)
     show(
         f"{batch} sequences, positions {PROMPT} to {PROMPT + n}",
         {w: (rate, *(ratios[me].get(w) for me in OURS)) for w, rate in row["tokens/s"].items()},
@@ -54,12 +54,12 @@ def main() -> None:
     parser.add_argument("--batch", type=int, nargs="+", default=[2, 8, 32])
     parser.add_argument("--tokens", type=int, default=64)
     parser.add_argument("--threads", type=int, default=cores())
-    given = parser.parse_args()
-    if given.quick:
-        given.rounds, given.tokens = 1, 4
-    with files_of(given) as files:
-        for batch in given.batch:
-            one_size(batch, files, given)
+    args = parser.parse_args()
+    if args.quick:
+        args.rounds, args.tokens = 1, 4
+    with files_of(args) as files:
+        for batch in args.batch:
+            one_size(batch, files, args)
 
 
 if __name__ == "__main__":

@@ -162,16 +162,16 @@ def main() -> None:
     parser.add_argument("old", type=Path, help="another checkout of this repository")
     parser.add_argument("--only", nargs="+", choices=[*GROUPS, "recipe"])
     parser.add_argument("--rounds", type=int, default=9)
-    given = parser.parse_args()
-    only = given.only or [*GROUPS, "recipe"]
+    args = parser.parse_args()
+    only = args.only or [*GROUPS, "recipe"]
     with tempfile.TemporaryDirectory() as folder:
         make_models(Path(folder))
         for group in (group for group in GROUPS if group in only):
-            old, new = (Checkout(tree, group, Path(folder)) for tree in (given.old, NEW))
+            old, new = (Checkout(tree, group, Path(folder)) for tree in (args.old, NEW))
             for name in new.names:
                 old.seconds(name), new.seconds(name)
                 compare(
-                    name, given.rounds,
+                    name, args.rounds,
                     lambda name=name, old=old: old.seconds(name),
                     lambda name=name, new=new: new.seconds(name),
                 )  # fmt: skip
@@ -182,9 +182,9 @@ def main() -> None:
                 lambda tree=tree, recipe=recipe: seconds_a_token(
                     tree, recipe, Path(folder, "text.txt"), Path(folder, "run")
                 )
-                for tree in (given.old, NEW)
+                for tree in (args.old, NEW)
             )
-            compare("recipe {} {}, a token".format(*recipe), max(2, given.rounds // 3), old, new)
+            compare("recipe {} {}, a token".format(*recipe), max(2, args.rounds // 3), old, new)
 
 
 def make_models(folder: Path) -> None:

@@ -1,13 +1,13 @@
-"""Preparing a large text: `tiedgpt data prepare`, and `datasets.map` with `tokenizers`, in turn.
+"""Time the preparation of a large text: `tiedgpt data prepare` against `datasets.map`.
 
     python bench/data.py [--megabytes 200] [--workers 1 2] [--letters 2000] [--tokenizer gpt2]
 
 The text is .jsonl, made of shuffled sentences of Python's documentation. Both sides encode it with
-the same tokenizer, from the command to the last byte on the disk: ours in token shards, theirs in
-an Arrow file of its cache, with as many processes, and with one process and the threads of
-`tokenizers`. Memory is that of the largest process (ru_maxrss), so this script imports nothing
-large; seconds of the processors are of all processes together, and are worth more than wall time
-where the machine is not quiet.
+the same tokenizer, from the command to the last byte on the disk: ours in token shards, `datasets`
+in an Arrow file of its cache, with the same number of processes, and with one process and the
+threads of `tokenizers`. Memory is the peak of the largest process (ru_maxrss), so this script
+imports nothing large. CPU seconds are summed over all processes, and are more reliable than wall
+time on a busy machine.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ if __name__ == "__main__":
 
 @dataclass(frozen=True)
 class Run:
-    """What a command took."""
+    """The time and memory of a command."""
 
     wall: float
     processors: float
@@ -59,7 +59,7 @@ class Run:
 
 
 def run(command: list[str], **environment: str) -> Run:
-    """Run a command; raise `SystemExit` with what it said where it fails."""
+    """Run a command; raise `SystemExit` with its output if it fails."""
     began = time.perf_counter()
     with tempfile.TemporaryFile() as said:
         process = subprocess.Popen(
@@ -101,24 +101,24 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--ours", action="store_true", help="without datasets")
     parser.add_argument("--quick", action="store_true", help="one round, and keep nothing")
-    given = parser.parse_args()
-    rounds = 1 if given.quick else given.rounds
+    args = parser.parse_args()
+    rounds = 1 if args.quick else args.rounds
     found: dict[str, list[Run]] = {}
     with tempfile.TemporaryDirectory() as directory:
         place = Path(directory)
-        what = (place, given.megabytes, given.letters, given.tokenizer)
+        what = (place, args.megabytes, args.letters, args.tokenizer)
         maker = multiprocessing.get_context("spawn").Process(target=make, args=what)
         maker.start()
         maker.join()
         text = place / "text.jsonl"
         for _ in range(rounds):
-            for n in given.workers:
+            for n in args.workers:
                 ours = [sys.executable, "-m", "tiedgpt", "data", "prepare", str(text)]
                 ours += ["--out", str(place / "out"), "--workers", str(n)]
                 ours += ["--tokenizer", str(place / "tokenizer")]
                 found.setdefault(f"tiedgpt, {n} workers", []).append(run(ours))
                 shutil.rmtree(place / "out")
-                for threads in () if given.ours else ("true", "false") if n == 1 else ("false",):
+                for threads in () if args.ours else ("true", "false") if n == 1 else ("false",):
                     theirs = [sys.executable, "-c", DATASETS, str(text), str(place / "tokenizer")]
                     theirs += [str(place / "cache"), str(n)]
                     name = "datasets, 1 with threads" if threads == "true" else f"datasets, {n}"
@@ -136,16 +136,16 @@ def main() -> None:
         "date": time.strftime("%Y-%m-%d"),
         "machine": f"{processor()}, {os.cpu_count()} cores",
         "versions": {name: version(name) for name in ("datasets", "tokenizers", "tiktoken")},
-        "megabytes of text": given.megabytes,
-        "letters of a document": given.letters,
-        "tokenizer": Path(given.tokenizer).name if given.tokenizer else "8,192 of the text",
+        "megabytes of text": args.megabytes,
+        "letters of a document": args.letters,
+        "tokenizer": Path(args.tokenizer).name if args.tokenizer else "8,192 of the text",
         "processes that wanted a core (load average of 15 minutes)": os.getloadavg()[2],
         "rounds": rounds,
         "seconds and peak MB of a process": medians,
     }
-    keep("data", row, given.quick)
+    keep("data", row, args.quick)
     cells = {
-        name: (m["wall"], round(given.megabytes / m["wall"], 1), m["processors"], m["megabytes"])
+        name: (m["wall"], round(args.megabytes / m["wall"], 1), m["processors"], m["megabytes"])
         for name, m in medians.items()
     }
     show("medians", cells, ("seconds", "MB/s", "CPU seconds", "peak MB"))

@@ -71,21 +71,21 @@ def measure(
     return better_flash(seconds), read
 
 
-def one_class(name: str, files: Files, given: argparse.Namespace) -> None:
+def one_class(name: str, files: Files, args: argparse.Namespace) -> None:
     """Measure a class at both lengths; keep and show it."""
     precision = CLASSES[name][0]
-    me, *_ = names = names_of(name, given)
-    config = GPTConfig.preset(given.size)
-    room = Room(1, config.n_positions, given.threads)
+    me, *_ = names = names_of(name, args)
+    config = GPTConfig.preset(args.size)
+    room = Room(1, config.n_positions, args.threads)
     ways = {way: open_way(way, files, room) for way in names}
-    bandwidth = Bandwidth(given.threads)
+    bandwidth = Bandwidth(args.threads)
     rows: list[dict[str, Any]] = []
-    for length, n in ((16, 8),) if given.quick else SPANS:
-        seconds, read = measure(ways, bandwidth, length, n, given.rounds)
+    for length, n in ((16, 8),) if args.quick else SPANS:
+        seconds, read = measure(ways, bandwidth, length, n, args.rounds)
         streamed = streamed_bytes(config, precision, length + n / 2)
         fractions = [n * streamed / t / b for t, b in zip(seconds[me], read, strict=True)]
         rows.append({
-            **facts(given),
+            **facts(args),
             "class": name,
             "positions": [length, length + n],
             "tokens/s": per_second(seconds, n),
@@ -96,12 +96,12 @@ def one_class(name: str, files: Files, given: argparse.Namespace) -> None:
         })  # fmt: skip
     ways.clear()
     memory: dict[str, int] = {}
-    if not given.no_memory:
+    if not args.no_memory:
         counted = dict.fromkeys(way for row in rows for way in row["tokens/s"])
         memory = {way: peak_megabytes(way, files, room) for way in counted}
     for row in rows:
         row["peak MB of the process"] = {w: memory[w] for w in row["tokens/s"] if w in memory}
-        keep("decode", row, given.quick)
+        keep("decode", row, args.quick)
         ratios = row["ours is faster by (median of ratios)"]
         first, last = row["positions"]
         show(
@@ -118,12 +118,12 @@ def main() -> None:
     add_choice(parser)
     parser.add_argument("--threads", type=int, default=cores())
     parser.add_argument("--no-memory", action="store_true")
-    given = parser.parse_args()
-    if given.quick:
-        given.rounds = 1
-    with files_of(given) as files:
-        for name in given.classes:
-            one_class(name, files, given)
+    args = parser.parse_args()
+    if args.quick:
+        args.rounds = 1
+    with files_of(args) as files:
+        for name in args.classes:
+            one_class(name, files, args)
 
 
 if __name__ == "__main__":

@@ -1,11 +1,11 @@
-"""How long an engine keeps its users waiting: beside a long prompt, and after a known prefix.
+"""Measure an engine's delays: during a long prompt, and after a cached prefix.
 
     python bench/delay.py [--size gpt2] [--precision int8] [--rounds 7]
 
-Gaps: 7 sequences decode; in each round a new prompt of 1,000 ids comes, and every gap between two
-tokens of a sequence is timed until the prompt's first token. Their 99th percentile is set against
-the median gap before the prompt. Prefix: a prompt of 513 ids that nobody has read, and then another
-that differs in its last id: the times to the first token.
+Gaps: 7 sequences decode; each round submits a new prompt of 1,000 ids, and times every gap between
+two tokens of a sequence until the prompt's first token. The result is the 99th percentile of these
+gaps over the median gap before the prompt. Prefix: the times to the first token of a new prompt of
+513 ids, and then of a prompt that differs in its last id.
 """
 
 from __future__ import annotations
@@ -79,15 +79,15 @@ def main() -> None:
     add_options(parser)
     parser.add_argument("--precision", default="int8", choices=["fp32", "bf16", "int8", "int4"])
     parser.add_argument("--threads", type=int, default=cores())
-    given = parser.parse_args()
-    rounds = 1 if given.quick else given.rounds
-    with files_of(given) as files:
-        measure(files, given, rounds)
+    args = parser.parse_args()
+    rounds = 1 if args.quick else args.rounds
+    with files_of(args) as files:
+        measure(files, args, rounds)
 
 
-def measure(files: Files, given: argparse.Namespace, rounds: int) -> None:
+def measure(files: Files, args: argparse.Namespace, rounds: int) -> None:
     """Measure both delays; keep and show them."""
-    engine = Engine(files.packed(given.precision), slots=DECODING + 1, threads=given.threads)
+    engine = Engine(files.packed(args.precision), slots=DECODING + 1, threads=args.threads)
     engine.runner.config = replace(engine.runner.config, eos_token_id=None)
     before, beside = list[float](), list[float]()
     cold, known = list[float](), list[float]()
@@ -100,8 +100,8 @@ def measure(files: Files, given: argparse.Namespace, rounds: int) -> None:
             cold, known = [*cold, first], [*known, again]
     step, late = statistics.median(before), float(np.percentile(beside, 99))
     row = {
-        **facts(given),
-        "precision": given.precision,
+        **facts(args),
+        "precision": args.precision,
         "median step of 7 sequences, ms": round(1e3 * step, 2),
         "99th percentile of gaps beside 1,000 new ids, ms": round(1e3 * late, 2),
         "longest gap, ms": round(1e3 * max(beside), 2),
@@ -112,7 +112,7 @@ def measure(files: Files, given: argparse.Namespace, rounds: int) -> None:
             statistics.median(b / a for a, b in zip(cold, known, strict=True)), 3
         ),
     }
-    keep("delay", row, given.quick)
+    keep("delay", row, args.quick)
     told = list(row.items())[list(row).index("precision") :]
     show("delays", {name: (value,) for name, value in told}, ("",))
 

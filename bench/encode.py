@@ -34,10 +34,10 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("tokenizer", nargs="?")
     parser.add_argument("--rounds", type=int, default=5)
-    given = parser.parse_args()
+    args = parser.parse_args()
     text = "\n".join(document.text for document in python_documentation())
-    if given.tokenizer:
-        ours = Tokenizer.from_pretrained(given.tokenizer)
+    if args.tokenizer:
+        ours = Tokenizer.from_pretrained(args.tokenizer)
     else:
         ours = Tokenizer.train([text], 8192)
     with tempfile.TemporaryDirectory() as directory:
@@ -46,7 +46,7 @@ def main() -> None:
     theirs.encode_special_tokens = True
     assert ours.encode_array(text).tolist() == theirs.encode(text).ids
     times: dict[str, list[float]] = {"ours": [], "tokenizers": []}
-    for _ in range(given.rounds):
+    for _ in range(args.rounds):
         times["ours"].append(seconds(ours.encode_array, text))
         times["tokenizers"].append(seconds(lambda t: theirs.encode(t).ids, text))
     ratios = [a / b for a, b in zip(times["tokenizers"], times["ours"], strict=True)]

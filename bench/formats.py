@@ -1,10 +1,10 @@
-"""One GPT with random weights in every format that the inference benchmarks read.
+"""Write one GPT with random weights in every format that the inference benchmarks read.
 
     files = Files(Path("models"), "gpt2", vocabulary=None)
     files.packed("int8"), files.gguf("q8_0"), files.ctranslate2("int8"), files.onnx, files.hf
 
-Each is made when it is first asked for, from the same weights, in a process of its own, and kept in
-the directory. Nothing heavy is imported here.
+Each file is written at its first use, from the same weights, in a separate process, and stays in
+the directory. This module imports nothing heavy.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ class Files:
     directory: Path
     size: str
     vocabulary: str | None
-    """Where GPT-2's tokenizer is; None: a small one is trained."""
+    """Directory of GPT-2's tokenizer; None: train a small one."""
 
     @property
     def hf(self) -> Path:
@@ -81,7 +81,7 @@ class Files:
         return self._made(name, begin, ["--to", to, "--precision", precision])
 
     def _made(self, name: str, begin: list[str], end: list[str] | None = None) -> Path:
-        """Run Python on begin + [path] + end where there is no `name` yet; return its path."""
+        """Return the path of `name`; if missing, write it by Python on begin + [path] + end."""
         path = self.directory / self.size / name
         if not path.exists():
             print(f"making {path}", file=sys.stderr)
@@ -108,13 +108,13 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 
 
 @contextlib.contextmanager
-def files_of(given: argparse.Namespace) -> Iterator[Files]:
+def files_of(args: argparse.Namespace) -> Iterator[Files]:
     """Yield the files that the options ask for; without --models they go in the end."""
-    if given.models:
-        yield Files(given.models, given.size, given.vocabulary)
+    if args.models:
+        yield Files(args.models, args.size, args.vocabulary)
         return
     with tempfile.TemporaryDirectory() as directory:
-        yield Files(Path(directory), given.size, given.vocabulary)
+        yield Files(Path(directory), args.size, args.vocabulary)
 
 
 def invented(n_words: int) -> str:

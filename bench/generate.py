@@ -1,9 +1,9 @@
-"""What a user's call reaches of the kernels' rate: `Engine.generate` against `Session.read`.
+"""Compare `Engine.generate` with the bare speed of the kernels, `Session.read`.
 
     python bench/generate.py [--size gpt2] [--precision int8] [--batch 1 8 32] [--tokens 64]
 
-Everyone in turn: new prompts of 64 ids are read, then as many tokens are generated for each, and
-all of that is timed. "bare" reads and takes the largest logit by numpy; the others are
+All engines take turns: each reads new prompts of 64 ids and generates as many tokens for each; the
+time covers both. "bare" reads and takes the largest logit by numpy; the others are
 `Engine.generate`, greedy and with top_p=0.95 on the flat logits of random weights; llama.cpp is
 llama-cpp-python's own `generate`, one sequence at a time; transformers' is its `generate` in bf16.
 Shares are medians over rounds of the bare rate's time over the other's.
@@ -63,14 +63,14 @@ def llama(files: Files, room: Room, precision: str) -> Run:
     return run
 
 
-def one_batch(batch: int, files: Files, given: argparse.Namespace) -> None:
+def one_batch(batch: int, files: Files, args: argparse.Namespace) -> None:
     """Measure one number of sequences; keep and show it."""
-    n, room = given.tokens, Room(batch, PROMPT + given.tokens + 1, given.threads)
-    ways: dict[str, Run] = {"bare": open_way(f"ours {given.precision}", files, room)}
-    ways |= engine(files, room, given.precision)
-    if batch == 1 and not given.alone:
-        ways["llama.cpp generate"] = llama(files, room, given.precision)
-    if batch == 8 and not given.alone:
+    n, room = args.tokens, Room(batch, PROMPT + args.tokens + 1, args.threads)
+    ways: dict[str, Run] = {"bare": open_way(f"ours {args.precision}", files, room)}
+    ways |= engine(files, room, args.precision)
+    if batch == 1 and not args.alone:
+        ways["llama.cpp generate"] = llama(files, room, args.precision)
+    if batch == 8 and not args.alone:
         ways["transformers bf16 generate"] = open_way("transformers bf16", files, room)
     numbers = itertools.count()
 
@@ -85,19 +85,19 @@ def one_batch(batch: int, files: Files, given: argparse.Namespace) -> None:
         return time.perf_counter() - began
 
     turns = {name: (lambda way=way: timed(way)) for name, way in ways.items()}
-    seconds = in_turn(turns, given.rounds)
+    seconds = in_turn(turns, args.rounds)
     shares = {name: round(1 / ratio, 3) for name, ratio in faster_by(seconds, "bare").items()}
     row = {
-        **facts(given),
-        "precision": given.precision,
+        **facts(args),
+        "precision": args.precision,
         "sequences": batch,
         "tokens": n + 1,
         "tokens/s": per_second(seconds, batch * (n + 1)),
         "share of the bare rate (median of ratios)": shares,
     }
-    keep("generate", row, given.quick)
+    keep("generate", row, args.quick)
     cells = {way: (rate, shares.get(way)) for way, rate in row["tokens/s"].items()}
-    show(f"{batch} sequences, {given.precision}", cells, ("tokens/s", "share of bare"))
+    show(f"{batch} sequences, {args.precision}", cells, ("tokens/s", "share of bare"))
 
 
 def main() -> None:
@@ -108,12 +108,12 @@ def main() -> None:
     parser.add_argument("--tokens", type=int, default=64)
     parser.add_argument("--threads", type=int, default=cores())
     parser.add_argument("--alone", action="store_true", help="without the peers")
-    given = parser.parse_args()
-    if given.quick:
-        given.rounds, given.tokens = 1, 4
-    with files_of(given) as files:
-        for batch in given.batch:
-            one_batch(batch, files, given)
+    args = parser.parse_args()
+    if args.quick:
+        args.rounds, args.tokens = 1, 4
+    with files_of(args) as files:
+        for batch in args.batch:
+            one_batch(batch, files, args)
 
 
 if __name__ == "__main__":

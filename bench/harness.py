@@ -52,20 +52,20 @@ class Documents:
             context = self.text(n_context)
             for letter, length in zip("abcd", continuations, strict=False):
                 said = self.text(length) if length > 1 else letter  # " a" is one token
-                given = (said,) if self.kind == "rolling" else (context, f" {said}")
-                made.append(Instance(self.kind, {}, given, number))
+                arguments = (said,) if self.kind == "rolling" else (context, f" {said}")
+                made.append(Instance(self.kind, {}, arguments, number))
         return made
 
 
-def one_kind(kind: str, files: Files, given: argparse.Namespace) -> None:
+def one_kind(kind: str, files: Files, args: argparse.Namespace) -> None:
     """Measure one kind of requests; keep and show it."""
     import torch
     from lm_eval.models.huggingface import HFLM
 
     from tiedgpt.evaluate.harness import HarnessModel
 
-    torch.set_num_threads(given.threads)
-    ours = HarnessModel(str(files.hf), precision="fp32", threads=given.threads)
+    torch.set_num_threads(args.threads)
+    ours = HarnessModel(str(files.hf), precision="fp32", threads=args.threads)
     theirs = HFLM(
         str(files.hf), device="cpu", dtype="float32", logits_cache=kind != "rolling", batch_size=1
     )
@@ -83,16 +83,16 @@ def one_kind(kind: str, files: Files, given: argparse.Namespace) -> None:
     tried = {batch: timed(theirs, batch) for batch in BATCHES}
     best = min(tried, key=tried.__getitem__)
     ways = {"ours": lambda: timed(ours), f"harness, {best} at once": lambda: timed(theirs, best)}
-    seconds = in_turn(ways, given.rounds)
+    seconds = in_turn(ways, args.rounds)
     row = {
-        **facts(given),
+        **facts(args),
         "kind": kind,
         "documents, tokens of context and continuations": KINDS[kind],
         "harness's batch sizes tried (seconds)": {k: round(v, 2) for k, v in tried.items()},
         "documents/s": per_second(seconds, KINDS[kind][0]),
         "ours takes less by (median of ratios)": faster_by(seconds, "ours"),
     }
-    keep("harness", row, given.quick)
+    keep("harness", row, args.quick)
     ratios = row["ours takes less by (median of ratios)"]
     cells = {way: (rate, ratios.get(way)) for way, rate in row["documents/s"].items()}
     show(kind, cells, ("documents/s", "ours faster by"))
@@ -103,12 +103,12 @@ def main() -> None:
     add_options(parser)
     parser.add_argument("--kinds", nargs="+", choices=KINDS, default=list(KINDS))
     parser.add_argument("--threads", type=int, default=cores())
-    given = parser.parse_args()
-    if given.quick:
-        given.rounds = 1
-    with files_of(given) as files:
-        for kind in given.kinds:
-            one_kind(kind, files, given)
+    args = parser.parse_args()
+    if args.quick:
+        args.rounds = 1
+    with files_of(args) as files:
+        for kind in args.kinds:
+            one_kind(kind, files, args)
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""What looking inside takes: seconds of a call, and peak memory of a process that does no more.
+"""Measure the inspections: seconds of a call, and peak memory of a process with that call.
 
     python bench/inspection.py [--size gpt2] [--rounds 3]
 
@@ -56,13 +56,13 @@ def main() -> None:
     add_options(parser)
     parser.set_defaults(rounds=3)
     parser.add_argument("--threads", type=int, default=cores())
-    given = parser.parse_args()
-    if given.quick:
-        given.rounds = 1
+    args = parser.parse_args()
+    if args.quick:
+        args.rounds = 1
     peaks: dict[str, list[float]] = {name: [] for name in CALLS}
 
     def turn(name: str, hf: Path) -> float:
-        script = OPEN.format(threads=given.threads, hf=str(hf)) + CALLS[name] + CLOSE
+        script = OPEN.format(threads=args.threads, hf=str(hf)) + CALLS[name] + CLOSE
         ran = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True)
         if ran.returncode:
             raise SystemExit(f"{name}\n{ran.stderr}")
@@ -70,17 +70,17 @@ def main() -> None:
         peaks[name].append(peak)
         return seconds
 
-    with files_of(given) as files:
+    with files_of(args) as files:
         ways = {name: (lambda name=name: turn(name, files.hf)) for name in CALLS}
-        seconds = in_turn(ways, given.rounds)
+        seconds = in_turn(ways, args.rounds)
     row = {
-        **facts(given),
+        **facts(args),
         "s": {name: round(statistics.median(each), 2) for name, each in seconds.items()},
         "peak MB": {name: round(max(each)) for name, each in peaks.items()},
     }
-    keep("inspection", row, given.quick)
+    keep("inspection", row, args.quick)
     cells = {name: (row["s"][name], row["peak MB"][name]) for name in CALLS}
-    show(f"{given.size}, fp32", cells, ("s", "peak MB"))
+    show(f"{args.size}, fp32", cells, ("s", "peak MB"))
 
 
 if __name__ == "__main__":

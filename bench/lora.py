@@ -1,4 +1,4 @@
-"""LoRA against full fine-tuning: the validation loss, and how many parameters are trained.
+"""Compare LoRA with full fine-tuning: validation loss and number of trained parameters.
 
     python bench/lora.py [--size little] [--minutes 3] [--epochs 3] [--rank 4] [--seeds 0 1 2]
     python bench/lora.py --base MODEL
@@ -6,9 +6,9 @@
 A model is trained on the language reference and the built-in modules of the documentation inside
 this Python; or --base names one, for example that of `make demo`. It is then tuned to say what a
 function of the standard library does: the prompt is the function's name and arguments, the
-completion its docstring's first sentence. Either way has the best of the `RATES`, by the validation
-loss of the first seed; a best at the edge is told of. All else is as in `tiedgpt tune`. A JSON line
-is added to bench/results/lora-DATE.jsonl.
+completion its docstring's first sentence. Both methods use the best of `RATES`, by the validation
+loss of the first seed; a best rate at the edge is reported. Other settings are those of `tiedgpt
+tune`. The script appends a JSON line to bench/results/lora-DATE.jsonl.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ from tiedgpt.train.storage import RunDirectory
 
 FUNCTION = re.compile(r"^ *(\w+\(.*\))\n +([A-Z][^\n]{15,150}?\.)(?= |\n)", re.M)
 LIBRARY = "python module "
-"""How the names of the documents begin that the task is made of."""
+"""Prefixes of the names of the documents that make up the task."""
 RATES = {"full": [1e-3, 2e-3, 4e-3, 8e-3], "lora": [1e-2, 2e-2, 4e-2, 8e-2]}
 
 
@@ -107,19 +107,19 @@ def main() -> None:
     parser.add_argument("--rank", type=int, default=4)
     parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
     parser.add_argument("--results", type=Path, default=Path(__file__).parent / "results")
-    given = parser.parse_args()
+    args = parser.parse_args()
     with tempfile.TemporaryDirectory() as directory:
         scratch = Path(directory)
         text, task = write_data(scratch)
-        base = given.base or str(scratch / "base" / "model")
-        if given.base is None:
-            how = ["--size", given.size, "--minutes", str(given.minutes)]
+        base = args.base or str(scratch / "base" / "model")
+        if args.base is None:
+            how = ["--size", args.size, "--minutes", str(args.minutes)]
             assert tiedgpt(["train", str(text), *how, "--out", str(scratch / "base")]) == 0
         found: dict[str, dict[str, Any]] = {}
-        for name, rank in (("full", None), ("lora", given.rank)):
+        for name, rank in (("full", None), ("lora", args.rank)):
             lr, runs = best(
-                scratch / name, RATES[name], given.seeds, lora=rank, data=(str(task),),
-                start=base, epochs=given.epochs,
+                scratch / name, RATES[name], args.seeds, lora=rank, data=(str(task),),
+                start=base, epochs=args.epochs,
             )  # fmt: skip
             losses, (_, trained, total) = [run[0] for run in runs], runs[0]
             found[name] = {
@@ -134,16 +134,16 @@ def main() -> None:
             "date": time.strftime("%Y-%m-%d"),
             "machine": f"{platform.machine()}, {os.cpu_count()} cores",
             "torch": torch.__version__,
-            "model": given.base or f"{given.size}, trained for {given.minutes:g} minutes",
+            "model": args.base or f"{args.size}, trained for {args.minutes:g} minutes",
             "parameters": total,
             "examples": sum(1 for _ in task.open()),
-            "epochs": given.epochs,
+            "epochs": args.epochs,
             **found,
             "lora / full": round(found["lora"]["median"] / found["full"]["median"], 4),
         }
     print(json.dumps(result, indent=2))
-    given.results.mkdir(exist_ok=True)
-    with (given.results / f"lora-{result['date']}.jsonl").open("a") as file:
+    args.results.mkdir(exist_ok=True)
+    with (args.results / f"lora-{result['date']}.jsonl").open("a") as file:
         file.write(json.dumps(result) + "\n")
 
 

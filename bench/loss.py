@@ -1,12 +1,12 @@
-"""The losses, forward and backward, against plain cross-entropy on the full logits.
+"""Compare our losses, forward and backward, with cross-entropy on the full logits.
 
     python bench/loss.py [--positions 2048] [--rounds 7]
 
-V = 50,257, D = 768, fp32 unless told. Two are ours: the one pass of `fast_training`, and the chunks
-of `model.loss` elsewhere. Time: all in turn in one process, the medians of the ratios to the plain
-one. Memory: each alone in a fresh process, the peak above what weights, hidden
-states and the gradients' own accumulation take before the call. Beside them torch's own loss in
-chunks, where it has one.
+V = 50,257, D = 768, fp32 by default. Two losses are ours: the single pass of `fast_training`, and
+the chunks of `model.loss`. Torch's chunked loss is included if torch has one. Time: all losses take
+turns in one process; the results are medians of the ratios to plain cross-entropy. Memory: each
+loss runs in a fresh process; the result is the peak above the weights, the hidden states and the
+accumulated gradients before the call.
 """
 
 from __future__ import annotations
@@ -103,28 +103,28 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=7)
     parser.add_argument("--bf16", action="store_true", help="products in bf16 under autocast")
     parser.add_argument("--alone", choices=WAYS, help=argparse.SUPPRESS)
-    given = parser.parse_args()
-    if given.alone:
-        alone(given.alone, given.positions, given.bf16)
+    args = parser.parse_args()
+    if args.alone:
+        alone(args.alone, args.positions, args.bf16)
         return
-    data = inputs(given.positions)
+    data = inputs(args.positions)
     for way in WAYS:
-        once(way, data, given.bf16)
+        once(way, data, args.bf16)
     seconds: dict[str, list[float]] = {way: [] for way in WAYS}
-    for _ in range(given.rounds):
+    for _ in range(args.rounds):
         for way in WAYS:
-            seconds[way].append(once(way, data, given.bf16))
+            seconds[way].append(once(way, data, args.bf16))
     ratios = {
         way: statistics.median(a / b for a, b in zip(times, seconds["plain"], strict=True))
         for way, times in seconds.items()
     }
-    memory = {way: peak_megabytes(way, given.positions, given.bf16) for way in WAYS}
+    memory = {way: peak_megabytes(way, args.positions, args.bf16) for way in WAYS}
     result = {
         "date": time.strftime("%Y-%m-%d"),
         "machine": f"{platform.machine()}, {os.cpu_count()} cores",
         "torch": torch.__version__,
-        "positions": given.positions,
-        "products": "bf16" if given.bf16 else "fp32",
+        "positions": args.positions,
+        "products": "bf16" if args.bf16 else "fp32",
         "seconds": {way: round(statistics.median(times), 3) for way, times in seconds.items()},
         "time ratios (medians of ratios)": {way: round(r, 3) for way, r in ratios.items()},
         "peak MB": {way: round(value) for way, value in memory.items()},

@@ -1,15 +1,15 @@
-"""A model in one HTML file: its size, and how fast it opens, answers and writes in Chromium.
+"""Measure exported pages in Chromium: size, and time to open, to answer and to write.
 
     python bench/page_file.py [--sizes little small gpt2] [--rounds 3]
 
 Random weights in the shapes of `tiedgpt train --size` and GPT-2, int8 by rows. Each file is opened
 from the disk in a fresh page, without a network. "Answers" is when the tokens with their surprisal
-stand on the page, counted from the navigation; "blocks" is the longest task of the page's own
-thread from the navigation until the writing ended, 0 where none took 50 ms. It is measured in a
-Chromium of its own, which is asked only after the file was read: while DevTools listen to a page's
-network, as Playwright has them do, Chromium decodes a file a second time for them, in one task
-(TextResourceDecoder::Decode in a trace: 245 ms for 15.6 MB). This needs the extra `page`, and
-Chromium (CHROMIUM names it).
+stand on the page, counted from the navigation; "blocks" is the longest task of the page's main
+thread from the navigation until the writing ended, 0 if none took 50 ms. It is measured in a second
+Chromium without Playwright: while DevTools listen to a page's network, Chromium decodes the file a
+second time for them, in one task (TextResourceDecoder::Decode in a trace: 245 ms for 15.6 MB).
+
+The extra `page` and Chromium (CHROMIUM names it) are required.
 """
 
 from __future__ import annotations
@@ -71,7 +71,7 @@ def measure(browser: Any, address: str) -> dict[str, float]:
 
 
 def measure_longest_task(playwright: Any, address: str) -> float:
-    """Open a file in a Chromium that nobody watches; return its longest task in milliseconds."""
+    """Open a file in Chromium without DevTools; return its longest task in milliseconds."""
     with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as profile:
         flags = ["--headless=new", "--no-sandbox", "--no-first-run", "--remote-debugging-port=0"]
         command = [CHROMIUM, *flags, f"--user-data-dir={profile}", address]
@@ -105,12 +105,12 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--sizes", nargs="+", default=["little", "small", "gpt2"])
     parser.add_argument("--rounds", type=int, default=3)
-    given = parser.parse_args()
+    args = parser.parse_args()
     tokenizer = Tokenizer.from_pretrained(os.environ["TIEDGPT_GPT2_BPE"])
     rows: dict[str, list[Any]] = {}
     with tempfile.TemporaryDirectory() as folder, sync_playwright() as playwright:
         browser = playwright.chromium.launch(executable_path=CHROMIUM, args=["--no-sandbox"])
-        for size in given.sizes:
+        for size in args.sizes:
             model = model_of(size, tokenizer if size == "gpt2" else None)
             text: Any = TEXT if size == "gpt2" else list(range(30))
             known = tokenizer if size == "gpt2" else None
@@ -121,7 +121,7 @@ def main() -> None:
             address = f"file://{path}#view=text"
             found = [
                 measure(browser, address) | {"blocks": measure_longest_task(playwright, address)}
-                for _ in range(given.rounds)
+                for _ in range(args.rounds)
             ]
             best = {name: statistics.median(one[name] for one in found) for name in found[0]}
             rows[size] = [

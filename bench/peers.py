@@ -190,6 +190,6 @@ WAYS: dict[str, tuple[Callable[..., Way], dict[str, Any]]] = {
 
 
 def open_way(name: str, files: Files, room: Room) -> Way:
-    """Load what `name` needs; its model is made first where there is none."""
+    """Load the engine `name`; write its model first if it is missing."""
     make, options = WAYS[name]
     return make(files, room, **options)

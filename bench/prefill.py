@@ -18,26 +18,26 @@ from turns import better_flash, cores, facts, faster_by, in_turn, keep, per_seco
 from ways import Room, add_choice, names_of
 
 
-def one_class(name: str, files: Files, given: argparse.Namespace) -> None:
+def one_class(name: str, files: Files, args: argparse.Namespace) -> None:
     """Measure a class; keep and show it."""
-    me, *_ = names = names_of(name, given)
-    room = Room(1, given.tokens, given.threads)
+    me, *_ = names = names_of(name, args)
+    room = Room(1, args.tokens, args.threads)
     ways = {way: open_way(way, files, room) for way in names}
-    prompt = prompts(1, given.tokens)
+    prompt = prompts(1, args.tokens)
     turns = {name: (lambda way=way: way(prompt, 0)[0]) for name, way in ways.items()}
-    seconds = better_flash(in_turn(turns, given.rounds))
+    seconds = better_flash(in_turn(turns, args.rounds))
     row = {
-        **facts(given),
+        **facts(args),
         "class": name,
-        "tokens": given.tokens,
+        "tokens": args.tokens,
         "seconds": {way: round(statistics.median(t), 4) for way, t in seconds.items()},
-        "tokens/s": per_second(seconds, given.tokens),
+        "tokens/s": per_second(seconds, args.tokens),
         "ours is faster by (median of ratios)": faster_by(seconds, me),
     }
-    keep("prefill", row, given.quick)
+    keep("prefill", row, args.quick)
     rates, ratios = row["tokens/s"], row["ours is faster by (median of ratios)"]
     show(
-        f"{name}, {given.tokens} tokens",
+        f"{name}, {args.tokens} tokens",
         {w: (s, rates[w], ratios.get(w)) for w, s in row["seconds"].items()},
         ("seconds", "tokens/s", "ours faster by"),
     )
@@ -49,12 +49,12 @@ def main() -> None:
     add_choice(parser)
     parser.add_argument("--tokens", type=int, default=512)
     parser.add_argument("--threads", type=int, default=cores())
-    given = parser.parse_args()
-    if given.quick:
-        given.rounds, given.tokens = 1, 32
-    with files_of(given) as files:
-        for name in given.classes:
-            one_class(name, files, given)
+    args = parser.parse_args()
+    if args.quick:
+        args.rounds, args.tokens = 1, 32
+    with files_of(args) as files:
+        for name in args.classes:
+            one_class(name, files, args)
 
 
 if __name__ == "__main__":

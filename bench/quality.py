@@ -1,4 +1,4 @@
-"""What the CPU kernels' precisions cost a trained model, against torch in fp32 on the same text.
+"""Measure the loss of quality by the CPU kernels' precisions, against torch in fp32.
 
     python bench/quality.py MODEL TEXT [--tokens 20000] [--forms fp32 bf16 int8 int4]
         [--calibrate TEXT] [--llama Q4_0 Q4_K_M]
@@ -40,7 +40,7 @@ AT_ONCE = 128
 
 @dataclass
 class Tally:
-    """What is counted of one precision, a number for each predicted token."""
+    """Measurements of one precision, a number for each predicted token."""
 
     megabytes: float
     nats: list[float] = field(default_factory=list)
@@ -54,7 +54,7 @@ class Tally:
         self.same_choice += (p.argmax(axis=1) == q.argmax(axis=1)).tolist()
 
     def summary(self) -> dict[str, float]:
-        """Return what is printed of it."""
+        """Return the printed row."""
         kl = np.array(self.divergence)
         return {
             "MB": round(self.megabytes, 1),
@@ -104,7 +104,7 @@ class Llama:
 
 
 def llama_sessions(loaded: Loaded, tokenizer: Tokenizer, kinds: list[str], capacity: int):
-    """Return llama.cpp's sessions by name; the files are gone once they are opened."""
+    """Return llama.cpp's sessions by name; the files are deleted after opening."""
     sessions = {}
     if kinds:
         with tempfile.TemporaryDirectory() as directory:
@@ -154,25 +154,25 @@ def main() -> None:
     parser.add_argument("--results", type=Path, default=Path(__file__).parent / "results")
     parser.add_argument("--calibrate", help="a text that int4 is calibrated on, or samples")
     parser.add_argument("--llama", nargs="+", default=[], help="llama.cpp's types, such as Q4_K_M")
-    given = parser.parse_args()
-    loaded = load(given.model, dtype=torch.float32)
-    model, tokenizer = loaded.model, Tokenizer.from_pretrained(given.model)
-    ids = tokenizer.encode(given.text.read_text(encoding="utf-8"))[: given.tokens]
+    args = parser.parse_args()
+    loaded = load(args.model, dtype=torch.float32)
+    model, tokenizer = loaded.model, Tokenizer.from_pretrained(args.model)
+    ids = tokenizer.encode(args.text.read_text(encoding="utf-8"))[: args.tokens]
     capacity = min(model.config.n_positions, len(ids))
     sessions: dict[str, Session] = {
         "torch fp32": TorchRunner(model).session(n_slots=1, capacity=capacity)
     }
     tallies = {"torch fp32": Tally(sum(p.nbytes for p in model.parameters()) / 1e6)}
-    calibrations = dict.fromkeys(given.forms)
-    if given.calibrate == "samples":
+    calibrations = dict.fromkeys(args.forms)
+    if args.calibrate == "samples":
         calibrations["int4 calibrated"] = sample_ids(model)
-    elif given.calibrate:
-        calibrations["int4 calibrated"] = tokenizer.encode(Path(given.calibrate).read_text("utf-8"))
+    elif args.calibrate:
+        calibrations["int4 calibrated"] = tokenizer.encode(Path(args.calibrate).read_text("utf-8"))
     for form, calibration in calibrations.items():
         packed = pack_gpt(model, form.split()[0], calibration=calibration)
         sessions[form] = PackedRunner(packed).session(n_slots=1, capacity=capacity)
         tallies[form] = Tally(packed.nbytes / 1e6)
-    for name, session in llama_sessions(loaded, tokenizer, given.llama, capacity).items():
+    for name, session in llama_sessions(loaded, tokenizer, args.llama, capacity).items():
         sessions[name], tallies[name] = session, Tally(session.megabytes)
     measure(sessions, tallies, ids)
     found = {name: tally.summary() for name, tally in tallies.items()}
@@ -181,15 +181,15 @@ def main() -> None:
         "date": time.strftime("%Y-%m-%d"),
         "machine": f"{platform.machine()}, {os.cpu_count()} cores",
         "torch": torch.__version__,
-        "model": f"{given.model.name}, {model.config.parameter_count():,} parameters",
-        "text": given.text.name,
+        "model": f"{args.model.name}, {model.config.parameter_count():,} parameters",
+        "text": args.text.name,
         "tokens": len(ids) - 1,
         "context": capacity,
-        "calibrated on": given.calibrate and Path(given.calibrate).name,
+        "calibrated on": args.calibrate and Path(args.calibrate).name,
         "precisions": found,
     }
-    given.results.mkdir(exist_ok=True)
-    with (given.results / f"quality-{result['date']}.jsonl").open("a") as file:
+    args.results.mkdir(exist_ok=True)
+    with (args.results / f"quality-{result['date']}.jsonl").open("a") as file:
         file.write(json.dumps(result) + "\n")
 
 

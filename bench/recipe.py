@@ -1,19 +1,19 @@
-"""Tokens and time to a loss: the default recipe against AdamW with cosine decay, tuned.
+"""Compare tokens and time to a loss: the default recipe against tuned AdamW with cosine decay.
 
     python bench/recipe.py [--size tiny] [--epochs 4] [--seeds 0 1 2] [--rates 1e-3 2e-3 4e-3 8e-3]
 
 Both train the same model by the same loop, on the documentation inside this Python, with the same
-batches and warm-up. The peer is AdamW (betas 0.9 and 0.95, decay 0.1) whose rate falls along a
-cosine to a tenth; its rate is the best of `--rates` by the final validation loss of the first seed,
-and where that is the lowest or the highest of them, the search goes on beyond it. Ours is what
-`tiedgpt train` does when nothing is asked for, at its default rate. It has a horizon, too, its rate
-falls to 0: so it is trained anew for each of `--shares` of the peer's steps, and the smallest share
-whose final loss is at most the peer's is what it needs.
+batches and warm-up. The peer is AdamW (betas 0.9 and 0.95, decay 0.1) whose learning rate falls
+along a cosine to a tenth. The rate is the best of `--rates` by the final validation loss of the
+first seed; if the best is the lowest or the highest rate, the search continues beyond it. Ours is
+`tiedgpt train` with default options. Its learning rate falls to 0, so it is trained anew for each
+of `--shares` of the peer's steps; the result is the smallest share whose final loss is at most the
+peer's.
 
-Final losses are on all validation text; curves on the first of it, always the same. Seconds are
-those spent in steps, evaluations left out; and as a machine's speed changes over minutes, the ratio
-of a step's times is also measured by steps in turn. A JSON line for each run, then one for the
-whole, are added to bench/results/recipe-DATE.jsonl, and curves drawn beside it.
+Final losses are on all validation text; curves on a fixed part of it. Seconds are the time in
+steps, without evaluations. Since a machine's speed changes over minutes, the ratio of the step
+times is also measured by steps in turn. The script appends a JSON line for each run, and a summary,
+to bench/results/recipe-DATE.jsonl, and draws the curves beside it.
 """
 
 from __future__ import annotations
@@ -56,18 +56,18 @@ MOST_EPOCHS = 4
 POINTS = 20
 CURVE_TOKENS = 16_384
 FURTHER_RATES = 3
-"""Rates tried beyond the lowest or the highest that were given."""
+"""Rates tried beyond the lowest or the highest that were args."""
 
 
 @dataclass
 class Run:
-    """A training and what came of it."""
+    """A finished training and its result."""
 
     recipe: str
     seed: int
     lr: float
     share: float
-    """Of the peer's steps."""
+    """Share of the peer's number of steps."""
     steps: int
     tokens: int = 0
     seconds: float = 0.0
@@ -204,55 +204,55 @@ def main() -> None:
     parser.add_argument("--shares", type=float, nargs="+", default=[0.4, 0.5, 0.6])
     parser.add_argument("--results", type=Path, default=Path(__file__).parent / "results")
     parser.add_argument("--estimate", action="store_true", help="only say how long it would take")
-    given = parser.parse_args()
-    if not 0 < given.epochs <= MOST_EPOCHS:
-        parser.error(f"--epochs {given.epochs} is not above 0 and at most {MOST_EPOCHS}")
+    args = parser.parse_args()
+    if not 0 < args.epochs <= MOST_EPOCHS:
+        parser.error(f"--epochs {args.epochs} is not above 0 and at most {MOST_EPOCHS}")
     device = training_device()
     with tempfile.TemporaryDirectory() as scratch:
-        options = TrainOptions(size=given.size, steps=1)
+        options = TrainOptions(size=args.size, steps=1)
         run = RunDirectory(Path(scratch) / "data")
         objective, data = pair = prepare(run, options, open_sources(options))
         assert data.text_tokens is not None
-        row_tokens = (options.batch_size or SIZES[given.size].batch_size) * data.row_tokens
-        steps = max(POINTS, int(given.epochs * data.text_tokens / row_tokens))
+        row_tokens = (options.batch_size or SIZES[args.size].batch_size) * data.row_tokens
+        steps = max(POINTS, int(args.epochs * data.text_tokens / row_tokens))
         base = make_plan(replace(options, steps=steps), *pair, device)
         rows = -(-CURVE_TOKENS // data.row_tokens)
         base = replace(base, eval_batches=-(-rows // base.micro_batch))
-        default = SIZES[given.size].lr
+        default = SIZES[args.size].lr
         plans = {
             "ours": ours(base, lr=default, seed=0, share=1.0),
-            "peer": peer(base, lr=given.rates[0], seed=0),
+            "peer": peer(base, lr=args.rates[0], seed=0),
         }
         times = in_turn(pair, plans, 30)
         step = {name: statistics.median(seconds) for name, seconds in times.items()}
-        peers = len(given.rates) + len(given.seeds) - 1
-        whole = peers * step["peer"] + len(given.seeds) * sum(given.shares) * step["ours"]
+        peers = len(args.rates) + len(args.seeds) - 1
+        whole = peers * step["peer"] + len(args.seeds) * sum(args.shares) * step["ours"]
         tokens_per_second = {name: round(row_tokens / seconds) for name, seconds in step.items()}
         say(
-            f"{given.size}: {steps:,} steps of {row_tokens:,} tokens, {tokens_per_second} tokens/s;"
+            f"{args.size}: {steps:,} steps of {row_tokens:,} tokens, {tokens_per_second} tokens/s;"
             f" all in all about {1.1 * whole * steps / 60:.0f} minutes"
         )
-        if given.estimate:
+        if args.estimate:
             return
-        given.results.mkdir(exist_ok=True)
-        path = given.results / f"recipe-{time.strftime('%Y-%m-%d')}.jsonl"
-        same = {"size": given.size, "date": time.strftime("%Y-%m-%d")}
+        args.results.mkdir(exist_ok=True)
+        path = args.results / f"recipe-{time.strftime('%Y-%m-%d')}.jsonl"
+        same = {"size": args.size, "date": time.strftime("%Y-%m-%d")}
 
         def note(line: dict[str, Any]) -> None:
             with path.open("a") as file:
                 file.write(json.dumps(same | line) + "\n")
 
-        peers_of_first = tuned(pair, base, given.rates, given.seeds[0], scratch)
+        peers_of_first = tuned(pair, base, args.rates, args.seeds[0], scratch)
         for each in peers_of_first:
             note(each.line())
         per_seed, drawn = [], None
-        for seed in given.seeds:
+        for seed in args.seeds:
             theirs = peers_of_first[0]
-            if seed != given.seeds[0]:
+            if seed != args.seeds[0]:
                 theirs = trained(pair, peer(base, lr=theirs.lr, seed=seed), 1.0, scratch)
                 note(theirs.line())
             runs = []
-            for share in sorted(given.shares):
+            for share in sorted(args.shares):
                 plan = ours(base, lr=default, seed=seed, share=share)
                 runs.append(trained(pair, plan, share, scratch))
                 note(runs[-1].line())
@@ -261,11 +261,11 @@ def main() -> None:
                 (f"AdamW, cosine, {theirs.lr:g}", theirs),
                 *((f"ours, {run.share:g} of the steps", run) for run in runs),
             ]
-    draw(path.with_name(f"{path.stem}-{given.size}.png"), given.size, drawn or [])
+    draw(path.with_name(f"{path.stem}-{args.size}.png"), args.size, drawn or [])
     result = {
         "machine": f"{platform.machine()}, {os.cpu_count()} cores, {device}",
         "torch": torch.__version__,
-        "model": f"{given.size}, {objective.config.parameter_count():,} parameters, {base.dtype}",
+        "model": f"{args.size}, {objective.config.parameter_count():,} parameters, {base.dtype}",
         "tokens of the peer": steps * row_tokens,
         "epochs of the peer": round(steps * row_tokens / data.text_tokens, 2),
         "peer's rates": {f"{run.lr:g}": round(run.final, 4) for run in peers_of_first},

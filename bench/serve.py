@@ -158,9 +158,9 @@ def megabytes(process: int, name: str) -> float:
     return int(re.findall(rf"{name}:\s+(\d+) kB", status)[0]) / 1024
 
 
-def measured(files: Files, given: argparse.Namespace) -> dict[str, Any]:
-    """Return what a row says."""
-    ports, threads = {"ours": free_port(), PEER: free_port()}, str(given.threads)
+def measured(files: Files, args: argparse.Namespace) -> dict[str, Any]:
+    """Return the text of a row."""
+    ports, threads = {"ours": free_port(), PEER: free_port()}, str(args.threads)
     ours = ["tiedgpt", "serve", str(files.packed("int8")), "--slots", str(STREAMS + 1)]
     ours += ["--threads", threads, "--port", str(ports["ours"])]
     peer = ["llama_cpp.server", "--model", str(files.gguf("q8_0")), "--n_ctx", "1024"]
@@ -169,31 +169,31 @@ def measured(files: Files, given: argparse.Namespace) -> dict[str, Any]:
     seconds: dict[str, list[float]] = {"engine": [], **{name: [] for name in ports}}
     firsts: dict[str, list[float]] = {name: [] for name in ports}
     with (
-        Engine(files.packed("int8"), slots=STREAMS + 1, threads=given.threads) as engine,
+        Engine(files.packed("int8"), slots=STREAMS + 1, threads=args.threads) as engine,
         running(ours, ports["ours"]) as process,
         running([*peer, "--host", "127.0.0.1"], ports[PEER]),
     ):
         scored = scoring(ports["ours"], process, engine)
         left = freed(ports["ours"])
-        for turn in range(given.rounds + 1):
+        for turn in range(args.rounds + 1):
             prompts = [prompt(100 * turn + number) for number in range(STREAMS)]
             began = time.perf_counter()
-            engine.generate(prompts, max_new_tokens=given.tokens, temperature=0)
+            engine.generate(prompts, max_new_tokens=args.tokens, temperature=0)
             found = {"engine": time.perf_counter() - began}
             for name, port in ports.items():
-                found[name], its = streamed(port, turn, given.tokens)
+                found[name], its = streamed(port, turn, args.tokens)
                 firsts[name] += its if turn else []
             for name in found if turn else ():  # the first round warms up
                 seconds[name].append(found[name])
-        late = {name: ninth(port, given.tokens) for name, port in ports.items()}
+        late = {name: ninth(port, args.tokens) for name, port in ports.items()}
 
     def ratio(of: str) -> float:
         pairs = zip(seconds[of], seconds["ours"], strict=True)
         return round(statistics.median(theirs / own for theirs, own in pairs), 3)
 
-    count = STREAMS * given.tokens
+    count = STREAMS * args.tokens
     return {
-        "tokens": given.tokens,
+        "tokens": args.tokens,
         "tokens/s": {n: round(count / statistics.median(s), 1) for n, s in seconds.items()},
         "ours to the engine's own": ratio("engine"),
         f"ours to {PEER}": ratio(PEER),
@@ -216,16 +216,16 @@ def main() -> None:
     add_options(parser)
     parser.add_argument("--tokens", type=int, default=96)
     parser.add_argument("--threads", type=int, default=cores())
-    given = parser.parse_args()
-    if given.quick:
-        given.rounds, given.tokens = 1, 8
-    with files_of(given) as files:
-        row = {**facts(given), **measured(files, given)}
-    keep("serve", row, given.quick)
+    args = parser.parse_args()
+    if args.quick:
+        args.rounds, args.tokens = 1, 8
+    with files_of(args) as files:
+        row = {**facts(args), **measured(files, args)}
+    keep("serve", row, args.quick)
     rates, firsts = row["tokens/s"], row["first token, ms"]
     ratios = {"engine": row["ours to the engine's own"], PEER: row[f"ours to {PEER}"]}
     show(
-        f"{STREAMS} streams of {given.tokens} tokens",
+        f"{STREAMS} streams of {args.tokens} tokens",
         {
             name: (rate, ratios.get(name), *firsts.get(name, {}).values())
             for name, rate in rates.items()

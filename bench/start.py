@@ -1,11 +1,11 @@
-"""From the start of a process to its first token: seconds and peak memory, ours and the peers'.
+"""Measure seconds and peak memory from the start of a process to its first token.
 
     python bench/start.py [--size gpt2] [--rounds 7]
 
-Each is a fresh process that tokenizes a prompt and shows one token; the files are in the disk's
-cache. "First token" is when the first byte comes out of it, "end" when it is gone. Memory is the
-kernel's count of the process's peak (ru_maxrss), so that this script, whose own size would be the
-least that is counted, imports nothing large.
+Each engine is a fresh process that tokenizes a prompt and shows one token; the files are in the
+disk's cache. "First token" is the time of its first byte of output, "end" that of its exit. Memory
+is the kernel's count of the process's peak (ru_maxrss). A child starts with the size of this
+script, which therefore imports nothing large.
 """
 
 from __future__ import annotations
@@ -42,14 +42,14 @@ print(generator.generate_batch([tokens], max_length=1, include_prompt_in_result=
 TRANSFORMERS = """
 from transformers import AutoModelForCausalLM, AutoTokenizer
 model = AutoModelForCausalLM.from_pretrained({hf!r})
-given = AutoTokenizer.from_pretrained({hf!r})({prompt!r}, return_tensors="pt")
-print(model.generate(**given, max_new_tokens=1, do_sample=False, pad_token_id=0))
+encoded = AutoTokenizer.from_pretrained({hf!r})({prompt!r}, return_tensors="pt")
+print(model.generate(**encoded, max_new_tokens=1, do_sample=False, pad_token_id=0))
 """
 
 
 @dataclass(frozen=True)
 class Run:
-    """What a process took."""
+    """The time and memory of a process."""
 
     first: float
     """Seconds until its first byte."""
@@ -58,7 +58,7 @@ class Run:
 
 
 def ran(command: list[str]) -> Run:
-    """Run a command; raise `SystemExit` with what it said where it fails."""
+    """Run a command; raise `SystemExit` with its output if it fails."""
     began = time.perf_counter()
     process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
     assert process.stdout is not None and process.stderr is not None
@@ -75,7 +75,7 @@ def ran(command: list[str]) -> Run:
 
 
 def commands(files: Files, threads: int) -> dict[str, list[str]]:
-    """Return how each is started; the models are made first where there are none."""
+    """Return the command of each engine; write missing models first."""
     packed = str(files.packed("int8"))
     places = {
         "packed": packed, "gguf": str(files.gguf("q8_0")), "ct2": str(files.ctranslate2("int8")),
@@ -97,21 +97,21 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     add_options(parser)
     parser.add_argument("--threads", type=int, default=cores())
-    given = parser.parse_args()
-    if given.quick:
-        given.rounds = 1
-    with files_of(given) as files:
-        starts = commands(files, given.threads)
+    args = parser.parse_args()
+    if args.quick:
+        args.rounds = 1
+    with files_of(args) as files:
+        starts = commands(files, args.threads)
         runs: dict[str, list[Run]] = {name: [] for name in starts}
 
         def turn(name: str) -> float:
             runs[name].append(ran(starts[name]))
             return runs[name][-1].first
 
-        firsts = in_turn({name: (lambda name=name: turn(name)) for name in starts}, given.rounds)
+        firsts = in_turn({name: (lambda name=name: turn(name)) for name in starts}, args.rounds)
     me = next(iter(starts))
     row = {
-        **facts(given),
+        **facts(args),
         "first token, s": {n: round(statistics.median(t), 3) for n, t in firsts.items()},
         "end, s": {n: round(statistics.median(r.end for r in rs[1:]), 3) for n, rs in runs.items()},
         "peak MB": {
@@ -119,10 +119,10 @@ def main() -> None:
         },
         f"{me} is sooner by (median of ratios)": faster_by(firsts, me),
     }
-    keep("start", row, given.quick)
+    keep("start", row, args.quick)
     columns = list(row)[-4:]
     show(
-        f"{given.size}: one token from a fresh process",
+        f"{args.size}: one token from a fresh process",
         {name: [row[column].get(name) for column in columns] for name in starts},
         ("first token, s", "end, s", "peak MB", "ours sooner by"),
     )

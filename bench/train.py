@@ -1,15 +1,15 @@
-"""Training steps: ours, transformers' GPT-2 and plain PyTorch GPTs, in turn in one process.
+"""Time training steps: ours, transformers' GPT-2 and plain PyTorch GPTs, in turn.
 
     python bench/train.py [--size tiny little mini] [--dtype fp32] [--rounds 15] [--compile]
     python bench/train.py --size gpt2 --batch 4 --context 512 --dtype bf16 --compile
                           [--ways "ours" "nanogpt compiled" ...]
 
-"recipe" is the step of `tiedgpt train` as it is by default: Muon, and the dtype that suits the CPU.
-"ours" and everyone else go by AdamW (fused) in `--dtype`. No dropout, gradients clipped at 1; a
-step is forward, backward and update. Sizes are those of `tiedgpt train`, with their batch and
-context, or published shapes. Speed: the median of the ratios over rounds in which everyone takes
-one step after another. Memory: each alone in a fresh process, the peak of three steps, model and
-all. `--compile` adds everyone under torch.compile, with the seconds that the first step took.
+"recipe" is the default step of `tiedgpt train`: Muon, and the dtype that suits the CPU. "ours" and
+the peers use AdamW (fused) in `--dtype`. No dropout, gradients clipped at 1; a step is forward,
+backward and update. Sizes are those of `tiedgpt train`, with their batch and context, or published
+shapes. Speed: the median of the ratios over rounds in which each takes one step. Memory: the peak
+of three steps in a fresh process, with the model. `--compile` adds each under torch.compile, with
+the seconds of the first step.
 """
 
 from __future__ import annotations
@@ -38,15 +38,15 @@ Step = Callable[[Tensor, Tensor], None]
 NO_DROPOUT = {"embd_pdrop": 0.0, "attn_pdrop": 0.0, "resid_pdrop": 0.0}
 
 
-def shape(given: argparse.Namespace, name: str) -> tuple[GPTConfig, int]:
+def shape(args: argparse.Namespace, name: str) -> tuple[GPTConfig, int]:
     """Return the config of a size, and the rows of its batch."""
     size = SIZES[name]
-    n_positions = given.context or size.n_positions
+    n_positions = args.context or size.n_positions
     config = GPTConfig(
         n_layer=size.n_layer, n_embd=size.n_embd, n_head=size.n_head, n_positions=n_positions,
         vocab_size=size.vocab_size, **NO_DROPOUT,
     )  # fmt: skip
-    return config, given.batch or size.batch_size
+    return config, args.batch or size.batch_size
 
 
 class PlainBlock(nn.Module):
@@ -73,7 +73,7 @@ class PlainBlock(nn.Module):
 
 
 class PlainGPT(nn.Module):
-    """What one writes in an afternoon: logits, then cross-entropy on all of them."""
+    """A minimal GPT: logits, then cross-entropy on all of them."""
 
     def __init__(self, config: GPTConfig, bias: bool = True, gelu: str = "tanh") -> None:
         super().__init__()
@@ -193,12 +193,12 @@ def peak_megabytes(way: str, arguments: list[str]) -> float:
     return float(out.split()[-1])
 
 
-def alone(way: str, given: argparse.Namespace, device: str) -> None:
-    config, rows = shape(given, given.size[0])
+def alone(way: str, args: argparse.Namespace, device: str) -> None:
+    config, rows = shape(args, args.size[0])
     name, _, compiled = way.partition(" ")
     lines = Path("/proc/self/status").read_text().splitlines()
     before = next(int(line.split()[1]) for line in lines if line.startswith("VmRSS:"))
-    step = WAYS[name](config, device, bool(compiled), given.dtype)
+    step = WAYS[name](config, device, bool(compiled), args.dtype)
     data = batch(config, rows, device)
     for _ in range(3):
         step(*data)
@@ -217,28 +217,28 @@ def main() -> None:
     parser.add_argument("--ways", nargs="+", help="these alone, for example 'nanogpt compiled'")
     parser.add_argument("--no-memory", action="store_true")
     parser.add_argument("--alone", help=argparse.SUPPRESS)
-    given = parser.parse_args()
+    args = parser.parse_args()
     device = "cuda" if torch.cuda.is_available() else "cpu"
-    if given.alone:
-        alone(given.alone, given, device)
+    if args.alone:
+        alone(args.alone, args, device)
         return
-    for size in given.size:
-        measure(given, size, device)
+    for size in args.size:
+        measure(args, size, device)
 
 
-def measure(given: argparse.Namespace, size: str, device: str) -> None:
-    config, rows = shape(given, size)
-    names = given.ways or [*WAYS, *(f"{way} compiled" for way in WAYS if given.compile)]
+def measure(args: argparse.Namespace, size: str, device: str) -> None:
+    config, rows = shape(args, size)
+    names = args.ways or [*WAYS, *(f"{way} compiled" for way in WAYS if args.compile)]
     data = batch(config, rows, device)
     steps, first = {}, {}
     for name in names:
         torch.manual_seed(0)
         way, _, compiled = name.partition(" ")
-        steps[name] = WAYS[way](config, device, bool(compiled), given.dtype)
+        steps[name] = WAYS[way](config, device, bool(compiled), args.dtype)
         first[name] = round(once(steps[name], data), 1)
         once(steps[name], data)
     seconds: dict[str, list[float]] = {name: [] for name in names}
-    for _ in range(given.rounds):
+    for _ in range(args.rounds):
         for name in names:
             seconds[name].append(once(steps[name], data))
     tokens = data[0].numel()
@@ -249,14 +249,14 @@ def measure(given: argparse.Namespace, size: str, device: str) -> None:
     }  # fmt: skip
     steps.clear()
     asked = ["--size", size, "--batch", str(rows), "--context", str(config.n_positions)]
-    asked += ["--dtype", given.dtype]
-    memory = {} if given.no_memory else {n: round(peak_megabytes(n, asked)) for n in names}
+    asked += ["--dtype", args.dtype]
+    memory = {} if args.no_memory else {n: round(peak_megabytes(n, asked)) for n in names}
     result = {
         "date": time.strftime("%Y-%m-%d"),
         "machine": f"{platform.machine()}, {os.cpu_count()} cores, {device}",
         "torch": torch.__version__,
         "model": f"{size}, {config.parameter_count():,} parameters, "
-        f"{rows} x {config.n_positions} tokens, {given.dtype}",
+        f"{rows} x {config.n_positions} tokens, {args.dtype}",
         "tokens/s": {n: round(tokens / statistics.median(t)) for n, t in seconds.items()},
         "ours is faster by (median of ratios)": ratios,
         "first step, s": first,

@@ -1,4 +1,4 @@
-"""Rounds in which every way takes its turn, and what is kept and shown of them."""
+"""Measurements in rounds: each engine takes one turn in each round; their rows and results."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ Times = dict[str, list[float]]
 
 
 def in_turn(ways: Mapping[str, Callable[[], float]], rounds: int) -> Times:
-    """Call every way once for nothing, then each once a round; return what they returned."""
+    """Call each function once to warm up, then once a round; return their results."""
     found: Times = {name: [] for name in ways}
     for number in range(rounds + 1):
         for name, way in ways.items():
@@ -42,7 +42,7 @@ def in_turn(ways: Mapping[str, Callable[[], float]], rounds: int) -> Times:
 
 
 def better_flash(seconds: Times) -> Times:
-    """Of a way with and without flash attention, keep the one that took less time."""
+    """Keep the faster of the two variants, with and without flash attention."""
     kept = dict(seconds)
     for name in seconds:
         plain = name.removesuffix(FLASH)
@@ -71,20 +71,20 @@ def prompts(n: int, length: int) -> list[list[int]]:
     return [[(31 * slot + 7919 * at) % 50_000 for at in range(length)] for slot in range(n)]
 
 
-def facts(given: argparse.Namespace) -> dict[str, Any]:
-    """Return what a row begins with: the day, the machine, the versions, the model."""
+def facts(args: argparse.Namespace) -> dict[str, Any]:
+    """Return the first fields of a row: the day, the machine, the versions, the model."""
     return {
         "date": time.strftime("%Y-%m-%d"),
         "machine": f"{platform.machine()}, {processor()}, {os.cpu_count()} cores",
-        "threads": given.threads,
+        "threads": args.threads,
         "versions": {name: found for name in PEERS if (found := version(name))},
-        "model": f"{given.size}, random weights",
-        "rounds": given.rounds,
+        "model": f"{args.size}, random weights",
+        "rounds": args.rounds,
     }
 
 
 def version(package: str) -> str | None:
-    """Return a package's version, or None where it is not installed."""
+    """Return a package's version, or None if it is not installed."""
     try:
         return importlib.metadata.version(package)
     except importlib.metadata.PackageNotFoundError:
@@ -126,7 +126,7 @@ def show(title: str, rows: Mapping[str, Iterable[Any]], columns: Iterable[str]) 
 
 
 def peak_megabytes(name: str, files: Files, room: Room) -> int:
-    """Let a fresh process decode with one way; return its peak memory, Python and all."""
+    """Decode with one engine in a fresh process; return the peak memory of the process."""
     command = [sys.executable, str(Path(__file__).with_name("alone.py")), name]
     command += [str(files.directory), files.size, str(room.capacity), str(room.threads)]
     ran = subprocess.run(command, check=True, capture_output=True, text=True)

@@ -35,7 +35,7 @@ Share = Callable[[float], int]
 
 @dataclass(frozen=True)
 class Variant:
-    """What differs from the default."""
+    """Differences from the default."""
 
     rates: dict[str, float] = field(default_factory=dict)
     """Factors of the rate by the beginning of a group's name."""
@@ -245,7 +245,7 @@ def windows(ids: Tensor, starts: Tensor, context: int) -> tuple[Tensor, Tensor]:
 
 
 def cut_anew(n: int, draw: torch.Generator) -> Iterator[Tensor]:
-    """Yield starts of windows: each epoch all of them once, from an offset of its own."""
+    """Yield starts of windows: all of them once in each epoch, from a new offset."""
     while True:
         offset = int(torch.randint(CONTEXT, (), generator=draw))
         starts = torch.arange(offset, n - CONTEXT - 1, CONTEXT)
@@ -321,28 +321,27 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=1300)
     parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1])
     parser.add_argument("--only", choices=VARIANTS, nargs="+", default=list(VARIANTS))
-    given = parser.parse_args()
+    args = parser.parse_args()
     texts = {}
-    for path in given.texts:
+    for path in args.texts:
         text = path.read_text(encoding="utf-8")
         number = {character: id for id, character in enumerate(sorted(set(text)))}
         texts[path.stem] = torch.tensor([number[character] for character in text])
     first: dict[str, list[float]] = {}
-    for name in given.only:
+    for name in args.only:
         for text, ids in texts.items():
             runs = [
-                final_loss(VARIANTS[name], ids, given.size, given.steps, seed)
-                for seed in given.seeds
+                final_loss(VARIANTS[name], ids, args.size, args.steps, seed) for seed in args.seeds
             ]
             losses = [round(loss, 4) for loss, _ in runs]
             gains = [a - b for a, b in zip(losses, first.setdefault(text, losses), strict=True)]
             row = {
                 "variant": name,
                 "text": text,
-                "size": given.size,
-                "characters": given.steps * ROWS * CONTEXT,
+                "size": args.size,
+                "characters": args.steps * ROWS * CONTEXT,
                 "nats by seed": losses,
-                f"to {given.only[0]}": [round(gain, 4) for gain in gains],
+                f"to {args.only[0]}": [round(gain, 4) for gain in gains],
                 "mean": round(statistics.mean(gains), 4),
                 "seconds": [round(seconds) for _, seconds in runs],
             }

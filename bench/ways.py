@@ -32,12 +32,12 @@ CLASSES: dict[str, tuple[str, tuple[str, ...]]] = {
     "int8": ("int8", ("llama.cpp Q8_0", "llama.cpp Q8_0 flash", "ctranslate2 int8")),
     "4-bit": ("int4", ("llama.cpp Q4_0", "llama.cpp Q4_0 flash")),
 }  # fmt: skip
-"""Our precision, and who is compared with it."""
+"""Our precision, and the peers compared with it."""
 
 
 @dataclass(frozen=True)
 class Room:
-    """What a way has to hold, and the threads that it may use."""
+    """The number of sequences and positions, and the number of threads."""
 
     slots: int
     capacity: int
@@ -83,16 +83,16 @@ def in_session(session: Session) -> Way:
 
 
 def add_choice(parser: argparse.ArgumentParser) -> None:
-    """Add what says who is compared."""
+    """Add the options that select the engines."""
     parser.add_argument("--classes", nargs="+", choices=CLASSES, default=list(CLASSES))
     parser.add_argument("--peers", nargs="+", help="only these, such as llama.cpp")
     parser.add_argument("--compile", action="store_true", help="transformers compiled, too: g++")
 
 
-def names_of(kind: str, given: argparse.Namespace) -> list[str]:
+def names_of(kind: str, args: argparse.Namespace) -> list[str]:
     """Return the names of a class's ways, ours first."""
     precision, peers = CLASSES[kind]
-    chosen = [peer for peer in peers if not given.peers or peer.split()[0] in given.peers]
-    if given.compile:
+    chosen = [peer for peer in peers if not args.peers or peer.split()[0] in args.peers]
+    if args.compile:
         chosen += [f"{peer} compiled" for peer in chosen if peer.startswith("transformers")]
     return [f"ours {precision}", *chosen]

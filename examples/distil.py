@@ -1,13 +1,13 @@
-"""Distillation: a small GPT learns a text, and what a larger GPT expects at every place in it.
+"""Distillation: train a small GPT on a text and on a larger GPT's predictions for it.
 
     python examples/distil.py [TEACHER TEXT] [STEPS]
 
-Without a teacher, that is `small_model.py`'s, and the student has a quarter of its width. The
-student is trained twice on the same batches, alone and with the teacher, whose tokenizer it takes.
+The default teacher is the model of `small_model.py`; the student has a quarter of its width and
+the same tokenizer. The student is trained twice on the same batches, without and with the teacher.
 
-The loss is a tenth the text's, and nine tenths the mean over positions of the cross-entropy of the
-student's probabilities to the teacher's (Hinton et al. 2015, arXiv 1503.02531, at temperature 1).
-A step takes the teacher's forward pass more. docs/measurements.md says what it gains.
+The loss is a tenth of the text's loss plus nine tenths of the mean cross-entropy of the student's
+probabilities to the teacher's (Hinton et al. 2015, arXiv 1503.02531, at temperature 1). Each step
+adds the teacher's forward pass. docs/measurements.md has the results.
 """
 
 import sys
@@ -29,7 +29,7 @@ from tiedgpt.train.run import make_plan
 from tiedgpt.train.storage import RunDirectory
 
 SHARE = 0.9
-"""Of the teacher in the loss."""
+"""Share of the teacher in the loss."""
 
 
 @dataclass(eq=False, kw_only=True)

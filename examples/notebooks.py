@@ -1,9 +1,9 @@
-"""Run the notebooks here, cell by cell, and store what they print and draw.
+"""Run the notebooks in this folder, cell by cell, and store their outputs.
 
     python examples/notebooks.py [NOTEBOOK ...]
 
-Jupyter is not needed. A cell is executed as Python; kept are its text, the value of its last
-expression unless it ends in a semicolon, and the figures of matplotlib that are open at its end.
+Jupyter is not needed. A cell is executed as Python. Its outputs are its printed text, the value of
+its last expression unless that ends in a semicolon, and the open figures of matplotlib.
 """
 
 from __future__ import annotations

@@ -2,9 +2,8 @@
 
 Three models for each seed: a tied GPT, the same GPT untied (its head begins as a copy of W, so both
 compute the same function before the first step), and an untied GPT that is narrower, with as many
-parameters as the tied one. Finished runs are kept and a stopped one resumes, so the same command
-goes on where it was interrupted. The models lie in runs/tied-vs-untied, with a figure of the
-losses, the norms of W's rows and the two gradients of W.
+parameters as the tied one. The same command resumes after an interruption. The models are in
+runs/tied-vs-untied, with a figure of the losses, the norms of W's rows and the two gradients of W.
 
     python examples/tied_vs_untied.py [STEPS [FILE ...]]
 
@@ -59,7 +58,7 @@ class Comparison:
 
 
 class CompareTie(Objective):
-    """Predict a text that lies in shards, with a model that may have a head of its own."""
+    """Language modelling on prepared shards, with a tied or an untied model."""
 
     def build(self) -> GPT:
         """Return a fresh model; untied, it begins as a copy of the tied one."""
