@@ -9,6 +9,7 @@ such a name ends with the name to use. The errors stay `AttributeError` and `Typ
 from __future__ import annotations
 
 import functools
+import warnings
 from collections.abc import Callable, Mapping
 from importlib import import_module
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -175,3 +176,19 @@ def explains_arguments(called: Called) -> Called:
         called.__init__ = explained  # type: ignore[misc]
         return called
     return explained  # type: ignore[return-value]
+
+
+def accepts_old_name(old: str, new: str) -> Callable[[Called], Called]:
+    """Return a decorator for functions with a renamed option; the old name warns."""
+
+    def decorate(function: Called) -> Called:
+        @functools.wraps(function)
+        def renaming(*arguments: Any, **options: Any) -> Any:
+            if old in options:
+                warnings.warn(f"{old}= is now {new}=", DeprecationWarning, stacklevel=2)
+                options[new] = options.pop(old)
+            return function(*arguments, **options)
+
+        return renaming  # type: ignore[return-value]
+
+    return decorate

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import math
 import os
-import warnings
 from collections.abc import Iterator
 from typing import Any
 
@@ -21,7 +20,7 @@ from tiedgpt.core.embedding import TiedEmbedding
 from tiedgpt.core.layers import Block, layer_norm
 from tiedgpt.core.loss import INTEGERS, chunk_rows, chunked_cross_entropy, require_target_shape
 from tiedgpt.errors import UserError
-from tiedgpt.names import ExplainsNames
+from tiedgpt.names import ExplainsNames, accepts_old_name
 
 
 class GPT(ExplainsNames, nn.Module):
@@ -69,24 +68,16 @@ class GPT(ExplainsNames, nn.Module):
         self.wte.weight.normal_(0.0, 0.02)
         self.wpe.weight.normal_(0.0, 0.01 if pre else 0.02)
 
+    @accepts_old_name("first", "document_starts")
     def states(
-        self,
-        ids: Tensor,
-        cache: KVCache | None = None,
-        *,
-        document_starts: Tensor | None = None,
-        first: Tensor | None = None,
+        self, ids: Tensor, cache: KVCache | None = None, *, document_starts: Tensor | None = None
     ) -> Iterator[Tensor]:
         """Yield the residual stream (B, T, D) after the embedding and after each of L blocks.
 
         ids (B, T) int64 or int32; with a cache, the tokens that follow the cached ones.
         `document_starts` (B, T) packs documents into a row: the index where each token's document
-        begins. A token then sees only its document, and its position counts from there. `first`
-        is the deprecated name of `document_starts`.
+        begins. A token then sees only its document, and its position counts from there.
         """
-        if first is not None:
-            warnings.warn("first= is now document_starts=", DeprecationWarning, stacklevel=2)
-            document_starts = first
         self._check_ids(ids, cache)
         n_new, mask = ids.shape[1], None
         positions = torch.arange(n_new, device=ids.device)[None]
@@ -117,16 +108,12 @@ class GPT(ExplainsNames, nn.Module):
         if cache is not None:
             cache.advance(n_new)
 
+    @accepts_old_name("first", "document_starts")
     def body(
-        self,
-        ids: Tensor,
-        cache: KVCache | None = None,
-        *,
-        document_starts: Tensor | None = None,
-        first: Tensor | None = None,
+        self, ids: Tensor, cache: KVCache | None = None, *, document_starts: Tensor | None = None
     ) -> Tensor:
         """(B, T) -> (B, T, D): the last state after the final norm, the input of the head."""
-        for state in self.states(ids, cache, document_starts=document_starts, first=first):
+        for state in self.states(ids, cache, document_starts=document_starts):
             x = state
         return self.ln_f(x)
 
@@ -138,13 +125,9 @@ class GPT(ExplainsNames, nn.Module):
         """(B, T) -> (B, T, V): at each of T tokens, a logit for every token that may follow."""
         return self.logits(self.body(ids, cache))
 
+    @accepts_old_name("first", "document_starts")
     def loss(
-        self,
-        ids: Tensor,
-        targets: Tensor,
-        *,
-        document_starts: Tensor | None = None,
-        first: Tensor | None = None,
+        self, ids: Tensor, targets: Tensor, *, document_starts: Tensor | None = None
     ) -> Tensor:
         """Mean cross-entropy in nats over the targets that are not -100.
 
@@ -157,7 +140,7 @@ class GPT(ExplainsNames, nn.Module):
                 "ids and targets must have one shape (B, T), got "
                 f"{tuple(ids.shape)} and {tuple(targets.shape)}"
             )
-        h = self.body(ids, document_starts=document_starts, first=first)
+        h = self.body(ids, document_starts=document_starts)
         return self.head_loss(h.flatten(0, 1), targets.flatten())
 
     def head_loss(self, h: Tensor, targets: Tensor) -> Tensor:
