@@ -124,7 +124,7 @@ def _stored_matrices(source: Source) -> dict[str, Any] | None:
 
     try:
         checkpoint = open_source(source)
-        audit = examine(checkpoint, decide_tie(checkpoint))
+        audit = examine(decide_tie(checkpoint))
     except TiedGPTError:  # the model loaded, so this is a format whose matrices have no names
         return None
     matrices = []

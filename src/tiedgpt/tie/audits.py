@@ -19,7 +19,6 @@ from tiedgpt.weights.checkpoint import Checkpoint
 from tiedgpt.weights.checks import find_load_error
 from tiedgpt.weights.comparison import Comparison
 from tiedgpt.weights.decision import SOUND, Kind, TieDecision, decide_tie
-from tiedgpt.weights.roles import find_roles
 from tiedgpt.weights.sources import open_checkpoint
 
 if TYPE_CHECKING:
@@ -89,8 +88,7 @@ def audit(
     there are several candidates.
     """
     checkpoint = open_source(source)
-    roles = find_roles(checkpoint, input_name=input_name, output_name=output_name)
-    return examine(checkpoint, decide_tie(checkpoint, roles))
+    return examine(decide_tie(checkpoint, input_name=input_name, output_name=output_name))
 
 
 def open_source(source: str | os.PathLike[str] | nn.Module) -> Checkpoint:
@@ -105,9 +103,9 @@ def open_source(source: str | os.PathLike[str] | nn.Module) -> Checkpoint:
     return open_module(source)
 
 
-def examine(checkpoint: Checkpoint, decision: TieDecision) -> Audit:
+def examine(decision: TieDecision) -> Audit:
     """Return the audit of a checkpoint from the tie decision; see `audit`."""
-    roles = decision.roles
+    checkpoint, roles = decision.checkpoint, decision.roles
     only_reads = decision.kind == "no head" or checkpoint.usage.head_computation or roles.unreadable
     names = (roles.matrix.name, *(tensor.name for tensor in roles.aliases))
     does: tuple[str, ...] = ("reads",) if only_reads else ("reads", "predicts")
@@ -115,7 +113,7 @@ def examine(checkpoint: Checkpoint, decision: TieDecision) -> Audit:
     if roles.pair is not None and not roles.is_shared:
         reads, head = roles.pair
         matrices = [(reads, names, ("reads",)), (head, (head.name,), ("predicts",))]
-    load_error = find_load_error(checkpoint, decision) if decision.is_sound else None
+    load_error = find_load_error(decision) if decision.is_sound else None
     return Audit(
         source=str(checkpoint.source),
         format=checkpoint.container,
@@ -127,5 +125,5 @@ def examine(checkpoint: Checkpoint, decision: TieDecision) -> Audit:
         transposed=roles.transposed,
         wasted_bytes=roles.output.n_bytes if roles.output is not None and roles.is_equal else 0,
         load_error=load_error,
-        findings=list_findings(checkpoint, decision, load_error),
+        findings=list_findings(decision, load_error),
     )

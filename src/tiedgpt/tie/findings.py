@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from tiedgpt.files import format_bytes
-from tiedgpt.weights.checkpoint import TIE_KEY, Checkpoint
+from tiedgpt.weights.checkpoint import TIE_KEY
 from tiedgpt.weights.comparison import Comparison, count_nonzero_rows, recognize_initialization
 from tiedgpt.weights.decision import TieDecision
 from tiedgpt.weights.tensors import StoredTensor, printable
@@ -112,21 +112,19 @@ class Finding:
     explain: str
 
 
-def list_findings(
-    checkpoint: Checkpoint, decision: TieDecision, load_error: str | None
-) -> tuple[Finding, ...]:
+def list_findings(decision: TieDecision, load_error: str | None) -> tuple[Finding, ...]:
     """Return the findings of an audit: the matrices first, then the claim, then a load error."""
     roles, w = decision.roles, decision.roles.matrix
     names = {"w": w.name, "shape": format_shape(w.shape), "dtype": w.dtype, "count": w.count}
     if roles.output is not None:
         names |= {"head": roles.output.name, "head_shape": format_shape(roles.output.shape)}
     rows = [
-        *_describe_one(checkpoint, decision),
-        *_describe_two(checkpoint, decision),
-        *_describe_sizes(checkpoint, decision),
+        *_describe_one(decision),
+        *_describe_two(decision),
+        *_describe_sizes(decision),
     ]
     if decision.kind != "no head":
-        rows.append(_describe_claim(checkpoint, decision))
+        rows.append(_describe_claim(decision))
     if load_error is not None:
         rows.append(("does not load", {"why": load_error}))
     found = []
@@ -146,9 +144,9 @@ Rows = Iterator[tuple[str, dict[str, Any]]]
 """Keys of `TEXTS` with the values that their texts need beside the names of the matrices."""
 
 
-def _describe_one(checkpoint: Checkpoint, decision: TieDecision) -> Rows:
+def _describe_one(decision: TieDecision) -> Rows:
     """Yield the findings about one matrix: its names, and whether it predicts."""
-    roles, w = decision.roles, decision.roles.matrix
+    checkpoint, roles, w = decision.checkpoint, decision.roles, decision.roles.matrix
     if why := checkpoint.usage.head_computation:
         yield "derived", {"why": why}
         return
@@ -172,9 +170,10 @@ def _describe_one(checkpoint: Checkpoint, decision: TieDecision) -> Rows:
             yield "two parameters on one storage", {}
 
 
-def _describe_two(checkpoint: Checkpoint, decision: TieDecision) -> Rows:
+def _describe_two(decision: TieDecision) -> Rows:
     """Yield the findings about two matrices: how far apart they are, and rows of only one."""
-    roles, comparison = decision.roles, decision.roles.comparison
+    checkpoint, roles = decision.checkpoint, decision.roles
+    comparison = roles.comparison
     if roles.pair is None or checkpoint.usage.head_computation:
         return
     if not roles.has_one_width:
@@ -259,9 +258,10 @@ def _guess_cause(comparison: Comparison) -> str:
     return "They have nothing in common: the head was probably replaced or never loaded."
 
 
-def _describe_sizes(checkpoint: Checkpoint, decision: TieDecision) -> Rows:
+def _describe_sizes(decision: TieDecision) -> Rows:
     """Yield transposed matrices, padding on both sides, and a misspelt key of config.json."""
-    w, names = decision.roles.matrix, decision.roles.transposed
+    checkpoint, w = decision.checkpoint, decision.roles.matrix
+    names = decision.roles.transposed
     if names:
         shapes = [f"{name} is {format_shape(checkpoint.tensors[name].shape)}" for name in names]
         advice = "Loaders of this format expect (V, D). They refuse it or, where V = D, misread it."
@@ -281,9 +281,9 @@ def _describe_sizes(checkpoint: Checkpoint, decision: TieDecision) -> Rows:
         yield "config", {"key": key, "tie_key": TIE_KEY}
 
 
-def _describe_claim(checkpoint: Checkpoint, decision: TieDecision) -> tuple[str, dict[str, Any]]:
+def _describe_claim(decision: TieDecision) -> tuple[str, dict[str, Any]]:
     """Return whether the claim holds, and the call or command that makes it hold."""
-    claim, is_module = decision.claim, checkpoint.in_memory
+    claim, is_module = decision.claim, decision.checkpoint.in_memory
     if decision.is_sound:
         title = "nothing is claimed" if claim.is_tied is None else "the claim holds"
         text = f"{claim.source}. The matrices are sound: {decision.kind}."

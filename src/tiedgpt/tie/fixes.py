@@ -32,7 +32,7 @@ from tiedgpt.weights.containers import write_safetensors
 from tiedgpt.weights.convert import convert
 from tiedgpt.weights.decision import Keep, TieDecision, decide_tie
 from tiedgpt.weights.load import MODEL_DTYPES, load
-from tiedgpt.weights.roles import Roles, find_roles, is_transposed
+from tiedgpt.weights.roles import Roles, is_transposed
 from tiedgpt.weights.tensors import StoredTensor
 
 SAME_WEIGHTS = "it was loaded, and its weights are the source's"
@@ -119,9 +119,8 @@ def fix(
     dest = Path(dest)
     checkpoint = open_source(source)
     _check_dest(dest, Path(checkpoint.source))
-    roles = find_roles(checkpoint, input_name=input_name, output_name=output_name)
-    decision = decide_tie(checkpoint, roles)
-    before = examine(checkpoint, decision)
+    decision = decide_tie(checkpoint, input_name=input_name, output_name=output_name)
+    roles, before = decision.roles, examine(decision)
     plan = _make_plan(checkpoint, decision, keep)
     is_gpt = _is_complete_gpt(checkpoint)
     with replacing(dest) as temporary:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -133,19 +133,30 @@ class GPTCheckpoint:
     """Notes on uncertain values by field, left out for fields that the caller gives."""
 
 
-def to_gpt(checkpoint: Checkpoint) -> GPTCheckpoint:
-    """Return the GPT in a checkpoint.
+def to_gpt(checkpoint: Checkpoint, leave_out: Callable[[str], bool] | None = None) -> GPTCheckpoint:
+    """Return the GPT in a checkpoint, without the tensors that `leave_out(our name)` selects.
 
     Raises `UserError` for another architecture, `CorruptInputError` if its tensors contradict each
-    other.
+    other, or if neither W nor a head is a matrix.
     """
     assert checkpoint.format is not None
+    source = str(checkpoint.source)
     try:
-        return checkpoint.format.to_gpt(checkpoint)
+        gpt = checkpoint.format.to_gpt(checkpoint)
     except (CorruptInputError, UserError) as error:
-        if str(checkpoint.source) in str(error):
+        if source in str(error):
             raise
-        raise type(error)(f"{checkpoint.source}: {error.problem()}", hint=error.hint) from None
+        raise type(error)(f"{source}: {error.problem()}", hint=error.hint) from None
+    if leave_out is not None:
+        gpt = replace(gpt, tensors={n: t for n, t in gpt.tensors.items() if not leave_out(n)})
+    matrices = {name: gpt.tensors[name] for name in (EMBEDDING, HEAD) if name in gpt.tensors}
+    for name, matrix in matrices.items():
+        if not (len(matrix.shape) == 2 and all(matrix.shape)):
+            shape = f"must be a matrix (V, D), got {matrix.shape}"
+            raise CorruptInputError(f"{source}: {name} {shape}")
+    if not matrices:
+        raise CorruptInputError(f"{source}: {EMBEDDING} is missing; this is no GPT")
+    return gpt
 
 
 def without_wrappers(checkpoint: Checkpoint) -> Checkpoint:

@@ -1,8 +1,7 @@
-"""Checks of a GPT's config and tensors before any tensor is read, without torch.
+"""Check a GPT's config and tensors before any tensor is read, without torch.
 
-build_config     -> GPTConfig, from the file's fields and the shapes of its tensors
-check_tensors    every parameter is there in its shape, and nothing else
-find_load_error  the error of loading a GPT, for audits
+check_gpt        -> GPTConfig and the tensors of its parameters, each in its shape
+find_load_error  -> the error of loading a GPT, for audits
 """
 
 from __future__ import annotations
@@ -18,12 +17,11 @@ from tiedgpt.weights.checkpoint import (
     EMBEDDING,
     HEAD,
     TIE_KEY,
-    Checkpoint,
     GPTCheckpoint,
     shapes,
     to_gpt,
 )
-from tiedgpt.weights.decision import TieDecision
+from tiedgpt.weights.decision import TieDecision, choose_matrices
 from tiedgpt.weights.tensors import StoredTensor, printable
 
 DROPOUTS = ("embd_pdrop", "attn_pdrop", "resid_pdrop")
@@ -34,7 +32,44 @@ SLACK_BYTES = 1 << 20
 MAX_NAME_LENGTH = 200
 
 
-def build_config(
+def check_gpt(
+    gpt: GPTCheckpoint, decision: TieDecision, resolve: str | None, config: Mapping[str, Any]
+) -> tuple[GPTConfig, dict[str, StoredTensor], str]:
+    """Return the config, the tensors of all parameters by our names, and a note on dropped ids.
+
+    `config` are the caller's fields. Raises `CorruptInputError` unless the tensors are those of a
+    GPT, `UserError` if an argument contradicts the file or does not apply.
+    """
+    path = Path(decision.checkpoint.source)
+    tensors = {n: t for n, t in gpt.tensors.items() if n not in (EMBEDDING, HEAD)}
+    tensors |= choose_matrices(decision, resolve)
+    built, note = _build_config(path, gpt, tensors, config)
+    _check_tensors(path, tensors, shapes(built), decision.checkpoint.files)
+    return built, tensors, note
+
+
+def find_load_error(decision: TieDecision) -> str | None:
+    """Return the error of loading a file that claims to be a GPT and whose tie is sound.
+
+    Returns None for files of other architectures, and for files that load once the caller adds
+    missing fields, such as `n_head`.
+    """
+    checkpoint = decision.checkpoint
+    format = checkpoint.format
+    if checkpoint.in_memory or format is None or not format.recognizes(checkpoint):
+        return None
+    try:
+        gpt = to_gpt(checkpoint)
+        has_heads = "n_head" in {**gpt.assumed, **gpt.fields}
+        check_gpt(gpt, decision, None, {} if has_heads else {"n_head": 1})
+    except CorruptInputError as error:
+        return error.problem()
+    except UserError:
+        return None
+    return None
+
+
+def _build_config(
     path: Path, gpt: GPTCheckpoint, tensors: Mapping[str, StoredTensor], given: Mapping[str, Any]
 ) -> tuple[GPTConfig, str]:
     """Return the config and a note on dropped ids.
@@ -106,7 +141,7 @@ def _drop_foreign_ids(fields: dict[str, Any]) -> str:
     return f"{' and '.join(dropped)} {outside}" if dropped else ""
 
 
-def check_tensors(
+def _check_tensors(
     path: Path,
     tensors: Mapping[str, StoredTensor],
     expected: Mapping[str, tuple[int, ...]],
@@ -135,31 +170,3 @@ def check_tensors(
             f"{path} contradicts its own size: its tensors, such as wte.weight of shape "
             f"{tensors[EMBEDDING].shape}, would take {wanted:,} bytes, and its files have {there:,}"
         )
-
-
-def find_load_error(checkpoint: Checkpoint, decision: TieDecision) -> str | None:
-    """Return the error of loading a file that claims to be a GPT and whose tie is sound.
-
-    Returns None for files of other architectures, and for files that load once the caller adds
-    what they do not state, such as `n_head`.
-    """
-    format = checkpoint.format
-    if checkpoint.in_memory or format is None or not format.recognizes(checkpoint):
-        return None
-    path = Path(checkpoint.source)
-    try:
-        gpt = to_gpt(checkpoint)
-        if decision.model is None:
-            return decision.reason
-        matrices = {EMBEDDING: decision.roles.matrix}
-        if decision.model == "untied" and decision.roles.pair is not None:
-            matrices = dict(zip((EMBEDDING, HEAD), decision.roles.pair, strict=True))
-        others = {n: t for n, t in gpt.tensors.items() if n not in (EMBEDDING, HEAD)}
-        has_heads = "n_head" in {**gpt.assumed, **gpt.fields}
-        config, _ = build_config(path, gpt, others | matrices, {} if has_heads else {"n_head": 1})
-        check_tensors(path, others | matrices, shapes(config), checkpoint.files)
-    except CorruptInputError as error:
-        return error.problem()
-    except UserError:
-        return None
-    return None

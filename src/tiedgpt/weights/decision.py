@@ -1,21 +1,24 @@
-"""Is the head the embedding? The one decision about a checkpoint or a model in memory.
+"""Decide whether the head is the embedding, in a checkpoint or a model in memory.
 
-    decide_tie(checkpoint)           -> TieDecision
-    decide_tie(checkpoint, roles)    the same, where the two matrices are known
+    decide_tie(checkpoint)               -> TieDecision
+    choose_matrices(decision, resolve)   -> the one or two matrices of a GPT, by our names
 
-Loading, `tie show`, `tie audit` and `tie fix` use it and decide nothing themselves.
+Loading, `tie show`, `tie audit` and `tie fix` decide by this file alone.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
 from pathlib import Path
 from shlex import quote
 from typing import Literal
 
-from tiedgpt.weights.checkpoint import Checkpoint, Claim
+from tiedgpt.errors import CorruptInputError, TiedGPTError, UserError
+from tiedgpt.weights.checkpoint import EMBEDDING, HEAD, TIE_KEY, Checkpoint, Claim, to_gpt
 from tiedgpt.weights.formats.transformers import MODEL_TYPES
 from tiedgpt.weights.roles import Roles, find_roles
+from tiedgpt.weights.tensors import StoredTensor
 
 Kind = Literal[
     "tied", "tied, stored twice", "untied as claimed", "broken", "contradicts the claim", "no head"
@@ -24,13 +27,18 @@ SOUND: tuple[Kind, ...] = ("tied", "tied, stored twice", "untied as claimed", "n
 """Kinds with which nothing is wrong."""
 Model = Literal["tied", "untied"]
 Keep = Literal["input", "output", "both"]
+RESOLUTION_OF: dict[Keep, str] = {
+    "input": "keep-input", "output": "keep-output", "both": "untie"
+}  # fmt: skip
+"""The `resolve` of `load` by the `keep` of `tie fix`."""
+RESOLUTIONS = (*RESOLUTION_OF.values(), "tie")
 Outcome = tuple[Kind, Model | None]
 UNTIED: Outcome = ("untied as claimed", "untied")
 BROKEN: Outcome = ("broken", None)
 CONTRADICTION: Outcome = ("contradicts the claim", None)
 
 TABLE: dict[str, tuple[Outcome, Outcome]] = {
-    # what the matrices are: where a tie or nothing is claimed, where an untied head is claimed
+    # matrices: (if a tie or nothing is claimed, if an untied head is claimed)
     "one": (("tied", "tied"), CONTRADICTION),
     "one in two Parameters": (("broken", "tied"), CONTRADICTION),
     "two": (BROKEN, UNTIED),
@@ -40,29 +48,33 @@ TABLE: dict[str, tuple[Outcome, Outcome]] = {
     "computed head": (BROKEN, ("untied as claimed", None)),
     "no head": (("no head", "tied"), ("no head", None)),
 }
-"""The kind, and what is loaded where nobody says more (None: that is an error).
+"""Kind and loaded model by the matrices and the claim; None is an error without a choice.
 
-The claim is the file's own, else that of the config.json beside it, else what the format or the
-project means: minGPT is untied by design. In GGUF, and in a module without a config, two matrices
-that differ are an untied head although nothing claims it.
+The claim is the file's own, else that of the config.json beside it, else the convention of the
+format: minGPT is untied by design. In GGUF, and in a module without a config, two different
+matrices are an untied head although nothing claims it.
 """
 
 
 @dataclass(frozen=True)
 class TieDecision:
-    """What a checkpoint or a model is, by its matrices and its claim."""
+    """The kind of a checkpoint or a model, by its matrices and its claim."""
 
     kind: Kind
     model: Model | None
-    """What is loaded where nobody says more; None if somebody must."""
+    """The model that is loaded without a choice; None if a choice is needed."""
     reason: str
-    """Why, in words that follow the checkpoint's name and a colon."""
+    """Reason in words that follow the checkpoint's name and a colon."""
     choices: tuple[Keep, ...]
-    """If two matrices must be told apart: what may stay. Empty if there is nothing to choose."""
-    claim: Claim
+    """Matrices that may be kept of two; empty if there is nothing to choose."""
     roles: Roles
-    source: str
-    """The checkpoint's path, or the class of a model in memory."""
+    checkpoint: Checkpoint
+    """The checkpoint, with the caller's claim if it has none."""
+
+    @property
+    def claim(self) -> Claim:
+        """The claim about the head."""
+        return self.checkpoint.claim
 
     @property
     def is_sound(self) -> bool:
@@ -72,30 +84,88 @@ class TieDecision:
     @property
     def command(self) -> str:
         """The command that writes a corrected copy of a file, with the first of the choices."""
-        path = Path(self.source)
-        names = f"{quote(self.source)} {quote(f'{path.stem if path.suffix else path.name}-fixed')}"
+        path = Path(self.checkpoint.source)
+        names = f"{quote(str(path))} {quote(f'{path.stem if path.suffix else path.name}-fixed')}"
         return f"tiedgpt tie fix {names}" + "".join(f" --keep {c}" for c in self.choices[:1])
 
 
-def decide_tie(checkpoint: Checkpoint, roles: Roles | None = None) -> TieDecision:
-    """Hold the claim against the matrices that are there, by `TABLE`.
+def decide_tie(
+    checkpoint: Checkpoint,
+    gpt: Mapping[str, StoredTensor] | None = None,
+    *,
+    is_tied: bool | None = None,
+    input_name: str | None = None,
+    output_name: str | None = None,
+) -> TieDecision:
+    """Compare the claim with the matrices, by `TABLE`.
 
-    Matrices are read only if both are there and it depends on their numbers.
+    `gpt` are the tensors by our names if the caller has read them; `is_tied` is the caller's claim,
+    used if the checkpoint has none; the names are those of `find_roles`. Matrices are read only if
+    there are two and the decision depends on their numbers.
     """
-    roles = find_roles(checkpoint) if roles is None else roles
-    claim = checkpoint.claim
+    if gpt is None and checkpoint.format is not None:
+        try:
+            gpt = to_gpt(checkpoint).tensors
+        except TiedGPTError:  # another architecture, or damaged
+            gpt = None
+    if is_tied is not None:
+        if checkpoint.claim.is_tied not in (None, is_tied):
+            raise UserError(f"{TIE_KEY}={is_tied} contradicts the file: {checkpoint.claim.source}")
+        checkpoint = replace(checkpoint, claim=Claim(is_tied, f"{TIE_KEY}={is_tied} is given"))
+    roles = find_roles(checkpoint, gpt, input_name=input_name, output_name=output_name)
     matrices, reason = _describe(checkpoint, roles)
+    claim = checkpoint.claim
     is_untied = claim.is_tied is False or (matrices == "two" and claim.different_is_untied)
     kind, model = TABLE[matrices][is_untied]
     choices = () if kind in SOUND else _list_choices(checkpoint, roles)
-    return TieDecision(kind, model, reason, choices, claim, roles, str(checkpoint.source))
+    return TieDecision(kind, model, reason, choices, roles, checkpoint)
+
+
+def choose_matrices(decision: TieDecision, resolve: str | None = None) -> dict[str, StoredTensor]:
+    """Return the one or two matrices of a GPT, by our names.
+
+    `resolve` overrides the decision: "tie" uses the only matrix for reading and predicting, "untie"
+    keeps two, "keep-input" and "keep-output" make one of two. Raises `CorruptInputError` if the
+    file contradicts itself, `UserError` if `resolve` does not apply.
+    """
+    roles, source = decision.roles, decision.checkpoint.source
+    if resolve is not None and resolve not in RESOLUTIONS:
+        raise UserError(
+            f"must be one of {', '.join(RESOLUTIONS)}, got {resolve!r}", option="resolve"
+        )
+    if resolve == "untie" and roles.pair is None:
+        raise UserError(
+            f'{source} holds one matrix, and "untie" needs two', hint="load it, then untie it"
+        )
+    if resolve == "tie" and roles.pair is not None and not roles.is_shared:
+        raise UserError(f"{source} holds two matrices", hint='choose "keep-input" or "keep-output"')
+    is_choice = resolve in ("tie", "untie") or (resolve is not None and roles.pair is not None)
+    if decision.model is None and not is_choice:
+        raise CorruptInputError(f"{source}: {decision.reason}", hint=_find_remedy(decision))
+    if roles.pair is not None and (resolve or decision.model) in ("untie", "untied"):
+        return dict(zip((EMBEDDING, HEAD), roles.pair, strict=True))
+    keep_output = resolve == "keep-output" and roles.output is not None
+    return {EMBEDDING: roles.output if keep_output and roles.output else roles.matrix}
+
+
+def _find_remedy(decision: TieDecision) -> str:
+    """Return the choices that load a checkpoint, and the command or call that corrects it."""
+    if decision.roles.pair is None or decision.roles.is_shared:
+        return 'resolve="tie" (--resolve tie) lets the one matrix read and predict'
+    command = f"`{decision.command}` writes a copy that loads"
+    if decision.checkpoint.in_memory:
+        command = "tiedgpt.tie.tie(model) makes them one"
+    if not decision.choices:
+        return command
+    options = " or ".join(f'resolve="{RESOLUTION_OF[choice]}"' for choice in decision.choices)
+    return f"choose {options} (--resolve); {command}"
 
 
 def _describe(checkpoint: Checkpoint, roles: Roles) -> tuple[str, str]:
-    """Return what the matrices are, a key of `TABLE`, and in words why that decides.
+    """Return the matrices as a key of `TABLE`, and the reason in words.
 
-    A vocabulary has one size: two sizes do not fit in a GPT, whatever is claimed. One matrix
-    stored as (D, V) where loaders expect (V, D) does not fit either.
+    A GPT's vocabulary has one size: two sizes do not fit, whatever is claimed. A matrix stored as
+    (D, V) does not fit either if loaders expect (V, D).
     """
     claim, name = checkpoint.claim, roles.matrix.name
     is_untied = claim.is_tied is False

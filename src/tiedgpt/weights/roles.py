@@ -1,21 +1,21 @@
-"""Which matrix reads a token and which one predicts it. Only this file decides it.
+"""Find the matrix that reads a token and the matrix that predicts one, in any architecture.
 
-    find_roles(checkpoint) -> Roles         by names, shapes and use, of any architecture
-    assign_roles(checkpoint, input, output)     of two matrices that are known
+    find_roles(checkpoint) -> Roles
 
-A file gives names and shapes. An ONNX graph and a module in memory also say which
-matrices are looked up (`Usage.reads`) and which ones multiply (`Usage.predicts`). In
-doubt, `UserError` lists the candidates; nothing is guessed.
+The format of a GPT names both. In any other file, names and shapes tell them apart; an ONNX graph
+and a module in memory also tell which matrices are looked up (`Usage.reads`) and which ones
+multiply (`Usage.predicts`). In doubt, `UserError` lists the candidates; nothing is guessed.
 """
 
 from __future__ import annotations
 
 import re
-from dataclasses import dataclass, replace
+from collections.abc import Mapping
+from dataclasses import dataclass
 from functools import cached_property
 
 from tiedgpt.errors import UserError
-from tiedgpt.weights.checkpoint import Checkpoint
+from tiedgpt.weights.checkpoint import EMBEDDING, HEAD, Checkpoint
 from tiedgpt.weights.comparison import Comparison, compare
 from tiedgpt.weights.tensors import FLOATS, StoredTensor, printable
 
@@ -37,9 +37,9 @@ WRAPPING = frozenset(
     "parametrizations original original0 linear proj module _orig_mod weight_quantized "
     "_fsdp_wrapped_module _checkpoint_wrapped_module".split()
 )
-"""What may follow such a name: the tensor's own name, and the names of wrappers."""
+"""Parts that may follow such a name: the tensor's own name, and the names of wrappers."""
 POSITIONS = re.compile(
-    r"(^|[._])(wpe|w?pos|positions?(_emb\w*)?|pos_emb\w*|positions_embed|embed_positions|"
+    r"(^|[._/])(wpe|w?pos|positions?(_emb\w*)?|pos_emb\w*|positions_embed|embed_positions|"
     r"token_types?|token_type_embeddings)([._]|$)"
 )
 """Names of tables of positions and of token types."""
@@ -52,15 +52,15 @@ class Roles:
     """The matrix that reads and the matrix that predicts, each with a token in a row."""
 
     input: StoredTensor | None
-    """(V, D). None if there is only a head."""
+    """Matrix (V, D) that reads; None if there is only a head."""
     output: StoredTensor | None
-    """(V', D). None if there is no second matrix that can be read."""
+    """Matrix (V', D) that predicts; None if no second matrix can be read."""
     aliases: tuple[StoredTensor, ...] = ()
     """Other names of the input's storage."""
     unreadable: tuple[StoredTensor, ...] = ()
     """If no matrix predicts: tensors whose names say that they do (packed, flat, in parts)."""
     transposed: tuple[str, ...] = ()
-    """Names of those of the two that are stored as (D, V)."""
+    """Names of the matrices that are stored as (D, V)."""
 
     @property
     def matrix(self) -> StoredTensor:
@@ -99,7 +99,7 @@ class Roles:
 
     @cached_property
     def comparison(self) -> Comparison | None:
-        """How far apart the two are. It reads both, once; None if there are no two of one width."""
+        """Difference of two matrices of one width, read once; None if there are no such two."""
         if self.pair is None or not self.has_one_width or self.is_shared:
             return None
         return compare(*self.pair)
@@ -111,46 +111,51 @@ class Roles:
 
 
 def find_roles(
-    checkpoint: Checkpoint, *, input_name: str | None = None, output_name: str | None = None
+    checkpoint: Checkpoint,
+    gpt: Mapping[str, StoredTensor] | None = None,
+    *,
+    input_name: str | None = None,
+    output_name: str | None = None,
 ) -> Roles:
-    """Return which matrices read and predict.
+    """Return the matrices that read and predict; one that is stored as (D, V) is transposed.
 
-    `input_name` and `output_name` name a tensor or the module that holds it. Raises `UserError`
-    with the candidates where there are none or several.
+    `gpt` are the tensors by our names if the format found a GPT. `input_name` and `output_name`
+    name a tensor or the module that holds it. Raises `UserError` with the candidates if there are
+    none or several.
     """
-    shaped = [t for t in checkpoint.tensors.values() if len(t.shape) == 2]
-    matrices = [t for t in shaped if t.count and t.shape[1] <= MAX_WIDTH]
+    tensors = gpt or checkpoint.tensors
+    by_name = {
+        name: tensor for name, tensor in tensors.items()
+        if len(tensor.shape) == 2 and tensor.count and tensor.shape[1] <= MAX_WIDTH
+    }  # fmt: skip
+    ours = by_name if gpt else {}
+    matrices = list(by_name.values())
     reads = _find_named(checkpoint, matrices, "input", input_name)
-    reads = reads or _find_input(checkpoint, matrices)
+    reads = reads or ours.get(EMBEDDING) or _find_input(checkpoint, matrices)
     head = _find_named(checkpoint, matrices, "output", output_name)
-    head = head or _find_output(checkpoint, matrices, reads)
-    if reads is None and head is None:
-        why = "has no matrix whose name suggests an embedding or a head, so there is nothing to tie"
-        raise _ask_for_names(checkpoint, "input", f"{why}; its largest", matrices)
-    roles = assign_roles(checkpoint, reads, None if head is reads else head)
-    if roles.input is None:
-        return roles
-    reads, unreadable = roles.input, list[StoredTensor]()
-    if head is None:
-        unreadable = [t for t in checkpoint.tensors.values() if _may_hide_a_head(t, reads)]
-    elif output_name is None and head.dtype not in FLOATS and not _is_similar(head, reads):
-        unreadable, roles = [head], replace(roles, output=None)
-    aliases = (t for t in matrices if t.name != reads.name and t.is_view_of(reads))
-    return replace(roles, aliases=tuple(aliases), unreadable=tuple(unreadable))
-
-
-def assign_roles(
-    checkpoint: Checkpoint, reads: StoredTensor | None, predicts: StoredTensor | None
-) -> Roles:
-    """Return the roles of known matrices, those that are stored as (D, V) transposed to (V, D)."""
-    transposed: list[str] = []
-    if reads and not checkpoint.any_layout and is_transposed(checkpoint, reads):
+    head = head or ours.get(HEAD) or _find_output(checkpoint, matrices, reads)
+    if reads is None:
+        if head is None:
+            why = (
+                "has no matrix with the name of an embedding or a head, so there is nothing to tie"
+            )
+            raise _ask_for_names(checkpoint, "input", f"{why}; its largest", matrices)
+        return Roles(None, head)
+    unreadable, transposed = list[StoredTensor](), list[str]()
+    if not checkpoint.any_layout and is_transposed(checkpoint, reads):
         transposed.append(reads.name)
         reads = reads.transpose()
-    if reads and predicts and predicts.shape[1] != reads.shape[1] == predicts.shape[0]:
-        transposed.append(predicts.name)
-        predicts = predicts.transpose()
-    return Roles(reads, predicts, transposed=tuple(transposed))
+    if head is None:
+        unreadable = [t for t in tensors.values() if _may_hide_a_head(t, reads)]
+    elif head.name == reads.name:
+        head = None
+    elif output_name is None and head.dtype not in FLOATS and not _is_similar(head, reads):
+        unreadable, head = [head], None
+    elif head.shape[1] != reads.shape[1] == head.shape[0]:
+        transposed.append(head.name)
+        head = head.transpose()
+    aliases = tuple(t for t in matrices if t.name != reads.name and t.is_view_of(reads))
+    return Roles(reads, head, aliases, tuple(unreadable), tuple(transposed))
 
 
 def is_transposed(checkpoint: Checkpoint, matrix: StoredTensor) -> bool | None:
@@ -196,7 +201,7 @@ def _find_named(
 
 
 def _find_input(checkpoint: Checkpoint, matrices: list[StoredTensor]) -> StoredTensor | None:
-    """By a certain name, else by what is looked up, else by a possible name."""
+    """Return the input by a certain name, else by a lookup, else by a possible name."""
     read = checkpoint.usage.reads
     looked_up = [t for t in matrices if t.name in read and not POSITIONS.search(t.name)]
     products = [sorted(t.shape) for t in matrices if t.name in checkpoint.usage.predicts]
@@ -208,7 +213,10 @@ def _find_input(checkpoint: Checkpoint, matrices: list[StoredTensor]) -> StoredT
 def _find_output(
     checkpoint: Checkpoint, matrices: list[StoredTensor], reads: StoredTensor | None
 ) -> StoredTensor | None:
-    """By the first of four rules that has a candidate; in doubt an error that asks."""
+    """Return the output by the first of four rules that has a candidate.
+
+    Raises `UserError` in doubt.
+    """
     certain, possible = (_filter_by_rank(matrices, "output", rank) for rank in (2, 1))
     if reads is None:
         head = _choose_one(checkpoint, "output", certain or possible)
@@ -257,7 +265,7 @@ def _require_no_doubt(
 
 
 def _may_hide_a_head(tensor: StoredTensor, reads: StoredTensor) -> bool:
-    """Whether a tensor's name says that it predicts, although it is no plain matrix (V, D)."""
+    """Whether a tensor has a head's name without being a plain matrix (V, D)."""
     parts = ["", *re.split(r"[./]", tensor.name)]
     module, own = parts[-2:]
     is_weight = "weight" in own or "original" in own
@@ -294,7 +302,7 @@ def _filter_by_rank(matrices: list[StoredTensor], role: str, rank: int) -> list[
 def _choose_one(
     checkpoint: Checkpoint, role: str, candidates: list[StoredTensor]
 ) -> StoredTensor | None:
-    """Return the one candidate; several names of one storage are one. None if there is none."""
+    """Return the only candidate, or None; several names of one storage count as one."""
 
     def preference(tensor: StoredTensor) -> tuple[bool, ...]:
         kept_by_a_wrapper = "original_module" in tensor.name
