@@ -127,7 +127,7 @@ def test_a_step_that_is_not_finite_is_skipped_and_counted(trial):
     (line,) = (line for line in run.metrics() if "skipped" in line)
     assert line["step"] == 3 and line["tokens"] == 3 * 64 and "loss" not in line
     json.loads(run.run.metrics.read_text().splitlines()[2], parse_constant=pytest.fail)
-    assert json.loads(run.newest("state.json").read_text())["health"]["skipped"] == [3]
+    assert json.loads(run.newest("state.json").read_text())["run"]["skipped"] == [3]
     moments = SafetensorsFile.open(run.newest("optimizer.safetensors"))
     assert moments.read("wte.weight/step") == 5  # the optimizer saw five of the six steps
 

@@ -1,8 +1,9 @@
 """The training loop: steps, evaluations, samples and checkpoints.
 
-`Trainer.run` yields events, and its caller shows them. The model, the optimizers, the `Health` and
-the step number are the whole state, so a run that stops and resumes equals one that never stopped.
-The trainer knows an `Objective` and its `Data` (`objective.py`), but no text, labels or heads.
+`Trainer.run` yields events, and its caller shows them. The model, the optimizers, the `RunState`,
+the plan and the step number are the whole state, so a run that stops and resumes equals one that
+never stopped. The trainer knows an `Objective` and its `Data` (`objective.py`), but no text, labels
+or heads.
 """
 
 from __future__ import annotations
@@ -42,8 +43,8 @@ from tiedgpt.train.parallel import World
 from tiedgpt.train.plan import Plan
 from tiedgpt.train.planning import PaceChecks, halve_micro_batch, replan
 from tiedgpt.train.step import (
-    WORSE,
-    Health,
+    WORSE_RATIO,
+    RunState,
     StepResult,
     find_not_finite,
     require_finite,
@@ -52,12 +53,6 @@ from tiedgpt.train.step import (
 from tiedgpt.train.storage import RunDirectory, checkpoint_path, plan_tables
 
 T = TypeVar("T")
-FINAL_SCORE_SHARE = 0.02
-"""Share of the training time that the final score may take."""
-FORWARDS_PER_STEP = 3
-"""Time of a step over that of a forward pass on as many rows."""
-MIN_SCORED_BATCHES = 4
-"""Smallest number of micro-batches of a final score."""
 
 
 class StopRequestedError(Exception):
@@ -72,9 +67,9 @@ class Trainer:
 
     `track` receives each line of metrics.jsonl. `stop_requested` is called between steps and
     between the batches of an evaluation. `progress` receives the number of scored batches of the
-    final score, and their total; with `score_all`, the final score takes all held-out data. In a
-    `world` of several processes, all make a trainer and see the same events; rank 0 writes. A plan
-    with minutes ends at the `deadline`, in seconds of the `clock`; default: from now.
+    final score, and their total. In a `world` of several processes, all make a trainer and see the
+    same events; rank 0 writes. A plan with minutes ends at the `deadline`, in seconds of the
+    `clock`; default: from now.
     """
 
     def __init__(
@@ -89,19 +84,29 @@ class Trainer:
         track: Callable[[Mapping[str, Any]], None] | None = None,
         world: World | None = None,
         deadline: float | None = None,
-        score_all: bool = False,
         progress: Progress | None = None,
         clock: Callable[[], float] = time.perf_counter,
     ) -> None:
         self.directory, self.objective, self.data, self.plan = run, objective, data, plan
         self.next_plan: Plan | None = None  # replaces `plan` after its step `since`
-        self.stop_requested, self.track, self.clock = stop_requested, track, clock
+        self.stop_requested, self.track, self.progress = stop_requested, track, progress
+        self.clock, self.deadline = clock, deadline
+        self.checks: PaceChecks | None = None
         self.world = world or World(device)
         self.step = self.saved_at = 0
-        self.deadline, self.score_all, self.progress = deadline, score_all, progress
-        self.checks: PaceChecks | None = None
         self.notes: list[str] = []
+        self.state = RunState()
         self.batch_units = plan.batch_size * data.row_units
+        self.batch_of = data.batches(plan.batch_size, plan.seed)
+        self.world.on_main(lambda: self.world.require_work(plan))
+        torch.manual_seed(plan.seed)
+        model = objective.build().train()
+        if not list_checkpoints(run.checkpoints):
+            objective.begin(model)
+        self.model: Model = self.world.place(prepare_blocks(model, plan))
+        self.groups, optimizers = make_optimizers(objective, self.model, plan)
+        self.optimizers = self.world.optimizers(optimizers)
+        self.measures = Measures(self.model, data, plan, self.world)
 
     def run(self) -> Iterator[Event]:
         """Train to the end of the plan, from the newest checkpoint of the run's directory.
@@ -112,11 +117,11 @@ class Trainer:
         """
         try:
             yield from self._begin()
-            if self.health.evaluation_due:
+            if self.state.evaluation_due:
                 yield from self._pause()
             while not self._is_done() and not self.world.any(self.stop_requested()):
                 yield from self._next_step()
-                self.health.require_sound(self.step)
+                self.state.require_sound(self.step)
                 yield from self._pause()
             self._save()
             yield self._finish() if self._is_done() else self._stop()
@@ -124,16 +129,8 @@ class Trainer:
             raise self._diagnose(error) from None
 
     def _begin(self) -> Iterator[Started | Replanned]:
-        """Build the model and load the newest checkpoint, or begin at step 0."""
+        """Load the newest checkpoint, or begin at step 0."""
         world, plan, run = self.world, self.plan, self.directory
-        world.on_main(lambda: world.require_work(plan))
-        torch.manual_seed(plan.seed)
-        model = self.objective.build().train()
-        if not list_checkpoints(run.checkpoints):
-            self.objective.begin(model)
-        self.model: Model = world.place(prepare_blocks(model, plan))
-        self.groups, optimizers = make_optimizers(self.objective, self.model, plan)
-        self.optimizers = world.optimizers(optimizers)
         state, notes = world.main_first(
             lambda: load_newest(
                 run.checkpoints,
@@ -143,18 +140,16 @@ class Trainer:
                 is_verified=not world.is_main,
             )
         )
-        self.health = Health.from_state(state or {})
         if state is not None:
+            self.state = RunState.from_saved(state)
             self.step = self.saved_at = state["step"]
             if (last_loss := world.on_main(lambda: run.read_end_loss(self.step))) is not None:
-                self.health.reopen(self.step, last_loss)
-        is_evaluated = not self.health.evaluation_due
+                self.state.reopen(self.step, last_loss)
+        is_evaluated = not self.state.evaluation_due
         world.on_main(lambda: run.cut_metrics(self.step, is_evaluated=is_evaluated))
-        self.batch_of = self.data.batches(plan.batch_size, plan.seed)
         if plan.compile == "on" and world.size == 1 and self.step < plan.steps:
             seconds = compile_now(self.objective, self.model, self.batch_of(self.step), plan)
             notes.append(f"compiled the blocks in {seconds:.1f} s")
-        self.measures = Measures(self.model, self.data, plan, world)
         yield Started(self.model, self.groups, self.step, notes)
         if state is not None:
             yield from self._resume_plan(Plan.from_state(state))
@@ -253,7 +248,7 @@ class Trainer:
         return self._finish_step(result, self.clock() - began)
 
     def _finish_step(self, result: StepResult, seconds: float) -> Stepped:
-        self.health.add_step(result.loss, result.grad_norm)
+        self.state.add_step(result.loss, result.grad_norm)
         units, speed = self.step * self.batch_units, self.batch_units / seconds
         stepped = Stepped(
             step=self.step,
@@ -268,18 +263,18 @@ class Trainer:
         return stepped
 
     def _skip_step(self, why: str) -> Skipped:
-        self.health.add_skip(self.step)
+        self.state.add_skip(self.step)
         units = {self.data.unit: self.step * self.batch_units}
         rate = self.plan.rate(self.step - 1)
         self._write({"step": self.step, "skipped": why, "lr": rate, **units})
-        return Skipped(self.step, why, self.health.skipped_in_all)
+        return Skipped(self.step, why, self.state.skipped_in_all)
 
     def _pause(self) -> Iterator[Evaluated | Replanned]:
         """Evaluate and save if the plan says so; save if validation improved; plan again."""
         plan, improved = self.plan, False
         if self.step < plan.steps and self.step % plan.eval_every == 0:
             score = self._evaluate(plan.eval_batches)
-            self.health.evaluation_due = score is None
+            self.state.evaluation_due = score is None
             if score is None:
                 return
             sample = self._on_full_model(
@@ -287,7 +282,7 @@ class Trainer:
             )
             metrics = self.objective.metrics(score)
             self._write({"step": self.step, **metrics, "sample": sample})
-            improved = self.health.add_evaluation(self.step, score.nats)
+            improved = self.state.add_evaluation(self.step, score.nats)
             yield Evaluated(self.step, score, metrics, sample)
         yield from self._replan()
         if self.step < plan.steps and (improved or self.step % plan.save_every == 0):
@@ -319,17 +314,8 @@ class Trainer:
             raise DivergedError(f"the validation loss became {score.nats}")
         return score
 
-    def _count_final_batches(self) -> int | None:
-        """Return the number of batches of the final score; None: all held-out data."""
-        plan = self.plan
-        if self.score_all or plan.final_batches is not None:
-            return None if self.score_all else plan.final_batches
-        rows = FINAL_SCORE_SHARE * FORWARDS_PER_STEP * plan.steps * plan.batch_size
-        n_batches = max(MIN_SCORED_BATCHES, math.ceil(rows / plan.micro_batch))
-        return n_batches if n_batches * plan.micro_batch < self.data.held_out_rows else None
-
     def _is_done(self) -> bool:
-        return self.step >= self.plan.steps or self.health.is_over(self.plan)
+        return self.step >= self.plan.steps or self.state.is_over(self.plan)
 
     def _stop(self) -> Ended:
         """Publish the current weights of a run that was asked to stop."""
@@ -340,7 +326,7 @@ class Trainer:
     def _finish(self) -> Ended:
         """Publish the best weights, or the last if the plan keeps those; then score them."""
         line: dict[str, Any] = {"step": self.step, "final": True}
-        best, best_loss = self.health.best_step, self.health.best_loss
+        best, best_loss = self.state.best_step, self.state.best_loss
         part = self._evaluate(self.plan.eval_batches)  # comparable with the evaluations before
         if part is None:
             return self._stop()
@@ -351,7 +337,7 @@ class Trainer:
                 f"ended after step {self.step:,} of {self.plan.steps:,}: validation was best after "
                 f"step {best:,}; more --minutes, --steps or --epochs continue"
             )
-        if self.plan.keep == "last" and nats > WORSE * best_loss:
+        if self.plan.keep == "last" and nats > WORSE_RATIO * best_loss:
             self.notes.append(
                 f"validation was better after step {best:,} ({best_loss:.4f}) than after the last "
                 f"({nats:.4f}): --keep best keeps those weights"
@@ -365,7 +351,7 @@ class Trainer:
                 )
             nats = best_loss
         self._publish()
-        n_batches = self._count_final_batches()
+        n_batches = self.plan.final_batches
         score = self._evaluate(n_batches, self.progress)
         if score is None:
             return Ended(self.step, finished=False, score=None)
@@ -405,9 +391,9 @@ class Trainer:
             self.objective,
             self.model,
             self.optimizers,
-            {**self.health.state(), "plan": asdict(self.plan)},
+            {"run": self.state.to_save(), "plan": asdict(self.plan)},
             self.world,
-            spared=self.health.best_step,
+            spared=self.state.best_step,
         )
 
     def _publish(self) -> None:
@@ -443,6 +429,6 @@ class Trainer:
         if self.saved_at:
             kept = f"the state after step {self.saved_at} is kept in {run.checkpoints}"
         return DivergedError(
-            f"{error} at step {self.step}{where}; rate {rate:.3g}, {self.health}; {kept}",
+            f"{error} at step {self.step}{where}; rate {rate:.3g}, {self.state}; {kept}",
             hint="train again with a lower --lr in another --out",
         )

@@ -79,7 +79,7 @@ class Plan:
     minutes: float | None = None
     """Duration that decides the number of steps, or None."""
     final_batches: int | None = None
-    """Batches that the last evaluation takes; None: all, up to two million tokens."""
+    """Micro-batches of the final score, or None for all held-out data."""
     size: str = ""
     """The name of the shape, of a fresh model."""
     reason: str = ""

@@ -83,6 +83,10 @@ MIN_TIME_SHARE = 0.5
 SAMPLE_SHARE = 0.05
 """Rows scored at evaluations as a share of the rows trained on between them. A forward is a third
 of a step, so this takes 1.7 % of the time."""
+FORWARDS_PER_STEP = 3
+"""Time of a step over that of a forward pass on as many rows."""
+MIN_SCORED_BATCHES = 4
+"""Smallest number of micro-batches in an evaluation."""
 FINAL_SHARE = 0.02
 """Share of the time that the final evaluation may take."""
 PAUSE_SHARE, PAUSE_SECONDS = 0.02, 0.2
@@ -182,12 +186,17 @@ def plan_run(
         config, facts = resize(options, config, facts)
     draft = draft_plan(options, config, facts, machine)
     unit, amount, _ = options.duration
-    if unit != "minutes":
-        return config, plan_steps(draft, options, facts, reason)
-    speed = machine.tokens_per_second(config, draft)  # with its own batch size
-    step_seconds = draft.batch_size * facts.row_units / speed
-    left = seconds_left(60 * amount, seconds_spent)
-    return config, plan_minutes(draft, options, facts, machine, step_seconds, left, reason)
+    if unit == "minutes":
+        speed = machine.tokens_per_second(config, draft)  # with its own batch size
+        step_seconds = draft.batch_size * facts.row_units / speed
+        left = seconds_left(60 * amount, seconds_spent)
+        steps = count_steps(left, step_seconds, facts.held_out_rows, draft, machine.n_processes)
+        plan = set_steps(draft, options, steps, count_evaluations(left, options.evaluations))
+        plan = replace(plan, minutes=amount, reason=reason)
+    else:
+        plan = plan_steps(draft, options, facts, reason)
+    final_batches = None if options.score == "all" else count_final_batches(plan, facts, machine)
+    return config, replace(plan, final_batches=final_batches)
 
 
 def resize(options: TrainOptions, config: GPTConfig, facts: Facts) -> tuple[GPTConfig, Facts]:
@@ -583,26 +592,6 @@ def plan_steps(draft: Plan, options: TrainOptions, facts: Facts, reason: str) ->
     return replace(set_steps(draft, options, steps), reason=reason)
 
 
-def plan_minutes(
-    draft: Plan,
-    options: TrainOptions,
-    facts: Facts,
-    machine: Machine,
-    step_seconds: float,
-    left: float,
-    reason: str = "",
-) -> Plan:
-    """Return the plan of a run by minutes, of which `left` seconds are for training."""
-    minutes = options.duration.amount
-    steps = count_steps(left, step_seconds, facts.held_out_rows, draft, machine.n_processes)
-    forward_seconds = step_seconds * machine.n_processes
-    final_rows = count_final_rows(left, forward_seconds, facts.held_out_rows, draft)
-    if final_rows < facts.held_out_rows:
-        draft = replace(draft, final_batches=math.ceil(final_rows / draft.micro_batch))
-    plan = set_steps(draft, options, steps, count_evaluations(left, options.evaluations))
-    return replace(plan, minutes=minutes, reason=reason)
-
-
 def set_steps(
     draft: Plan, options: TrainOptions, steps: int, evaluations: int | None = None
 ) -> Plan:
@@ -617,7 +606,7 @@ def set_steps(
         steps=steps,
         warmup=warmup,
         cooldown=min(cooldown, steps - warmup),
-        eval_batches=max(4, math.ceil(rows / draft.micro_batch)),
+        eval_batches=max(MIN_SCORED_BATCHES, math.ceil(rows / draft.micro_batch)),
         **intervals,
     )
 
@@ -636,7 +625,7 @@ def count_steps(
     seconds: float, step_seconds: float, held_out_rows: float, plan: Plan, n_processes: int = 1
 ) -> int:
     """Return the number of steps that fit into the time, with all evaluations."""
-    forward = step_seconds / 3 * n_processes  # one process evaluates
+    forward = step_seconds / FORWARDS_PER_STEP * n_processes  # one process evaluates
     final_rows = count_final_rows(seconds, step_seconds, held_out_rows, plan)
     final = forward * final_rows / plan.batch_size
     closing = min(CLOSING_SECONDS, seconds / 10)
@@ -652,8 +641,15 @@ def count_final_rows(
     seconds: float, step_seconds: float, held_out_rows: float, plan: Plan
 ) -> float:
     """Return the number of rows in the final evaluation of a run of some seconds."""
-    rows = FINAL_SHARE * seconds / (step_seconds / 3) * plan.batch_size
-    return min(held_out_rows, max(rows, 4.0 * plan.micro_batch))
+    rows = FINAL_SHARE * FORWARDS_PER_STEP * seconds / step_seconds * plan.batch_size
+    return min(held_out_rows, max(rows, MIN_SCORED_BATCHES * plan.micro_batch))
+
+
+def count_final_batches(plan: Plan, facts: Facts, machine: Machine) -> int | None:
+    """Return the number of micro-batches of the final score; None for all held-out data."""
+    rows = FINAL_SHARE * FORWARDS_PER_STEP * plan.steps * plan.batch_size / machine.n_processes
+    n_batches = max(MIN_SCORED_BATCHES, math.ceil(rows / plan.micro_batch))
+    return n_batches if n_batches * plan.micro_batch < facts.held_out_rows else None
 
 
 def replan(
@@ -665,7 +661,7 @@ def replan(
     shortened, and evaluations do not become more frequent. Returns None if the number of steps
     would change by less than `REPLAN_TOLERANCE`.
     """
-    step_seconds = pace / (1 + SAMPLE_SHARE / 3)  # the pace includes pauses
+    step_seconds = pace / (1 + SAMPLE_SHARE / FORWARDS_PER_STEP)  # the pace includes pauses
     fitting = step + count_steps(max(left, 0.0), step_seconds, held_out_rows, plan, n_processes)
     steps = max(step + 1, plan.warmup, fitting)
     if abs(steps - plan.steps) < REPLAN_TOLERANCE * plan.steps:

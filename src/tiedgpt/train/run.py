@@ -127,7 +127,7 @@ def train(
         yield from Trainer(
             directory, objective, data, plan, world.device,
             stop_requested=stop_requested, track=track, world=world, deadline=deadline,
-            score_all=options.score == "all", progress=scoring,
+            progress=scoring,
         ).run()  # fmt: skip
 
 

@@ -1,7 +1,7 @@
-"""A training step, and the recent history by which a run is judged sound.
+"""A training step, and the recent losses that decide whether a run goes on.
 
-A step is the gradient of a batch, in parts that fit, clipped and applied. `Health` goes into every
-checkpoint, so that a run that was stopped judges its steps as an unbroken one does.
+A step computes the gradient of a batch in micro-batches, clips it and updates the weights. Every
+checkpoint holds the `RunState`, so a resumed run ends or fails at the same step as an unbroken one.
 """
 
 from __future__ import annotations
@@ -23,15 +23,17 @@ from tiedgpt.train.objective import OWN_LOSS, Arrays, Loss, Model, body_of
 from tiedgpt.train.parallel import World, local_shard
 from tiedgpt.train.plan import Plan
 
-MOST_SKIPS, SKIPS_AMONG = 10, 200
-"""Number of skipped steps that ends a run, and the number of last steps that they are among."""
-RECENT = 100
-"""Losses and gradient norms that are remembered."""
-SHOWN = 5
-WORSE = 1.01
+MAX_SKIPPED_STEPS, SKIP_WINDOW_STEPS = 10, 200
+"""So many skipped steps among the last `SKIP_WINDOW_STEPS` end a run."""
+RECENT_STEPS = 100
+"""Number of losses and gradient norms in a `RunState`."""
+SHOWN_STEPS = 5
+"""Number of losses and gradient norms in an error message."""
+WORSE_RATIO = 1.01
 """Ratio to the best validation loss above which a loss counts as worse."""
-TURNED = 3
-"""Evaluations since the best after which validation has turned, if the newest is `WORSE`."""
+STALE_EVALUATIONS = 3
+"""So many evaluations without improvement end a run if the newest loss is `WORSE_RATIO` times the
+best."""
 
 
 @dataclass(frozen=True)
@@ -92,51 +94,52 @@ def train_step(
 
 
 @dataclass
-class Health:
-    """The recent past of a run."""
+class RunState:
+    """Recent losses, skipped steps and validation scores of a run."""
 
     losses: list[float] = field(default_factory=list)
     norms: list[float] = field(default_factory=list)
     first_loss: float | None = None
     skipped: list[int] = field(default_factory=list)
-    """Steps that were skipped, of the last `SKIPS_AMONG`."""
+    """Skipped steps among the last `SKIP_WINDOW_STEPS`."""
     skipped_in_all: int = 0
+    """Number of skipped steps of the run."""
     best_step: int | None = None
-    """The step after which validation was best; its checkpoint is kept."""
+    """Step with the best validation loss; its checkpoint is kept."""
     best_loss: float = math.inf
     stale: int = 0
-    """Evaluations since the best."""
+    """Number of evaluations since the best."""
     newest_loss: float = math.inf
     evaluation_due: bool = False
-    """Whether a stop cut off the evaluation after the last step."""
+    """Whether a stop interrupted the evaluation after the last step."""
 
     @classmethod
-    def from_state(cls, state: dict[str, Any]) -> Health:
-        """Return the `Health` in a checkpoint's state."""
+    def from_saved(cls, state: dict[str, Any]) -> RunState:
+        """Return the `RunState` in a checkpoint's state."""
         try:
-            return cls(**state.get("health", {}))
-        except TypeError:
+            return cls(**state["run"])
+        except (KeyError, TypeError):
             raise CorruptInputError(
                 "the checkpoint was written by another version of tiedgpt"
             ) from None
 
-    def state(self) -> dict[str, Any]:
-        """Return it as plain data for a checkpoint."""
-        return {"health": {k: v for k, v in asdict(self).items() if v not in (None, math.inf)}}
+    def to_save(self) -> dict[str, Any]:
+        """Return the fields that have a value, as plain data for a checkpoint."""
+        return {k: v for k, v in asdict(self).items() if v not in (None, math.inf)}
 
     def add_step(self, loss: float, norm: float) -> None:
-        """Remember a step that was done."""
+        """Add the loss and the gradient norm of a step."""
         self.first_loss = loss if self.first_loss is None else self.first_loss
-        self.losses = [*self.losses, loss][-RECENT:]
-        self.norms = [*self.norms, norm][-RECENT:]
+        self.losses = [*self.losses, loss][-RECENT_STEPS:]
+        self.norms = [*self.norms, norm][-RECENT_STEPS:]
 
     def add_skip(self, step: int) -> None:
-        """Remember a step that was skipped."""
+        """Add a skipped step."""
         self.skipped.append(step)
         self.skipped_in_all += 1
 
     def add_evaluation(self, step: int, loss: float) -> bool:
-        """Remember a validation loss; return whether none was better."""
+        """Add a validation loss; return whether it is the best so far."""
         self.newest_loss = loss
         if loss < self.best_loss:
             self.best_step, self.best_loss, self.stale = step, loss, 0
@@ -145,39 +148,39 @@ class Health:
         return False
 
     def reopen(self, step: int, loss: float) -> None:
-        """Remember the last validation of a run that had ended, and let it go on."""
+        """Add the final validation loss of a finished run that is prolonged."""
         self.add_evaluation(step, loss)
         self.stale = 0
 
     def is_over(self, plan: Plan) -> bool:
-        """Whether validation ends the run: out of patience, or it has turned."""
+        """Return whether validation ends the run: out of patience, or rising again."""
         if plan.keep == "last" or not plan.can_end_early:
             return False
         if plan.patience is not None:
             return self.stale >= plan.patience
-        return self.stale >= TURNED and self.newest_loss > WORSE * self.best_loss
+        return self.stale >= STALE_EVALUATIONS and self.newest_loss > WORSE_RATIO * self.best_loss
 
     def require_sound(self, step: int) -> None:
-        """Raise `DivergedError` where too many steps were skipped or the loss has run away."""
-        self.skipped = [skipped for skipped in self.skipped if skipped > step - SKIPS_AMONG]
-        if len(self.skipped) >= MOST_SKIPS:
+        """Raise `DivergedError` after too many skipped steps or if the mean loss has grown."""
+        self.skipped = [skipped for skipped in self.skipped if skipped > step - SKIP_WINDOW_STEPS]
+        if len(self.skipped) >= MAX_SKIPPED_STEPS:
             raise DivergedError(
-                f"{len(self.skipped)} of the last {SKIPS_AMONG} steps had no finite loss or "
+                f"{len(self.skipped)} of the last {SKIP_WINDOW_STEPS} steps had no finite loss or "
                 "gradient"
             )
-        if self.first_loss is not None and len(self.losses) == RECENT:
-            mean = math.fsum(self.losses) / RECENT
+        if self.first_loss is not None and len(self.losses) == RECENT_STEPS:
+            mean = math.fsum(self.losses) / RECENT_STEPS
             if mean > 2 * self.first_loss + 1:
                 raise DivergedError(
-                    f"the mean loss of the last {RECENT} steps is {mean:.3f}, and the first was "
-                    f"{self.first_loss:.3f}"
+                    f"the mean loss of the last {RECENT_STEPS} steps is {mean:.3f}, and the first "
+                    f"was {self.first_loss:.3f}"
                 )
 
     def __str__(self) -> str:
         if not self.norms:
             return "no step was done before"
-        norms = ", ".join(f"{norm:.3g}" for norm in self.norms[-SHOWN:])
-        losses = ", ".join(f"{loss:.4g}" for loss in self.losses[-SHOWN:])
+        norms = ", ".join(f"{norm:.3g}" for norm in self.norms[-SHOWN_STEPS:])
+        losses = ", ".join(f"{loss:.4g}" for loss in self.losses[-SHOWN_STEPS:])
         return f"losses before: {losses}; gradient norms before: {norms}"
 
 
