@@ -132,7 +132,7 @@ def measure(sessions: dict[str, Session], tallies: dict[str, Tally], ids: list[i
             targets = np.array(ids[first + 1 : first + 1 + len(part)])
             reference = None
             for name, session in sessions.items():
-                scores = log_softmax(session.read([0], [part], every=[0])[0])
+                scores = log_softmax(session.read([0], [part], all_logits=[0])[0])
                 reference = scores if reference is None else reference
                 tallies[name].add(reference, scores, targets)
 

@@ -8,7 +8,7 @@ import torch
 from tiedgpt import GPT, GPTConfig, Tokenizer
 from tiedgpt.infer import Engine
 from tiedgpt.infer.beam import beam_search
-from tiedgpt.infer.slots import SlotPool
+from tiedgpt.infer.slots import RunResult, SlotPool
 from tiedgpt.infer.torch_session import TorchSession
 
 TEXT = "the cat sat on the mat. the dog ate the hat — naïve café, 日本語. " * 20
@@ -65,17 +65,19 @@ def reads(monkeypatch):
     return noted
 
 
-def run(session, steps):
-    """Serve what steps ask for, one slot at a time; return what they found."""
+def run(session, decoding):
+    """Run what a generator yields, one slot at a time; return its result."""
+    results = None
     while True:
         try:
-            reads = next(steps)
+            to_run = decoding.send(results)
         except StopIteration as end:
             return end.value
-        for read in reads:
-            every = [read.slot_id] if read.every else ()
-            (logits,) = session.read([read.slot_id], [read.ids], every=every)
-            read.add(len(read.ids), logits.copy())
+        results = []
+        for tokens in to_run:
+            all_logits = [tokens.slot_id] if tokens.all_logits else ()
+            (logits,) = session.read([tokens.slot_id], [tokens.ids], all_logits=all_logits)
+            results.append(RunResult(logits.copy()))
 
 
 def beams(runner, prompt, *, num_beams, max_new_tokens, **options):
@@ -83,10 +85,10 @@ def beams(runner, prompt, *, num_beams, max_new_tokens, **options):
     session = runner.session(n_slots=num_beams, capacity=len(prompt) + max_new_tokens - 1)
     pool = SlotPool(session)
     slot_ids, _ = pool.take(num_beams, [])
-    steps = beam_search(
+    decoding = beam_search(
         pool, slot_ids, prompt, num_beams=num_beams, max_new_tokens=max_new_tokens, **options
     )
-    return run(session, steps)
+    return run(session, decoding)
 
 
 def drain(scheduler):

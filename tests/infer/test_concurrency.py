@@ -20,7 +20,7 @@ from tests.infer.conftest import equal
 from tiedgpt.infer import ClosedError, Engine, QueueFullError
 from tiedgpt.infer.scheduler import Request
 from tiedgpt.infer.sequence import SequenceState
-from tiedgpt.infer.slots import Read
+from tiedgpt.infer.slots import TokensToRun
 from tiedgpt.infer.torch_session import TorchSession
 
 SHORT = {"max_new_tokens": 12, "seed": 5}
@@ -290,9 +290,9 @@ def test_a_forked_child_can_generate(backend, endless):
 
 
 def n_requests():
-    """How many requests, texts and reads are in memory."""
+    """How many requests, texts and chunks are in memory."""
     gc.collect()
-    kinds = {Request, SequenceState, Read}
+    kinds = {Request, SequenceState, TokensToRun}
     return sum(type(each) in kinds for each in gc.get_objects())  # isinstance runs foreign code
 
 

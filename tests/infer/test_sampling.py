@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from tiedgpt import GPTConfig
 from tiedgpt.errors import UserError
 from tiedgpt.infer import GenerationConfig
-from tiedgpt.infer.sampling import Choice, adjust_logits, choose, filter_logits
+from tiedgpt.infer.sampling import SamplingInput, adjust_logits, filter_logits, sample
 from tiedgpt.infer.sequence import SequenceState
 
 with warnings.catch_warnings():
@@ -26,7 +26,7 @@ def generator(seed=0):
 
 def chosen(config, logits, seen=(), *, n_prompt=0, uniform=0.0):
     """The token that is chosen; raises where none can be."""
-    (found,) = choose([Choice(config, logits, list(seen), n_prompt, len(logits), uniform)])
+    (found,) = sample([SamplingInput(config, logits, list(seen), n_prompt, len(logits), uniform)])
     if isinstance(found, UserError):
         raise found
     return found.token
@@ -123,7 +123,7 @@ def test_processors_come_first_and_see_the_text_and_the_prompts_length():
     text = sequence([1], temperature=0, processors=[only_after_the_prompt])
     logits = np.array([0, 3, 1, 2], np.float32)
     for expected in (2, 1):
-        (found,) = choose([text.choice(logits)])
+        (found,) = sample([text.sampling_input(logits)])
         assert found.token == expected
         text.append(found, logits)
 
@@ -134,11 +134,11 @@ def test_a_processor_may_change_what_it_is_given_and_must_return_as_much():
         return logits.tolist()
 
     logits = np.array([0, 3, 1, 2], np.float32)
-    (found,) = choose([sequence([1], temperature=0, processors=[in_place]).choice(logits)])
+    (found,) = sample([sequence([1], temperature=0, processors=[in_place]).sampling_input(logits)])
     assert found.token == 3 and logits[1] == 3
     for wrong in ([0.0], None):
         with pytest.raises(UserError, match="must return logits"):
-            sequence([1], processors=[lambda *_, wrong=wrong: wrong]).choice(logits)
+            sequence([1], processors=[lambda *_, wrong=wrong: wrong]).sampling_input(logits)
 
 
 @pytest.mark.parametrize("options", [{}, {"top_k": 4}, {"top_p": 1.0}])
@@ -153,8 +153,10 @@ def test_draws_follow_the_models_distribution(options):
 def test_a_draw_takes_one_number_and_greedy_text_takes_none():
     drawn = np.random.Generator(np.random.PCG64([4, 0])).random(3).tolist()
     text = sequence([1], size=60, seed=4, top_k=3)
-    assert [text.choice(random_logits(0)).uniform for _ in range(3)] == drawn
-    assert sequence([1], size=60, seed=4, temperature=0).choice(random_logits(0)).uniform == 0
+    assert [text.sampling_input(random_logits(0)).uniform for _ in range(3)] == drawn
+    assert (
+        sequence([1], size=60, seed=4, temperature=0).sampling_input(random_logits(0)).uniform == 0
+    )
 
 
 @pytest.mark.parametrize("temperature", [0, 0.0, 1e-300, 1e-6])

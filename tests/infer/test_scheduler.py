@@ -7,15 +7,22 @@ import pytest
 from tests.infer.conftest import drain
 from tiedgpt.errors import NoRoomError, UserError
 from tiedgpt.infer import Engine, GenerationConfig
-from tiedgpt.infer.scheduler import MIN_SHARED, PREFILL_TOKENS, Request, Scheduler
-from tiedgpt.infer.scoring import score
+from tiedgpt.infer.scheduler import (
+    MIN_SHARED,
+    MeasuredPrefillBudget,
+    PrefillBudget,
+    Request,
+    Scheduler,
+)
+from tiedgpt.infer.scoring import score_text
 from tiedgpt.infer.sequence import SequenceState, decode
 
 PROMPTS = [[5, 6, 7], [8, 9], [10] * 30, [11, 12, 13, 14, 15], [16]]
 
 
-def scheduler(engine, slots=2, capacity=48):
-    return Scheduler(engine.runner.session(n_slots=slots, capacity=capacity))
+def scheduler(engine, slots=2, capacity=48, **budget):
+    session = engine.runner.session(n_slots=slots, capacity=capacity)
+    return Scheduler(session, budget=PrefillBudget(**budget))
 
 
 def request(engine, prompt, **options):
@@ -32,12 +39,9 @@ def add(running, engine, prompt, **options):
 
 
 @pytest.mark.parametrize("options", [{"temperature": 0}, {"seed": 7}])
-@pytest.mark.parametrize("at_once", [PREFILL_TOKENS, 4])
-def test_requests_that_come_at_any_step_give_what_they_give_alone(
-    engine, monkeypatch, options, at_once
-):
-    monkeypatch.setattr("tiedgpt.infer.scheduler.PREFILL_TOKENS", at_once)
-    running = scheduler(engine)
+@pytest.mark.parametrize("budget", [{}, {"alone": 4, "beside": 3}], ids=str)
+def test_requests_that_come_at_any_step_give_what_they_give_alone(engine, options, budget):
+    running = scheduler(engine, **budget)
     requests = []
     for prompt in PROMPTS:
         requests.append(add(running, engine, prompt, max_new_tokens=14, **options))
@@ -58,23 +62,36 @@ def test_a_step_advances_each_running_request_by_one_token(engine):
 
 
 def test_a_long_prompt_is_read_in_chunks_and_does_not_hold_up_the_others(engine):
-    running = scheduler(engine)
-    running._pace.chunk = 8
+    running = scheduler(engine, beside=8)
     short = add(running, engine, [1, 2], temperature=0)
     running.step()
     long = add(running, engine, [3] * 30, temperature=0)
     steps = 0
     while not long.sequence.new_ids:
-        running._pace.chunk = 8
         running.step()
         steps += 1
         assert len(short.sequence.new_ids) == 1 + steps
     assert steps == 4
 
 
+def test_measured_prefill_budget_doubles_the_time_of_a_step_that_decodes():
+    budget = MeasuredPrefillBudget()
+    for seconds, n_prompt, expected in (
+        (9.0, 32, 32),  # no step has only decoded yet
+        (1.0, 0, 32),
+        (1.5, 32, 64),
+        (2.0, 64, 64),
+        (1.0 + 1e-9, 64, 128),  # at most twice as many
+        (17.0, 128, 8),
+        (100.0, 8, 8),  # at least 8
+    ):
+        budget.record(seconds, n_prompt, n_decode=2)
+        assert budget.beside == expected
+
+
 def test_a_long_text_that_is_scored_does_not_hold_up_a_completion(engine):
     running = scheduler(engine)
-    scoring = Request(partial(score, ids=[n % 50 for n in range(2000)], n_context=1))
+    scoring = Request(partial(score_text, ids=[n % 50 for n in range(2000)], n_context=1))
     running.add(scoring)
     short = add(running, engine, [1, 2], max_new_tokens=8, temperature=0)
     steps = 0
@@ -84,11 +101,8 @@ def test_a_long_text_that_is_scored_does_not_hold_up_a_completion(engine):
     assert steps <= 10 and not scoring.has_ended
 
 
-def test_prompts_that_came_together_are_read_before_the_first_of_their_texts_goes_on(
-    engine, monkeypatch
-):
-    monkeypatch.setattr("tiedgpt.infer.scheduler.PREFILL_TOKENS", 30)
-    running = scheduler(engine)
+def test_prompts_that_came_together_are_read_before_the_first_of_their_texts_goes_on(engine):
+    running = scheduler(engine, alone=30)
     first, second = (add(running, engine, [n] * 30, temperature=0) for n in (1, 2))
     running.step()
     running.step()
@@ -97,15 +111,14 @@ def test_prompts_that_came_together_are_read_before_the_first_of_their_texts_goe
     assert [len(added.sequence.new_ids) for added in (first, second)] == [2, 2]
 
 
-def test_of_a_prompt_in_chunks_only_the_last_logits_are_held(engine):
-    running = scheduler(engine)
+def test_a_prompt_in_chunks_holds_only_the_last_logits(engine):
+    running = scheduler(engine, beside=4)
     add(running, engine, [1, 2], temperature=0)
     running.step()
     long = add(running, engine, [3] * 30, temperature=0)
     for _ in range(4):
-        running._pace.chunk = 4
         running.step()
-        assert long.reads[0].logits is None
+        assert long.logits == []
 
 
 def test_cancelling_frees_the_slot_at_once(engine):
@@ -167,8 +180,7 @@ def test_a_request_waits_for_another_that_reads_the_same_long_prefix(engine, rea
 
 def test_while_a_prefix_is_read_others_pass_but_nobody_takes_the_slot_that_waits_for_it(engine):
     prompt = [n % 50 for n in range(MIN_SHARED + 10)]
-    running = scheduler(engine, slots=3)
-    running._pace.chunk = 4
+    running = scheduler(engine, slots=3, beside=4)
     decoding = add(running, engine, [3], temperature=0)
     running.step()
     options = {"temperature": 0, "max_new_tokens": 4}

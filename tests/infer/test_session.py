@@ -46,12 +46,12 @@ def test_any_reads_cuts_and_copies_score_as_the_whole_sequence_does(windows, see
         else:
             slots = [s for s in dice.sample(range(4), dice.randint(1, 4)) if len(held[s]) < 40]
             ids = [some_ids(slot) for slot in slots]
-            every = [slot for slot in slots if dice.random() < 0.5]
+            all_logits = [slot for slot in slots if dice.random() < 0.5]
             for slot, new, got in zip(
-                slots, ids, session.read(slots, ids, every=every), strict=True
+                slots, ids, session.read(slots, ids, all_logits=all_logits), strict=True
             ):
                 held[slot] += new
-                n = len(new) if slot in every else 1
+                n = len(new) if slot in all_logits else 1
                 with torch.no_grad():
                     h = model.body(torch.tensor([held[slot]]))[0, -n:]
                     logits = model.logits(h)

@@ -18,9 +18,9 @@ from tiedgpt.infer import filters
 from tiedgpt.infer.detokenizer import Detokenizer
 from tiedgpt.infer.filters import Array
 from tiedgpt.infer.options import EarlyStopping
-from tiedgpt.infer.sampling import no_choice
+from tiedgpt.infer.sampling import no_token_error
 from tiedgpt.infer.sequence import Completion, FinishReason, SequenceState
-from tiedgpt.infer.slots import Read, SlotPool, Steps
+from tiedgpt.infer.slots import Decoding, SlotPool, TokensToRun
 from tiedgpt.text import Tokenizer
 
 Adjust = Callable[[Sequence[int], Array], Array]
@@ -54,7 +54,7 @@ def search(
     slot_ids: Sequence[int],
     sequence: SequenceState,
     tokenizer: Tokenizer | None,
-) -> Steps[Completion]:
+) -> Decoding[Completion]:
     """Return the completion with the highest score that beam search finds."""
     config, prompt = sequence.config, sequence.ids
     max_new_tokens = min(pool.session.capacity - len(prompt) + 1, config.max_new_tokens)
@@ -85,7 +85,7 @@ def beam_search(
     adjust: Adjust = lambda ids, scores: scores,
     n_tokens: int | None = None,
     ends: Collection[int | None] = (),
-) -> Steps[list[Hypothesis]]:
+) -> Decoding[list[Hypothesis]]:
     """Find at most `num_beams` continuations of the prompt's ids, the best first.
 
     `length_penalty`: above 0 favours longer continuations, below 0 shorter ones. `early_stopping`:
@@ -98,12 +98,11 @@ def beam_search(
     """
     session = pool.session
     ends = {session.config.eos_token_id, *ends}
-    reads = [Read(slot_ids[0], prompt[session.lengths[slot_ids[0]] :])]
-    yield reads
-    rows = [read.next_logits for read in reads]
+    results = yield [TokensToRun(slot_ids[0], prompt[session.lengths[slot_ids[0]] :])]
     beams = [_Beam([], [], 0.0, slot_ids[0])]
     complete: list[Hypothesis] = []
     for length in range(1, max_new_tokens + 1):
+        rows = [result.logits[-1] for result in results]
         log_p = [row[:n_tokens] - np.float32(filters.log_normalizer(row)) for row in rows]
         totals = np.stack(
             [
@@ -111,7 +110,7 @@ def beam_search(
                 for beam, row in zip(beams, log_p, strict=True)
             ]
         )
-        if (error := no_choice(float(totals.max()))) is not None:
+        if (error := no_token_error(float(totals.max()))) is not None:
             raise error
         growing: list[_Beam] = []
         for rank, flat in enumerate(_highest(totals.ravel(), 2 * num_beams)):
@@ -136,9 +135,7 @@ def beam_search(
             if early_stopping is True or best_hope <= complete[-1].score:
                 break
         beams = _assign_slots(pool, slot_ids, growing)
-        reads = [Read(beam.slot_id, beam.ids[-1:]) for beam in beams]
-        yield reads
-        rows = [read.next_logits for read in reads]
+        results = yield [TokensToRun(beam.slot_id, beam.ids[-1:]) for beam in beams]
     return complete
 
 

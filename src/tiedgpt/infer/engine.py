@@ -13,6 +13,7 @@ import time
 import weakref
 from collections.abc import Callable, Sequence
 from functools import partial
+from queue import SimpleQueue
 from typing import TYPE_CHECKING, Any, cast
 
 from tiedgpt.core.config import GPTConfig
@@ -23,7 +24,7 @@ from tiedgpt.infer.options import GenerationConfig, Prompt, require_positive, wi
 from tiedgpt.infer.prompts import one_or_many, prompt_ids, split_context
 from tiedgpt.infer.runners import BackendOptions, open_model, require_engine_options
 from tiedgpt.infer.scheduler import Request
-from tiedgpt.infer.scoring import score
+from tiedgpt.infer.scoring import score_text
 from tiedgpt.infer.sequence import SequenceState, Token, decode
 from tiedgpt.infer.threads import check_threads
 from tiedgpt.infer.worker import QUEUE_SIZE, Generation, Worker
@@ -200,10 +201,10 @@ class Engine:
         n_tokens = self.runner.config.vocab_size if self.tokenizer is None else len(self.tokenizer)
         for text, context in zip(each, given, strict=True):
             ids, n_context = split_context(text, context, self.runner.config, self.tokenizer)
-            begin = partial(score, ids=ids, n_context=n_context, n_tokens=n_tokens)
+            decoding = partial(score_text, ids=ids, n_context=n_context, n_tokens=n_tokens)
             shared = ids[:n_context] if n_context < self.runner.config.n_positions else []
             length = min(len(ids), self.runner.config.n_positions)
-            requests.append(Request(begin, length=length, prompt=shared))
+            requests.append(Request(decoding, length=length, prompt=shared))
         scored = self._wait_for(requests, collect=False)
         return scored if many else scored[0]
 
@@ -234,13 +235,21 @@ class Engine:
         draw: int = 0,
         on_token: Callable[[Token], None] | None = None,
     ) -> Generation:
-        request = self._request(self._ids(prompt), config, self._matcher(config), copies=draw)
-        generation = self._worker.submit(request, wait=wait, emit=on_token or True)
-        generation.engine = self
-        return generation
+        tokens = SimpleQueue[Token | None]()
+        request = self._request(
+            self._ids(prompt), config, self._matcher(config), copies=draw,
+            emit=on_token or tokens.put,
+        )  # fmt: skip
+        return self._worker.submit(request, wait=wait, tokens=tokens, owner=self)
 
     def _request(
-        self, ids: list[int], config: GenerationConfig, matcher: Matcher | None, *, copies: int = 0
+        self,
+        ids: list[int],
+        config: GenerationConfig,
+        matcher: Matcher | None,
+        *,
+        copies: int = 0,
+        emit: Callable[[Token], None] | None = None,
     ) -> Request:
         """Return the request for a prompt's completion; `UserError` if it is impossible."""
         model = self.runner.config
@@ -253,16 +262,16 @@ class Engine:
         processors = () if matcher is None else (matcher.copy(),)
         sequence = SequenceState(
             ids, config, model=model, tokenizer=self.tokenizer, end_ids=self.end_ids,
-            processors=processors, copies=copies,
+            processors=processors, copies=copies, emit=emit,
         )  # fmt: skip
-        begin: Callable[..., Any] = partial(decode, sequence=sequence)
+        decoding: Callable[..., Any] = partial(decode, sequence=sequence)
         if config.num_beams > 1:
-            begin = partial(search, sequence=sequence, tokenizer=self.tokenizer)
+            decoding = partial(search, sequence=sequence, tokenizer=self.tokenizer)
         whole = config.prompt_logprobs is not False or len(ids) > model.n_positions
         timeout = math.inf if config.timeout is None else config.timeout
         deadline = time.monotonic() + timeout
         return Request(
-            begin, n_slots=config.n_slots, prompt=() if whole else ids, sequence=sequence,
+            decoding, n_slots=config.n_slots, prompt=() if whole else ids, sequence=sequence,
             length=min(len(ids) + config.max_new_tokens, model.n_positions),
             deadline=deadline,
         )  # fmt: skip

@@ -26,8 +26,8 @@ from tiedgpt.infer.kernels.arguments import (
 )
 from tiedgpt.infer.kernels.compile_cache import Kernel, Record
 from tiedgpt.infer.kernels.thread_pool import ThreadPool
-from tiedgpt.infer.sampling import Choice, NextToken
-from tiedgpt.infer.session import Logits, check_length, check_read, no_room
+from tiedgpt.infer.sampling import NextToken, SamplingInput
+from tiedgpt.infer.session import Logits, check_length, check_read, memory_error
 from tiedgpt.infer.threads import check_threads, default_threads
 from tiedgpt.weights.formats.packed import PackedModel
 from tiedgpt.weights.formats.packed.panels import PANEL, padded
@@ -47,7 +47,7 @@ class PackedRunner:
         self.config = model.config
         self._weights = Record(_weights(model))
 
-    def heed_caller(self) -> None:
+    def use_caller_threads(self) -> None:
         """Do nothing: kernels have their own threads."""
 
     def session(self, *, n_slots: int, capacity: int) -> PackedSession:
@@ -78,7 +78,11 @@ class PackedSession:
         self._cache_record = Record(self._cache)
 
     def read(
-        self, slot_ids: Sequence[int], ids: Sequence[Sequence[int]], *, every: Collection[int] = ()
+        self,
+        slot_ids: Sequence[int],
+        ids: Sequence[Sequence[int]],
+        *,
+        all_logits: Collection[int] = (),
     ) -> list[Logits]:
         """Append ids to slots; see `session.Session.read`."""
         check_read(self, slot_ids, ids)
@@ -86,7 +90,7 @@ class PackedSession:
         self._model.require_whole()
         if not len(slot_ids):
             return []
-        batch, rows = self._batch(slot_ids, ids, every)
+        batch, rows = self._batch(slot_ids, ids, all_logits)
         try:
             buffers = self._buffers_for(len(batch.ids), len(batch.outputs))
             phases = phases_of(self.config.n_layer)
@@ -99,26 +103,26 @@ class PackedSession:
             self.lengths[slot_id] += len(new)
         return [buffers.logits[first:end, : self.config.vocab_size] for first, end in rows]
 
-    def choose(self, choices: Sequence[Choice]) -> list[NextToken | UserError]:
-        """Choose a token for each; see `Session.choose`."""
-        results = sampling.choose(self._pool, choices)
+    def sample(self, inputs: Sequence[SamplingInput]) -> list[NextToken | UserError]:
+        """Sample a token for each; see `Session.sample`."""
+        results = sampling.sample(self._pool, inputs)
         tokens = {
             at: result.token
-            for at, (choice, result) in enumerate(zip(choices, results, strict=True))
-            if choice.own is not None and isinstance(result, NextToken)
+            for at, (row, result) in enumerate(zip(inputs, results, strict=True))
+            if row.own is not None and isinstance(result, NextToken)
         }
         if tokens:  # processors changed the logits: logprobs are of the model's own
-            own = [cast("NDArray[np.float32]", choices[at].own) for at in tokens]
-            logprobs, _ = sampling.score(self._pool, own, list(tokens.values()))
+            own = [cast("NDArray[np.float32]", inputs[at].own) for at in tokens]
+            logprobs, _ = sampling.score_targets(self._pool, own, list(tokens.values()))
             for (at, token), logprob in zip(tokens.items(), logprobs, strict=True):
                 results[at] = NextToken(token, logprob)
         return results
 
-    def score(
+    def score_targets(
         self, logits: Logits, targets: Sequence[int], n_tokens: int | None = None
     ) -> tuple[list[float], list[int]]:
-        """Return logprobs and ranks; see `Session.score`."""
-        return sampling.score(self._pool, logits, targets, n_tokens)
+        """Return logprobs and ranks; see `Session.score_targets`."""
+        return sampling.score_targets(self._pool, logits, targets, n_tokens)
 
     def _check_ids(self, ids: Sequence[Sequence[int]]) -> None:
         """Raise `UserError` for ids outside the vocabulary: kernels check nothing."""
@@ -128,7 +132,7 @@ class PackedSession:
                     raise UserError(f"{wrong} is no id of {self.config.vocab_size} tokens")
 
     def _batch(
-        self, slot_ids: Sequence[int], ids: Sequence[Sequence[int]], every: Collection[int]
+        self, slot_ids: Sequence[int], ids: Sequence[Sequence[int]], all_logits: Collection[int]
     ) -> tuple[Batch, list[tuple[int, int]]]:
         """Return the batch of all ids, and for each slot the span of its rows of logits."""
         tokens: list[int] = []
@@ -142,7 +146,7 @@ class PackedSession:
             positions += range(self.lengths[slot_id], self.lengths[slot_id] + len(new))
             spans.append((begin, end))
             first = len(outputs)
-            outputs += range(begin if slot_id in every else end - 1, end)
+            outputs += range(begin if slot_id in all_logits else end - 1, end)
             rows.append((first, len(outputs)))
         arrays = (tokens, positions, slot_ids, spans, outputs)
         return Batch(*(np.array(values, np.int64) for values in arrays)), rows
@@ -214,7 +218,7 @@ def _cache(model: PackedModel, n_slots: int, capacity: int) -> Cache:
         )
     except MemoryError:
         what = f"a cache of {n_slots} sequences of {capacity} tokens"
-        raise no_room(n_bytes, what) from None
+        raise memory_error(n_bytes, what) from None
 
 
 def _weights(model: PackedModel) -> Weights:

@@ -21,8 +21,8 @@ from tiedgpt.infer.options import NEUTRAL, GenerationConfig
 
 
 @dataclass(slots=True)
-class Choice:
-    """Everything that the choice of one token depends on."""
+class SamplingInput:
+    """Everything that the next token of a sequence depends on."""
 
     config: GenerationConfig
     logits: Array
@@ -46,23 +46,23 @@ class NextToken(NamedTuple):
     logprob: float
 
 
-def choose(choices: Sequence[Choice]) -> list[NextToken | UserError]:
-    """Choose a token for each row; a row without a possible token gets an error."""
-    return [_choose(choice) for choice in choices]
+def sample(inputs: Sequence[SamplingInput]) -> list[NextToken | UserError]:
+    """Sample a token for each row; a row without a possible token gets an error."""
+    return [_sample(row) for row in inputs]
 
 
-def _choose(choice: Choice) -> NextToken | UserError:
-    logits = choice.logits[: choice.n_tokens]
-    scores = adjust_logits(choice.config, logits, choice.seen, choice.n_prompt)
-    if (error := no_choice(float(scores.max()))) is not None:
+def _sample(row: SamplingInput) -> NextToken | UserError:
+    logits = row.logits[: row.n_tokens]
+    scores = adjust_logits(row.config, logits, row.seen, row.n_prompt)
+    if (error := no_token_error(float(scores.max()))) is not None:
         return error
-    if choice.config.greedy:
+    if row.config.greedy:
         token = int(scores.argmax())
     else:
-        kept, scores = filter_logits(choice.config, scores)
-        at = filters.draw(scores, choice.uniform)
+        kept, scores = filter_logits(row.config, scores)
+        at = filters.draw(scores, row.uniform)
         token = at if kept is None else int(kept[at])
-    own = choice.logits if choice.own is None else choice.own
+    own = row.logits if row.own is None else row.own
     return NextToken(token, float(own[token]) - filters.log_normalizer(own))
 
 
@@ -121,7 +121,7 @@ _FILTERS: dict[str, Callable[..., Ids | None]] = {
 }
 
 
-def no_choice(highest: float) -> UserError | None:
+def no_token_error(highest: float) -> UserError | None:
     """Return the error if the highest logit is not finite, so that no token can be chosen."""
     if math.isfinite(highest):
         return None

@@ -1,9 +1,9 @@
 """Continuous batching: requests that come and go in the slots of a session.
 
-In each step every running request reads a chunk of its prompt, or its newest token;
-then the next tokens of those that have read everything are chosen together. Requests take free
-slots in the order of arrival; ids that a slot already holds are not read again. The result of a
-request does not depend on other requests. A scheduler belongs to one thread.
+In each step every running request runs a chunk of its prompt, or its newest token; then the next
+tokens of those whose tokens have all run are sampled together. Requests take free slots in the
+order of arrival; ids that a slot already holds are not run again. The result of a request does not
+depend on other requests. A scheduler belongs to one thread.
 
 Orca (Yu et al. 2022) is the paper on scheduling by steps, vLLM (Kwon et al. 2023) on prefix reuse.
 """
@@ -14,26 +14,57 @@ import math
 import time
 from collections import Counter, deque
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from enum import Enum, auto
 from typing import Any
 
-from tiedgpt.errors import NoRoomError
-from tiedgpt.infer.sampling import Choice
+import numpy as np
+
+from tiedgpt.errors import NoRoomError, UserError
+from tiedgpt.infer.sampling import NextToken, SamplingInput
 from tiedgpt.infer.sequence import FinishReason, SequenceState
-from tiedgpt.infer.session import Session
-from tiedgpt.infer.slots import Read, SlotPool, Steps, common_prefix
+from tiedgpt.infer.session import Logits, Session
+from tiedgpt.infer.slots import Decoding, RunResult, SlotPool, TokensToRun, common_prefix
 
-PREFILL_TOKENS = 256
-"""Prompt tokens that are read in a step if no sequence decodes.
-
-A request can be cancelled between steps. Steps of 512 read 1.2 % faster, but take twice as long.
-"""
-LEAST_CHUNK, FIRST_CHUNK = 8, 32
-"""Prompt tokens that are read in a step beside sequences that decode: the least, and at first."""
-SLOWDOWN = 2.0
-"""How many times longer a step may take if it also reads part of a prompt."""
 MIN_SHARED = 32
-"""A request waits until another has read their common prefix if that saves so many tokens."""
+"""A request waits until another has run their common prefix if that saves so many tokens."""
+
+
+class PrefillBudget:
+    """Number of prompt tokens that a step runs: `alone`, or `beside` sequences that decode.
+
+    A request can be cancelled between steps. Steps of 512 run prompts 1.2 % faster than steps of
+    256, but take twice as long.
+    """
+
+    def __init__(self, alone: int = 256, beside: int = 64) -> None:
+        self.alone, self.beside = alone, beside
+
+    def record(self, seconds: float, n_prompt: int, n_decode: int) -> None:
+        """Record the time of a step and its tokens; this budget is fixed."""
+
+
+class MeasuredPrefillBudget(PrefillBudget):
+    """A budget by measured times: a step that decodes takes at most `slowdown` times longer."""
+
+    MIN_BESIDE, FIRST_BESIDE = 8, 32
+
+    def __init__(self, slowdown: float = 2.0) -> None:
+        super().__init__(beside=self.FIRST_BESIDE)
+        self._slowdown = slowdown
+        self._decode_seconds: float | None = None
+
+    def record(self, seconds: float, n_prompt: int, n_decode: int) -> None:
+        """Record the time of a step that only decoded, or did both; adjust `beside`."""
+        average = self._decode_seconds
+        if not n_prompt:
+            average = seconds if average is None else average
+            self._decode_seconds = average + 0.2 * (min(seconds, 2 * average) - average)
+        elif n_decode and average is not None:
+            seconds_per_token = max(seconds - average, 1e-9) / n_prompt
+            fits = (self._slowdown - 1) * average / seconds_per_token
+            fits = min(fits, 2 * self.beside)  # one fast step does not count too much
+            self.beside = max(self.MIN_BESIDE, min(self.alone, int(fits)))
 
 
 class RequestStatus(Enum):
@@ -42,17 +73,17 @@ class RequestStatus(Enum):
     WAITING = auto()
     """It has no slots."""
     PREFILL = auto()
-    """Its prompt is being read."""
+    """Its prompt is being run."""
     READY = auto()
-    """Its prompt was read, and none of its new tokens."""
+    """Its prompt has run, and none of its new tokens."""
     DECODE = auto()
-    """It reads its new tokens."""
+    """Its new tokens are being run."""
     ENDED = auto()
     """It has a result or an error."""
 
 
 class Request:
-    """A generator of `Read`s that a scheduler runs in `n_slots` slots, and its result.
+    """A generator of `TokensToRun` that a scheduler runs in `n_slots` slots, and its result.
 
     Each slot is filled up to at most `length` positions. `prompt` are the first ids of the first
     slot, which may be reused; `sequence` is the text that is generated, if any.
@@ -60,7 +91,7 @@ class Request:
 
     def __init__(
         self,
-        begin: Callable[[SlotPool, list[int]], Steps[Any]],
+        decoding: Callable[[SlotPool, list[int]], Decoding[Any]],
         *,
         n_slots: int = 1,
         length: int = 0,
@@ -73,14 +104,16 @@ class Request:
         self.status = RequestStatus.WAITING
         self.result: Any = None
         self.error: Exception | None = None
-        self.reads: list[Read] = []
-        """The reads that must be done before it goes on."""
+        self.to_run: list[TokensToRun] = []
+        """What has to run before the generator goes on."""
+        self.logits: list[Logits] = []
+        """The logits of what has run so far and is asked for."""
         self.slot_ids: list[int] = []
         self.created = time.monotonic()
         self.ready = math.inf
         """The time at which it became READY."""
-        self._begin = begin
-        self._steps: Steps[Any] | None = None
+        self._start = decoding
+        self._decoding: Decoding[Any] | None = None
 
     @property
     def has_ended(self) -> bool:
@@ -89,28 +122,52 @@ class Request:
 
     @property
     def is_decode(self) -> bool:
-        """Whether it reads new tokens only."""
-        return all(read.is_decode for read in self.reads)
-
-    @property
-    def is_read(self) -> bool:
-        """Whether all its reads are done."""
-        return bool(self.reads) and not any(read.n_left for read in self.reads)
+        """Whether one token of each slot has to run."""
+        return all(len(tokens.ids) == 1 for tokens in self.to_run)
 
     def begin(self, pool: SlotPool, slot_ids: list[int]) -> None:
         """Start in these slots."""
         self.status, self.slot_ids = RequestStatus.PREFILL, slot_ids
-        self._steps = self._begin(pool, slot_ids)
-        self.advance()
+        self._decoding = self._start(pool, slot_ids)
+        self._resume(None)
 
-    def advance(self) -> None:
-        """Go on to the next `reads`. An exception becomes this request's error."""
-        if self._steps is None or self.status is RequestStatus.ENDED:
+    def chunk(self, max_tokens: int) -> list[TokensToRun]:
+        """Return what runs next: at most `max_tokens` of a prompt, or the new tokens."""
+        tokens = self.to_run[0]
+        if self.is_decode or len(tokens.ids) <= max_tokens:
+            return self.to_run
+        return [replace(tokens, ids=tokens.ids[:max_tokens])]
+
+    def receive(self, chunk: list[TokensToRun], logits: list[Logits]) -> bool:
+        """Receive the logits of a chunk; return whether everything has run."""
+        n_left = len(self.to_run[0].ids) - len(chunk[0].ids)
+        if n_left:
+            tokens = self.to_run[0]
+            self.to_run = [replace(tokens, ids=tokens.ids[-n_left:])]
+            if tokens.all_logits:  # the next step overwrites them
+                self.logits.append(logits[0].copy())
+        elif self.logits:
+            self.logits = [np.concatenate([*self.logits, *logits])]
+        else:
+            self.logits = logits
+        return not n_left
+
+    def advance(self, next_token: NextToken | None) -> None:
+        """Send the results to the generator, which goes on to the next `to_run`, or ends."""
+        results = [RunResult(logits, next_token) for logits in self.logits]
+        self.logits = []
+        if self.status is RequestStatus.READY:
+            self.status = RequestStatus.DECODE
+        self._resume(results)
+
+    def _resume(self, results: Any) -> None:
+        """Send results to the generator, None to start it. An exception is this request's error."""
+        if self._decoding is None or self.has_ended:
             return
         try:
-            self.reads = next(self._steps)
+            self.to_run = self._decoding.send(results)
         except StopIteration as end:
-            self.status, self.result, self.reads = RequestStatus.ENDED, end.value, []
+            self.status, self.result, self.to_run = RequestStatus.ENDED, end.value, []
         except BaseException as error:
             self.fail(error)
         if self.status is RequestStatus.PREFILL and self.is_decode:
@@ -118,7 +175,7 @@ class Request:
 
     def fail(self, error: BaseException) -> None:
         """End with an error, unless it has ended; SystemExit is replaced by RuntimeError."""
-        if self.status is not RequestStatus.ENDED:
+        if not self.has_ended:
             if not isinstance(error, Exception):
                 error = RuntimeError(f"a request raised {error!r}")
             self.error = error
@@ -126,31 +183,36 @@ class Request:
 
     def end(self, reason: FinishReason) -> None:
         """End now, with the text so far as the result."""
-        if self.status is RequestStatus.ENDED:
+        if self.has_ended:
             return
-        self.status, self.reads = RequestStatus.ENDED, []
-        if self._steps is not None:
-            self._steps.close()
+        self.status, self.to_run, self.logits = RequestStatus.ENDED, [], []
+        if self._decoding is not None:
+            self._decoding.close()
         if self.sequence is not None:
             self.sequence.finish(reason)
             self.result = self.sequence.completion(self.error)
 
 
-Part = tuple[Request, Read, int]
-"""A request, one of its reads, and how many ids of that are read in this step."""
+Batch = list[tuple[Request, list[TokensToRun]]]
+"""Requests, with the chunk of each that runs in a step."""
 
 
 class Scheduler:
     """Runs requests in the slots of a session."""
 
-    def __init__(self, session: Session, counts: Counter[str] | None = None) -> None:
+    def __init__(
+        self,
+        session: Session,
+        counts: Counter[str] | None = None,
+        budget: PrefillBudget | None = None,
+    ) -> None:
         self.session = session
         self.pool = SlotPool(session)
         self.waiting: deque[Request] = deque()
         self.running: list[Request] = []
         self.counts = Counter() if counts is None else counts
         """Counts of tokens, as in `Engine.stats`."""
-        self._pace = _Pace()
+        self.budget = MeasuredPrefillBudget() if budget is None else budget
 
     def add(self, request: Request) -> None:
         """Put a request in the queue."""
@@ -164,33 +226,42 @@ class Scheduler:
         self._release_ended()
 
     def step(self) -> None:
-        """Do one step: admit requests, schedule reads, read, choose tokens, advance requests.
+        """Run one batch of tokens, and advance the requests that have everything they wait for."""
+        batch = self._schedule()
+        ready = self._run(batch)
+        next_tokens = self._sample(ready)
+        self._advance(ready, next_tokens)
 
-        An exception of the computation ends the requests that took part in it.
+    def _schedule(self) -> Batch:
+        """End what is late, admit requests, and return what runs: new tokens, chunks of prompts.
+
+        Prompts that came together all run before the first of their texts goes on. Texts that are
+        scored, which may be long, delay no sequence.
         """
         now = time.monotonic()
         for request in [r for r in (*self.waiting, *self.running) if r.deadline < now]:
             self.cancel(request, "timeout")
         if self.waiting:
             self._admit()
-        if parts := self._schedule():
-            try:
-                self._read(parts)
-            except Exception as error:
-                for request in {request: None for request, _, _ in parts}:
-                    request.fail(error)
-                    for slot_id in request.slot_ids:
-                        self.pool.truncate(slot_id, 0)
-            ready = [request for request in self.running if request.is_read]
-            self._choose(ready)
-            for request in ready:
-                request.advance()
-        self._release_ended()
+        decoding = [request for request in self.running if request.is_decode]
+        prompts = [request for request in self.running if not request.is_decode]
+        newest = max((r.created for r in prompts if r.sequence), default=math.inf)
+        came_together = (r.status is RequestStatus.READY and r.ready > newest for r in decoding)
+        if prompts and all(came_together):
+            decoding = []
+        batch = [(request, request.to_run) for request in decoding]
+        n_left = self.budget.beside if decoding else self.budget.alone
+        for request in prompts:
+            if n_left:
+                chunk = request.chunk(n_left)
+                batch.append((request, chunk))
+                n_left -= len(chunk[0].ids)
+        return batch
 
     def _admit(self) -> None:
         """Give free slots to the requests that have waited longest.
 
-        No request takes a slot that an earlier one waits for. If another request is reading the
+        No request takes a slot that an earlier one waits for. If another request is running the
         prefix of one, that one waits, its slots stay free, and later requests may pass it.
         """
         n_free = len(self.pool.free)
@@ -198,23 +269,22 @@ class Scheduler:
             n_free -= request.n_slots
             if n_free < 0:
                 break
-            if self._is_being_read(request.prompt):
+            if self._is_being_run(request.prompt):
                 continue
             self.waiting.remove(request)
             try:
-                taken = self.pool.take(request.n_slots, request.prompt, request.length)
+                slot_ids, n_shared = self.pool.take(request.n_slots, request.prompt, request.length)
             except NoRoomError as error:
                 request.fail(error)
                 continue
-            slot_ids, n_shared = taken
             self.counts["prompt_tokens"] += len(request.prompt)
             self.counts["reused_tokens"] += n_shared
             self.running.append(request)
             request.begin(self.pool, slot_ids)
         self._release_ended()
 
-    def _is_being_read(self, prompt: Sequence[int]) -> bool:
-        """Whether a running request is reading more of this prompt than any slot holds."""
+    def _is_being_run(self, prompt: Sequence[int]) -> bool:
+        """Whether a running request is running more of this prompt than any slot holds."""
         n_shared = 0
         for request in self.running:
             if request.prompt and not request.is_decode:
@@ -222,76 +292,67 @@ class Scheduler:
         n_held = self.pool.longest_prefix(prompt)[1]
         return n_shared >= MIN_SHARED and n_shared >= n_held + MIN_SHARED
 
-    def _schedule(self) -> list[Part]:
-        """Return the parts that are read in this step: new tokens first, then chunks of prompts.
+    def _run(self, batch: Batch) -> list[Request]:
+        """Run a batch; return the requests that have everything they wait for.
 
-        Prompts that came together are all read before the first of their texts goes on. Texts that
-        are scored, which may be long, delay no sequence.
+        An exception of the computation ends the requests that took part in it.
         """
-        decoding, prompts = list[Part](), list[Part]()
-        for request in self.running:
-            for read in request.reads:
-                if read.n_left:
-                    (decoding if read.is_decode else prompts).append((request, read, read.n_left))
-        newest = max((r.created for r, _, _ in prompts if r.sequence), default=math.inf)
-        came_together = (
-            r.status is RequestStatus.READY and r.ready > newest for r, _, _ in decoding
-        )
-        if prompts and all(came_together):
-            decoding = []
-        room = self._pace.chunk if decoding else PREFILL_TOKENS
-        for request, _, _ in decoding:
-            request.status = RequestStatus.DECODE
-        for request, read, n_left in prompts:
-            if n := min(room, n_left):
-                decoding.append((request, read, n))
-                room -= n
-        return decoding
-
-    def _read(self, parts: list[Part]) -> None:
-        """Read all parts in one call, and note the time."""
+        if not batch:
+            return []
         began = time.perf_counter()
-        slot_ids = [read.slot_id for _, read, _ in parts]
-        ids = [read.ids[len(read.ids) - read.n_left :][:n] for _, read, n in parts]
-        every = {read.slot_id for _, read, _ in parts if read.every}
-        logits = self.session.read(slot_ids, ids, every=every)
-        for (_, read, n), new, its in zip(parts, ids, logits, strict=True):
-            self.pool.cached_ids[read.slot_id] += new
-            read.add(n, its)
-        for request, read, _ in parts:
-            if read.logits is not None and any(other.n_left for other in request.reads):
-                read.logits = read.logits.copy()
-        self._learn(parts, time.perf_counter() - began)
+        chunks = [tokens for _, chunk in batch for tokens in chunk]
+        try:
+            logits = self.session.read(
+                [tokens.slot_id for tokens in chunks],
+                [tokens.ids for tokens in chunks],
+                all_logits={tokens.slot_id for tokens in chunks if tokens.all_logits},
+            )
+        except Exception as error:
+            for request, _ in batch:
+                request.fail(error)
+                for slot_id in request.slot_ids:
+                    self.pool.truncate(slot_id, 0)
+            return []
+        for tokens in chunks:
+            self.pool.append(tokens.slot_id, tokens.ids)
+        n_decode = sum(len(tokens.ids) == 1 for tokens in chunks)
+        n_prompt = sum(len(tokens.ids) for tokens in chunks) - n_decode
+        self.budget.record(time.perf_counter() - began, n_prompt, n_decode)
+        rows = iter(logits)
+        return [
+            request
+            for request, chunk in batch
+            if request.receive(chunk, [next(rows) for _ in chunk])
+        ]
 
-    def _learn(self, parts: list[Part], seconds: float) -> None:
-        """Record the time of a step."""
-        n_decode = sum(read.is_decode for _, read, _ in parts)
-        if n_decode < len(parts):
-            prompts = sum(n for _, read, n in parts if not read.is_decode)
-            self._pace.note_mixed(seconds, prompts, n_decode)
-        else:
-            self._pace.note_plain(seconds)
-
-    def _choose(self, requests: list[Request]) -> None:
-        """Choose the next token of each read that has a sequence."""
-        asked, choices = list[tuple[Request, Read]](), list[Choice]()
+    def _sample(self, requests: list[Request]) -> dict[Request, NextToken | UserError]:
+        """Return the next token of each sequence; those of all requests are sampled together."""
+        inputs = dict[Request, SamplingInput]()
         for request in requests:
-            for read in request.reads:
-                if read.sequence is None:
-                    continue
+            if request.sequence is not None and request.to_run[0].sample:
                 try:
-                    choices.append(read.sequence.choice(read.next_logits))
-                    asked.append((request, read))
+                    inputs[request] = request.sequence.sampling_input(request.logits[0][-1])
                 except BaseException as error:  # of a processor: this request's alone
                     request.fail(error)
-        if not choices:
-            return
         try:
-            for (_, read), chosen in zip(asked, self.session.choose(choices), strict=True):
-                read.next_token = chosen
+            next_tokens = self.session.sample(list(inputs.values())) if inputs else []
         except Exception as error:
-            for request, _ in asked:
+            for request in inputs:
                 request.fail(error)
+            return {}
+        return dict(zip(inputs, next_tokens, strict=True))
+
+    def _advance(
+        self, requests: list[Request], next_tokens: dict[Request, NextToken | UserError]
+    ) -> None:
+        """Send each request its results, or its error, and free the slots of those that end."""
+        for request in requests:
+            next_token = next_tokens.get(request)
+            if isinstance(next_token, UserError):
+                request.fail(next_token)
+            else:
+                request.advance(next_token)
+        self._release_ended()
 
     def _release_ended(self) -> None:
         """Free the slots of requests that have ended."""
@@ -300,25 +361,3 @@ class Scheduler:
             self.pool.release(request.slot_ids)
             if request.sequence is not None:
                 self.counts["generated_tokens"] += len(request.result.ids)
-
-
-class _Pace:
-    """Decides by measured times how many prompt tokens are read beside sequences that decode."""
-
-    def __init__(self) -> None:
-        self.chunk = FIRST_CHUNK
-        self._plain: float | None = None
-
-    def note_plain(self, seconds: float) -> None:
-        """Record the time of a step that only decoded."""
-        before = seconds if self._plain is None else self._plain
-        self._plain = before + 0.2 * (min(seconds, 2 * before) - before)
-
-    def note_mixed(self, seconds: float, n_tokens: int, n_decode: int) -> None:
-        """Record the time of a step that also read `n_tokens` of prompts."""
-        if self._plain is None or not n_decode:
-            return
-        a_token = max(seconds - self._plain, 1e-9) / n_tokens
-        fits = (SLOWDOWN - 1) * self._plain / a_token
-        fits = min(fits, 2 * self.chunk)  # one fast step does not count too much
-        self.chunk = max(LEAST_CHUNK, min(PREFILL_TOKENS, int(fits)))

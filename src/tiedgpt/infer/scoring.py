@@ -6,7 +6,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from tiedgpt.infer.slots import SCORED_AT_ONCE, Read, SlotPool, Steps
+from tiedgpt.infer.slots import SCORED_AT_ONCE, Decoding, SlotPool, TokensToRun
 
 
 @dataclass(frozen=True)
@@ -41,13 +41,13 @@ class Scored:
         return all(rank == 1 for rank in self.ranks)
 
 
-def score(
+def score_text(
     pool: SlotPool,
     slot_ids: Sequence[int],
     ids: Sequence[int],
     n_context: int,
     n_tokens: int | None = None,
-) -> Steps[Scored]:
+) -> Decoding[Scored]:
     """Score the ids from `n_context` on.
 
     A text longer than the model's context is read in windows, each half a window after the one
@@ -61,15 +61,14 @@ def score(
         end = min(start + window, len(ids) - 1)  # the last token is not read
         at = start + session.lengths[slot_id]
         if at < n_known - 1:
-            yield [Read(slot_id, ids[at : n_known - 1])]
+            yield [TokensToRun(slot_id, ids[at : n_known - 1])]
         for first in range(n_known - 1, end, SCORED_AT_ONCE):
             targets = ids[first + 1 : min(first + SCORED_AT_ONCE, end) + 1]
-            read = Read(slot_id, ids[first : first + len(targets)], every=True)
-            yield [read]
-            assert read.logits is not None
-            its_logprobs, its_ranks = session.score(read.logits, targets, n_tokens)
-            logprobs += its_logprobs
-            ranks += its_ranks
+            chunk = ids[first : first + len(targets)]
+            (result,) = yield [TokensToRun(slot_id, chunk, all_logits=True)]
+            new_logprobs, new_ranks = session.score_targets(result.logits, targets, n_tokens)
+            logprobs += new_logprobs
+            ranks += new_ranks
         if end == len(ids) - 1:
             return Scored(list(ids), n_context, logprobs, ranks)
         n_known, start = end + 1, end - window // 2

@@ -14,8 +14,8 @@ from tiedgpt.infer import filters
 from tiedgpt.infer.detokenizer import Detokenizer
 from tiedgpt.infer.filters import Array
 from tiedgpt.infer.options import GenerationConfig, Processor
-from tiedgpt.infer.sampling import Choice, NextToken, adjust_logits, check_ids
-from tiedgpt.infer.slots import SCORED_AT_ONCE, Read, SlotPool, Steps
+from tiedgpt.infer.sampling import NextToken, SamplingInput, adjust_logits, check_ids
+from tiedgpt.infer.slots import SCORED_AT_ONCE, Decoding, SlotPool, TokensToRun
 from tiedgpt.text import Tokenizer
 
 FinishReason = Literal["stop", "length", "context", "cancelled", "timeout", "error"]
@@ -77,7 +77,8 @@ class Completion:
 class SequenceState:
     """A prompt's ids and text as they grow.
 
-    `copies` distinguishes equal prompts under the same seed: each draws its own text.
+    `copies` distinguishes equal prompts under the same seed: each draws its own text. `emit` is
+    called with each new token when its text is certain.
     """
 
     def __init__(
@@ -90,6 +91,7 @@ class SequenceState:
         end_ids: Sequence[int] = (),
         processors: Sequence[Processor] = (),
         copies: int = 0,
+        emit: Callable[[Token], None] | None = None,
     ) -> None:
         if config.stop and tokenizer is None:
             raise UserError("stop strings need a tokenizer")
@@ -101,8 +103,7 @@ class SequenceState:
         """The first token that the model sees."""
         self.n_tokens = model.vocab_size if tokenizer is None else len(tokenizer)
         self.finish_reason: FinishReason | None = None
-        self.emit: Callable[[Token], None] | None = None
-        """It is called with each new token when its text is certain."""
+        self.emit = emit
         self.logprobs: list[float] = []
         self.top_logprobs: list[Likeliest] = []
         self.prompt_logprobs: list[float] = []
@@ -122,13 +123,15 @@ class SequenceState:
         """Return the logits (V,) after `ids` with processors, biases and penalties applied."""
         return adjust_logits(self.config, self._process(ids, logits), ids, self.n_prompt)
 
-    def choice(self, logits: Array) -> Choice:
-        """Return the choice of the next token by its logits (V,)."""
+    def sampling_input(self, logits: Array) -> SamplingInput:
+        """Return everything that sampling the next token from logits (V,) depends on."""
         own = logits if self._processors else None
         if self._processors:
             logits = self._process(self.ids, logits)
         uniform = 0.0 if self.config.greedy else self._generator.random()
-        return Choice(self.config, logits, self.ids, self.n_prompt, self.n_tokens, uniform, own)
+        return SamplingInput(
+            self.config, logits, self.ids, self.n_prompt, self.n_tokens, uniform, own
+        )
 
     def _process(self, ids: Sequence[int], logits: Array) -> Array:
         """Return logits (V,) after the processors, which may change their argument."""
@@ -139,10 +142,8 @@ class SequenceState:
             raise UserError(f"a processor must return logits {logits.shape}, got {processed.shape}")
         return processed
 
-    def append(self, next: NextToken | UserError, logits: Array, *, is_full: bool = False) -> None:
-        """Append a token that was chosen by logits (V,), the context's last if `is_full`."""
-        if isinstance(next, UserError):
-            raise next
+    def append(self, next: NextToken, logits: Array, *, is_full: bool = False) -> None:
+        """Append a token that was sampled from logits (V,), the context's last if `is_full`."""
         token, logprob = next
         if n := self.config.top_logprobs:
             self.top_logprobs.append(filters.likeliest(logits, n, self.n_tokens))
@@ -184,6 +185,10 @@ class SequenceState:
                 top = filters.likeliest(row, self.config.prompt_logprobs, self.n_tokens)
                 self.prompt_top_logprobs.append(top)
 
+    def slide(self, capacity: int) -> None:
+        """Drop the older half of what the model sees."""
+        self.start = len(self.ids) - max(1, capacity // 2)
+
     def finish(self, reason: FinishReason) -> None:
         """End the text; characters that were not certain are part of it, unless it has stopped."""
         if self.finish_reason is not None:
@@ -203,30 +208,30 @@ class SequenceState:
         )  # fmt: skip
 
 
-def decode(pool: SlotPool, slot_ids: Sequence[int], sequence: SequenceState) -> Steps[Completion]:
-    """Read the prompt, then one chosen token after another, until the text ends.
+def decode(
+    pool: SlotPool, slot_ids: Sequence[int], sequence: SequenceState
+) -> Decoding[Completion]:
+    """Run the prompt, then one sampled token after another, until the text ends.
 
-    Position embeddings are absolute: a window that slides is read again from its first token.
+    Position embeddings are absolute: a window that slides is run again from its first token.
     """
     config, session, (slot_id,) = sequence.config, pool.session, slot_ids
     capacity = session.capacity
     while sequence.finish_reason is None:
         if len(sequence.ids) - sequence.start > capacity:
-            sequence.start = len(sequence.ids) - max(1, capacity // 2)
+            sequence.slide(capacity)
             pool.truncate(slot_id, 0)
         at = sequence.start + session.lengths[slot_id]
-        unread = sequence.ids[at:]
+        ids = sequence.ids[at:]
         is_scored = config.prompt_logprobs is not False and not sequence.start
-        is_scored = is_scored and at < sequence.n_prompt
+        if is_scored := is_scored and at < sequence.n_prompt:
+            ids = ids[:SCORED_AT_ONCE]
+        is_last = at + len(ids) == len(sequence.ids)
+        (result,) = yield [TokensToRun(slot_id, ids, all_logits=is_scored, sample=is_last)]
         if is_scored:
-            unread = unread[:SCORED_AT_ONCE]
-        is_last = at + len(unread) == len(sequence.ids)
-        read = Read(slot_id, unread, is_scored, sequence if is_last else None)
-        yield [read]
-        if is_scored and read.logits is not None:
-            sequence.add_prompt_logprobs(at, read.logits)
-        if read.next_token is not None:
+            sequence.add_prompt_logprobs(at, result.logits)
+        if result.next_token is not None:
             is_full = len(sequence.ids) - sequence.start == capacity
             is_full = is_full and config.context_end == "stop"
-            sequence.append(read.next_token, read.next_logits, is_full=is_full)
+            sequence.append(result.next_token, result.logits[-1], is_full=is_full)
     return sequence.completion()

@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 
 from tiedgpt.core.config import GPTConfig
 from tiedgpt.errors import NoRoomError, UserError
-from tiedgpt.infer.sampling import Choice, NextToken
+from tiedgpt.infer.sampling import NextToken, SamplingInput
 from tiedgpt.runtime import free_memory
 
 Logits = NDArray[np.float32]
@@ -43,18 +43,22 @@ class Session(Protocol):
         """Copy the contents of a slot to another slot."""
 
     def read(
-        self, slot_ids: Sequence[int], ids: Sequence[Sequence[int]], *, every: Collection[int] = ()
+        self,
+        slot_ids: Sequence[int],
+        ids: Sequence[Sequence[int]],
+        *,
+        all_logits: Collection[int] = (),
     ) -> list[Logits]:
         """Append ids[i] to slot slot_ids[i]; return the logits (1, V) after the last id of each.
 
-        Each slot may be named once, with at least one id. For the slots in `every` the logits are
-        (n, V), after each id. The arrays are overwritten by the next read.
+        Each slot may be named once, with at least one id. For the slots in `all_logits` the logits
+        are (n, V), after each id. The arrays are overwritten by the next read.
         """
 
-    def choose(self, choices: Sequence[Choice]) -> list[NextToken | UserError]:
-        """Choose a token for each, or return the error why none can be chosen."""
+    def sample(self, inputs: Sequence[SamplingInput]) -> list[NextToken | UserError]:
+        """Sample a token for each, or return the error why none can be chosen."""
 
-    def score(
+    def score_targets(
         self, logits: Logits, targets: Sequence[int], n_tokens: int | None = None
     ) -> tuple[list[float], list[int]]:
         """Return the logprob of each target after logits (n, V), and its rank, 1 for the likeliest.
@@ -71,7 +75,7 @@ class Runner(Protocol):
     def config(self) -> GPTConfig:
         """The model's config."""
 
-    def heed_caller(self) -> None:
+    def use_caller_threads(self) -> None:
         """Note torch's settings in the calling thread, which submits a request."""
 
     def session(self, *, n_slots: int, capacity: int) -> Session:
@@ -106,10 +110,10 @@ def require_memory(n_bytes: int, what: str, free: int | None = None) -> None:
     """Raise `NoRoomError` if fewer bytes are free: `free`, or else what the system reports."""
     free = free_memory() if free is None else free
     if free is not None and n_bytes > free:
-        raise no_room(n_bytes, what, free)
+        raise memory_error(n_bytes, what, free)
 
 
-def no_room(n_bytes: int, what: str, free: int | None = None) -> NoRoomError:
+def memory_error(n_bytes: int, what: str, free: int | None = None) -> NoRoomError:
     """Return the error that says how much is missing."""
     free = free_memory() if free is None else free
     known = "" if free is None else f" and {free / 1e9:.2f} GB are free"

@@ -1,70 +1,45 @@
-"""The slots of a session: what each holds, which are free, and what requests read into them.
+"""The slots of a session: which are free, what each holds, and what requests run in them.
 
-A request is a generator that gets its slots. It yields a list of `Read`s, and goes on after all of
-them have been read, together with those of other requests.
+A request is a generator that gets its slots. It yields a list of `TokensToRun`, and receives a
+`RunResult` for each after all of them have run, together with those of other requests.
 """
 
 from __future__ import annotations
 
 from collections.abc import Generator, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, TypeVar, cast
-
-import numpy as np
+from typing import NamedTuple, TypeVar
 
 from tiedgpt.infer.sampling import NextToken
 from tiedgpt.infer.session import Logits, Session, require_memory
 
-if TYPE_CHECKING:
-    from tiedgpt.errors import UserError
-    from tiedgpt.infer.sequence import SequenceState
-
 SCORED_AT_ONCE = 64
-"""Tokens that are read at once if each is scored: this bounds the (n, V) logits."""
+"""Tokens that are run at once if each is scored: this bounds the (n, V) logits."""
 
 
-@dataclass(slots=True, eq=False)
-class Read:
-    """Ids to append to a slot, how many of them were read, and the token that comes next."""
+@dataclass(frozen=True, slots=True)
+class TokensToRun:
+    """Ids to append to a slot."""
 
     slot_id: int
     ids: Sequence[int]
-    every: bool = False
+    all_logits: bool = False
     """Whether the logits after every id are needed, or only those after the last."""
-    sequence: SequenceState | None = None
-    """The sequence that the next token is chosen for; None if no token is chosen."""
-    n_left: int = 0
-    """How many ids have not been read."""
-    logits: Logits | None = None
-    """(1, V) after the last id, or (n, V) after every one; they hold until the next read."""
-    next_token: NextToken | UserError | None = None
-    """The token that was chosen after all ids, or the error why none can be chosen."""
+    sample: bool = False
+    """Whether the next token of the request's sequence is sampled after the last id."""
 
-    def __post_init__(self) -> None:
-        self.n_left = len(self.ids)
 
-    @property
-    def is_decode(self) -> bool:
-        """Whether it reads one new token."""
-        return len(self.ids) == 1
+class RunResult(NamedTuple):
+    """The logits of `TokensToRun`, and the token that was sampled, if any."""
 
-    @property
-    def next_logits(self) -> Logits:
-        """The logits (V,) that the next token is chosen by."""
-        assert self.logits is not None
-        return cast(Logits, self.logits[-1])
-
-    def add(self, n: int, logits: Logits) -> None:
-        """Note that n more ids were read, and the logits after each or after the last."""
-        self.n_left -= n
-        if self.every and self.logits is not None:
-            self.logits = np.concatenate([self.logits, logits])
-        elif self.every or not self.n_left:
-            self.logits = logits
+    logits: Logits
+    """(1, V) after the last id, or (n, V) after every one; the next step overwrites them."""
+    next_token: NextToken | None = None
 
 
 T = TypeVar("T")
-Steps = Generator[list[Read], None, T]
+Decoding = Generator[list[TokensToRun], list[RunResult], T]
+"""One list yields either one `TokensToRun`, or several of one id each."""
 
 
 class SlotPool:
@@ -133,6 +108,10 @@ class SlotPool:
         self._note_filled()
         for slot_id in slot_ids:
             self._granted[slot_id] = self._filled[slot_id]
+
+    def append(self, slot_id: int, ids: Sequence[int]) -> None:
+        """Record ids that the session has read into a slot."""
+        self.cached_ids[slot_id] += ids
 
     def truncate(self, slot_id: int, length: int) -> None:
         """Forget all but the first `length` positions of a slot."""

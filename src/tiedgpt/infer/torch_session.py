@@ -19,8 +19,8 @@ from tiedgpt.core.config import GPTConfig
 from tiedgpt.core.model import GPT
 from tiedgpt.errors import UserError
 from tiedgpt.infer import filters, sampling
-from tiedgpt.infer.sampling import Choice, NextToken
-from tiedgpt.infer.session import Logits, check_length, check_read, no_room, require_memory
+from tiedgpt.infer.sampling import NextToken, SamplingInput
+from tiedgpt.infer.session import Logits, check_length, check_read, memory_error, require_memory
 from tiedgpt.infer.threads import torch_threads
 from tiedgpt.runtime import free_memory
 
@@ -40,9 +40,9 @@ class TorchRunner:
 
     def __init__(self, model: GPT, threads: int | None = None) -> None:
         self.model, self.threads = model, threads
-        self.heed_caller()
+        self.use_caller_threads()
 
-    def heed_caller(self) -> None:
+    def use_caller_threads(self) -> None:
         """Note torch's number of threads: it is set for each thread."""
         self.threads_used = self.threads or torch.get_num_threads()
 
@@ -61,7 +61,7 @@ class TorchRunner:
         try:
             cache = _zeros(self.config, n_slots, capacity, self.model.wte.weight)
         except MemoryError:
-            raise no_room(n_bytes, what) from None
+            raise memory_error(n_bytes, what) from None
         return TorchSession(self, cache, n_slots, capacity)
 
 
@@ -88,7 +88,11 @@ class TorchSession:
         return [self._cache.lengths[row] for row in self._cache_rows]
 
     def read(
-        self, slot_ids: Sequence[int], ids: Sequence[Sequence[int]], *, every: Collection[int] = ()
+        self,
+        slot_ids: Sequence[int],
+        ids: Sequence[Sequence[int]],
+        *,
+        all_logits: Collection[int] = (),
     ) -> list[Logits]:
         """Append ids to slots and return logits; see `Session.read`."""
         check_read(self, slot_ids, ids)
@@ -100,7 +104,7 @@ class TorchSession:
         with torch_threads(self._runner.threads_used), torch.inference_mode():
             for group in self._groups(slot_ids, ids):
                 its = [slot_ids[i] for i in group], [ids[i] for i in group]
-                logits |= zip(group, self._read(*its, every), strict=True)
+                logits |= zip(group, self._read(*its, all_logits), strict=True)
         return [logits[i] for i in range(len(slot_ids))]
 
     def truncate(self, slot_id: int, length: int) -> None:
@@ -121,15 +125,15 @@ class TorchSession:
         with torch.inference_mode():
             self._cache.copy_row(self._cache_rows[source], self._cache_rows[target])
 
-    def choose(self, choices: Sequence[Choice]) -> list[NextToken | UserError]:
-        """Choose a token for each; see `Session.choose`."""
-        return sampling.choose(choices)
+    def sample(self, inputs: Sequence[SamplingInput]) -> list[NextToken | UserError]:
+        """Sample a token for each; see `Session.sample`."""
+        return sampling.sample(inputs)
 
-    def score(
+    def score_targets(
         self, logits: Logits, targets: Sequence[int], n_tokens: int | None = None
     ) -> tuple[list[float], list[int]]:
-        """Return logprobs and ranks; see `Session.score`."""
-        return filters.score(logits, targets, n_tokens)
+        """Return logprobs and ranks; see `Session.score_targets`."""
+        return filters.score_targets(logits, targets, n_tokens)
 
     def _groups(self, slot_ids: Sequence[int], ids: Sequence[Sequence[int]]) -> list[list[int]]:
         """Divide the sequences into groups that are read at once, padded or of one length."""
@@ -149,7 +153,7 @@ class TorchSession:
         return groups
 
     def _read(
-        self, slot_ids: Sequence[int], ids: Sequence[Sequence[int]], every: Collection[int]
+        self, slot_ids: Sequence[int], ids: Sequence[Sequence[int]], all_logits: Collection[int]
     ) -> list[Logits]:
         """Read rows at once: (B, T) ids -> (B, T, D) states -> the logits that are asked for."""
         first = self._make_neighbours([self._cache_rows[slot_id] for slot_id in slot_ids])
@@ -162,7 +166,7 @@ class TorchSession:
         h = self.model.body(torch.tensor(padded, device=part.keys.device), part)
         ends = [before[row] + count for row, count in enumerate(counts)]
         self._cache.lengths[first : first + len(order)] = ends
-        rows = [len(ids[i]) if slot_ids[i] in every else 1 for i in order]
+        rows = [len(ids[i]) if slot_ids[i] in all_logits else 1 for i in order]
         shapes = enumerate(zip(counts, rows, strict=True))
         states = torch.cat([h[row, count - n : count] for row, (count, n) in shapes])
         logits = self.model.logits(states).float().cpu().split(rows)

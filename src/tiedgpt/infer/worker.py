@@ -38,12 +38,15 @@ class Generation:
     The request is cancelled when its handle is garbage collected.
     """
 
-    def __init__(self, worker: Worker, request: Request) -> None:
-        self.engine: object = None  # keeps the engine alive
+    def __init__(
+        self, cancel: Callable[[], None], tokens: SimpleQueue[Token | None], owner: object
+    ) -> None:
         self.future: Future[Any] = Future()
-        self.tokens: SimpleQueue[Token | None] = SimpleQueue()
+        self.future.set_running_or_notify_cancel()  # it cannot be cancelled
+        self.tokens = tokens
+        self._owner = owner  # the engine lives as long as its generations
         # Finalizers are held globally, and a failed request's traceback may hold this object.
-        self._cancel = weakref.finalize(self, worker.cancel, weakref.ref(request))
+        self._cancel = weakref.finalize(self, cancel)
         self._cancel.atexit = False
 
     def __iter__(self) -> Iterator[Token]:
@@ -91,76 +94,74 @@ class Generation:
 
 
 class Worker:
-    """The thread that runs the scheduler, and the queue of its commands.
+    """The queue of an engine's requests, and the thread that runs them.
 
-    The first request starts it, also after a fork. It holds no reference to the engine, so that an
-    engine is closed when it is garbage collected.
+    The first request starts the thread, also after a fork. Neither holds a reference to the engine,
+    so that an engine is closed when it is garbage collected.
     """
 
     def __init__(self, runner: Runner, n_slots: int, queue_size: int, is_fixed: bool) -> None:
         self._runner, self._n_slots, self._is_fixed = runner, n_slots, is_fixed
-        self._most = n_slots + queue_size
+        self._max_requests = n_slots + queue_size
         self._lock = threading.Lock()
-        self._thread: threading.Thread | None = None
-        self._process: int | None = None
+        self._thread: _EngineThread | None = None
         self._closed = False
         self._counts: Counter[str] = Counter()
 
     def submit(
-        self, request: Request, *, wait: bool, emit: bool | Callable[[Token], None] = False
+        self,
+        request: Request,
+        *,
+        wait: bool,
+        tokens: SimpleQueue[Token | None] | None = None,
+        owner: object = None,
     ) -> Generation:
         """Send a request to the thread; if the queue is full, wait or raise `QueueFullError`.
 
-        If `emit` is a function, it is called with each token; if True, the generation yields them.
+        The generation yields what comes in `tokens`, and keeps `owner` alive.
         """
         with self._lock:
             self._require_open()
-            if threading.current_thread() is self._thread:
-                raise UserError("a processor cannot use the engine that runs it")
-            if self._process != os.getpid():
-                self._start()
-            room, commands = self._room, self._commands
-        if not room.acquire(blocking=wait):
+            if self._thread is None or self._thread.process != os.getpid():
+                self._thread = _EngineThread(
+                    self._runner, self._n_slots, self._max_requests, self._is_fixed, self._counts
+                )
+            thread = self._thread
+        if threading.current_thread() is thread.thread:
+            raise UserError("a processor cannot use the engine that runs it")
+        if not thread.vacancies.acquire(blocking=wait):
             raise QueueFullError(
-                f"{self._most} requests run or wait: try again later, or Engine(..., queue_size=)"
+                f"{self._max_requests} requests run or wait: try again later, or "
+                "Engine(..., queue_size=)"
             )
-        self._runner.heed_caller()
-        generation = Generation(self, request)
-        generation.future.set_running_or_notify_cancel()  # it cannot be cancelled
-        if emit and request.sequence is not None:
-            request.sequence.emit = generation.tokens.put if emit is True else emit
+        self._runner.use_caller_threads()
+        cancel = partial(thread.cancel, weakref.ref(request))
+        generation = Generation(cancel, tokens or SimpleQueue(), owner)
         with self._lock:
             if self._closed:
-                room.release()  # for others that wait
+                thread.vacancies.release()  # for others that wait
             self._require_open()
             self._counts["requests"] += 1
-            commands.put(partial(self._add, request, generation.future, generation.tokens))
+            thread.commands.put(partial(thread.add, request, generation.future, generation.tokens))
         return generation
 
     def _require_open(self) -> None:
         if self._closed:
             raise ClosedError("the engine was closed")
 
-    def cancel(self, held: weakref.ref[Request]) -> None:
-        """End a request; its result is the text so far."""
-        request = held()
-        if request is not None and self._process == os.getpid():
-            self._commands.put(partial(self._end, request))
-
     def close(self) -> None:
         """End all requests and the thread."""
         with self._lock:
-            if self._closed or self._process != os.getpid():
-                self._closed = True
+            thread, was_closed, self._closed = self._thread, self._closed, True
+            if was_closed or thread is None or thread.process != os.getpid():
                 return
-            self._closed = True
-            self._commands.put(None)
-        if self._thread is not threading.current_thread() and self._thread is not None:
-            self._thread.join()
+            thread.commands.put(None)
+        if thread.thread is not threading.current_thread():
+            thread.thread.join()
 
     def stats(self) -> dict[str, float]:
         """Return counts; see `Engine.stats`."""
-        counts, requests = self._counts, list(getattr(self, "_active", ()))
+        counts, requests = self._counts, list(self._thread.active if self._thread else ())
         names = ("prompt_tokens", "reused_tokens", "generated_tokens")
         running = sum(request.status is not RequestStatus.WAITING for request in requests)
         return {
@@ -171,47 +172,35 @@ class Worker:
             "seconds": counts["nanoseconds"] / 1e9,
         }
 
-    def _start(self) -> None:
-        self._commands: SimpleQueue[Callable[[], None] | None] = SimpleQueue()
-        self._room = threading.Semaphore(self._most)
-        self._active: dict[Request, tuple[Future[Any], SimpleQueue[Token | None]]] = {}
-        self._scheduler: Scheduler | None = None
-        self._thread = threading.Thread(target=self._run, name="tiedgpt-engine", daemon=True)
-        self._thread.start()
-        self._process = os.getpid()  # once it runs: the system may have no thread to give
 
-    def _run(self) -> None:
-        """Take commands and steps in turn until the worker is closed."""
-        while self._take_commands():
-            if self._scheduler is not None:
-                began = time.perf_counter_ns()
-                try:
-                    self._scheduler.step()
-                except Exception as error:  # not of a request: the scheduler itself failed
-                    self._scheduler = None
-                    for request in self._active:
-                        request.fail(error)
-                self._counts["nanoseconds"] += time.perf_counter_ns() - began
-            for request in [request for request in self._active if request.has_ended]:
-                self._deliver(request)
-            if not self._active and not self._is_fixed:
-                self._scheduler = None
-        for request in list(self._active):
-            self._end(request)
-        self._scheduler = None
+class _EngineThread:
+    """A thread that runs commands and the scheduler's steps in turn, until a command is None."""
 
-    def _take_commands(self) -> bool:
-        """Run the queued commands; sleep while no request is active. False if it was closed."""
-        with suppress(Empty):
-            while (command := self._commands.get(block=not self._active)) is not None:
-                command()
-            return False
-        return True
-
-    def _add(
-        self, request: Request, future: Future[Any], tokens: SimpleQueue[Token | None]
+    def __init__(
+        self,
+        runner: Runner,
+        n_slots: int,
+        max_requests: int,
+        is_fixed: bool,
+        counts: Counter[str],
     ) -> None:
-        self._active[request] = future, tokens
+        self._runner, self._n_slots, self._is_fixed, self._counts = (
+            runner,
+            n_slots,
+            is_fixed,
+            counts,
+        )
+        self._scheduler: Scheduler | None = None
+        self.commands: SimpleQueue[Callable[[], None] | None] = SimpleQueue()
+        self.vacancies = threading.Semaphore(max_requests)
+        self.active: dict[Request, tuple[Future[Any], SimpleQueue[Token | None]]] = {}
+        self.process = os.getpid()
+        self.thread = threading.Thread(target=self._run, name="tiedgpt-engine", daemon=True)
+        self.thread.start()
+
+    def add(self, request: Request, future: Future[Any], tokens: SimpleQueue[Token | None]) -> None:
+        """Give a request to the scheduler. This is a command."""
+        self.active[request] = future, tokens
         try:
             if self._scheduler is None:
                 capacity = self._runner.config.n_positions
@@ -222,8 +211,43 @@ class Worker:
         else:
             self._scheduler.add(request)
 
+    def cancel(self, reference: weakref.ref[Request]) -> None:
+        """End a request soon, from any thread; its result is the text so far."""
+        request = reference()
+        if request is not None and self.process == os.getpid():
+            self.commands.put(partial(self._end, request))
+
+    def _run(self) -> None:
+        """Take commands and steps in turn until a command is None."""
+        while self._run_commands():
+            if self._scheduler is not None:
+                began = time.perf_counter_ns()
+                try:
+                    self._scheduler.step()
+                except Exception as error:  # not of a request: the scheduler itself failed
+                    self._scheduler = None
+                    for request in self.active:
+                        request.fail(error)
+                self._counts["nanoseconds"] += time.perf_counter_ns() - began
+            for request in [request for request in self.active if request.has_ended]:
+                self._deliver(request)
+            if not self.active and not self._is_fixed:
+                self._scheduler = None
+        for request in list(self.active):
+            self._end(request)
+        self._scheduler = None
+
+    def _run_commands(self) -> bool:
+        """Run the queued commands; sleep while no request is active. Return False for None."""
+        with suppress(Empty):
+            while (command := self.commands.get(block=not self.active)) is not None:
+                command()
+            return False
+        return True
+
     def _end(self, request: Request) -> None:
-        if request in self._active:
+        """Cancel a request unless its result was delivered."""
+        if request in self.active:
             if self._scheduler is not None:
                 self._scheduler.cancel(request)
             request.end("cancelled")
@@ -231,8 +255,8 @@ class Worker:
 
     def _deliver(self, request: Request) -> None:
         """Deliver the result or error of a request that has ended."""
-        future, tokens = self._active.pop(request)
-        self._room.release()
+        future, tokens = self.active.pop(request)
+        self.vacancies.release()
         if request.error is not None:
             future.set_exception(request.error)
         elif request.result is None:

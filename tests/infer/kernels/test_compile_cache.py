@@ -12,7 +12,7 @@ import pytest
 from numba import njit
 
 from tiedgpt.errors import UserError
-from tiedgpt.infer.kernels import compilation, compile_cache, rows
+from tiedgpt.infer.kernels import compilation, compile_cache, sampling_kernels
 from tiedgpt.infer.kernels.compile_cache import Kernel, Step, on_compilation
 
 
@@ -32,8 +32,8 @@ def _weigh(control, line, array, is_less):
 @pytest.fixture
 def kernel(monkeypatch, tmp_path):
     monkeypatch.setenv("NUMBA_CACHE_DIR", str(tmp_path))
-    monkeypatch.setattr(rows, "weigh", _weigh, raising=False)
-    return lambda: Kernel("rows", "weigh")
+    monkeypatch.setattr(sampling_kernels, "weigh", _weigh, raising=False)
+    return lambda: Kernel("sampling_kernels", "weigh")
 
 
 def weigh(kernel, dtype=np.float64):

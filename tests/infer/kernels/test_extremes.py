@@ -18,7 +18,7 @@ IDS = [5, 17, 3, 96, 0, 41, 8, 8, 60]
 
 def logits(packed, ids=IDS):
     session = PackedRunner(packed, threads=2).session(n_slots=1, capacity=24)
-    return session.read([0], [ids], every=[0])[0]
+    return session.read([0], [ids], all_logits=[0])[0]
 
 
 @pytest.mark.parametrize("form", PRECISIONS)
@@ -28,7 +28,7 @@ def test_what_a_cache_held_before_does_not_matter(form, changes):
     session = PackedRunner(packed, threads=2).session(n_slots=2, capacity=24)
     for array in session._cache:
         array.view(np.uint8)[...] = 0xFF
-    got = session.read([0, 1], [IDS, IDS[:5]], every=[0, 1])
+    got = session.read([0, 1], [IDS, IDS[:5]], all_logits=[0, 1])
     np.testing.assert_array_equal(got[0], logits(packed))
     np.testing.assert_array_equal(got[1], logits(packed)[:5])
 
@@ -51,11 +51,11 @@ def test_activations_that_are_no_numbers_show_in_the_scores_and_are_not_kept(for
     right = logits(packed)
     packed.arrays["wpe"][3, :32] = np.nan
     session = PackedRunner(packed, threads=2).session(n_slots=1, capacity=24)
-    got = session.read([0], [IDS], every=[0])[0]
+    got = session.read([0], [IDS], all_logits=[0])[0]
     assert np.isnan(got[3:]).all()
     packed.arrays["wpe"][3, :32] = 0
     session.truncate(0, 0)
-    got = session.read([0], [IDS], every=[0])[0]
+    got = session.read([0], [IDS], all_logits=[0])[0]
     np.testing.assert_array_equal(got[:3], right[:3])
     assert np.isfinite(got).all()
 

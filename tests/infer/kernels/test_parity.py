@@ -23,7 +23,7 @@ def test_every_architecture_in_every_form(name, form):
     with torch.no_grad():
         logits = expected(ids).numpy()
     session = PackedRunner(packed, threads=2).session(n_slots=3, capacity=24)
-    read = session.read([0, 1, 2], ids.tolist(), every=[0, 1, 2])
+    read = session.read([0, 1, 2], ids.tolist(), all_logits=[0, 1, 2])
     got = np.stack(read)
     assert np.linalg.norm(got - logits) < APART[form] * np.linalg.norm(logits)
     if form == "fp32":

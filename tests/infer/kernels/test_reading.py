@@ -24,7 +24,8 @@ def runner(form, *, threads=2, **changes):
 def whole(runner, texts):
     session = runner.session(n_slots=len(texts), capacity=24)
     return [
-        logits.copy() for logits in session.read(range(len(texts)), texts, every=range(len(texts)))
+        logits.copy()
+        for logits in session.read(range(len(texts)), texts, all_logits=range(len(texts)))
     ]
 
 
@@ -43,7 +44,7 @@ def test_texts_read_together_alone_and_token_by_token_score_the_same_bits(form):
     steps = [session.read([0], [[token]])[0].copy() for token in TEXTS[0]]
     assert_same([np.concatenate(steps)], together[:1])
     session = kernels.session(n_slots=4, capacity=24)
-    some = session.read(range(4), TEXTS, every=[2])
+    some = session.read(range(4), TEXTS, all_logits=[2])
     assert_same(some, [scores if n == 2 else scores[-1:] for n, scores in enumerate(together)])
 
 

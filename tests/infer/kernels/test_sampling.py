@@ -16,7 +16,7 @@ from tiedgpt.infer.kernels import sampling
 from tiedgpt.infer.kernels.sampling import score
 from tiedgpt.infer.kernels.thread_pool import ThreadPool
 from tiedgpt.infer.packed_session import PackedRunner
-from tiedgpt.infer.sampling import Choice, choose
+from tiedgpt.infer.sampling import SamplingInput, sample
 from tiedgpt.weights.formats.packed.writer import pack_gpt
 
 EPSILON = 2e-6
@@ -26,12 +26,12 @@ pool = ThreadPool(1)
 
 def choice(logits, uniform=0.0, n_tokens=None, seen=(), n_prompt=0, **options):
     config = GenerationConfig(**options)
-    return Choice(config, logits, seen, n_prompt, n_tokens or len(logits), uniform)
+    return SamplingInput(config, logits, seen, n_prompt, n_tokens or len(logits), uniform)
 
 
 def chosen(logits, uniform, **options):
     """The token and log P of one row."""
-    (one,) = sampling.choose(pool, [choice(logits, uniform, **options)])
+    (one,) = sampling.sample(pool, [choice(logits, uniform, **options)])
     return one.token, one.logprob
 
 
@@ -43,7 +43,7 @@ def near(logits, uniform, seen=(), n_prompt=0, **options):
     for shift, p_shift in itertools.product(shifts, shifts if top_p < 1 else [0]):
         number = min(max(uniform + shift, 0.0), 1 - 1e-16)
         moved = options | {"top_p": min(top_p * (1 + p_shift), 1.0)}
-        (plain,) = choose([choice(logits, number, seen=seen, n_prompt=n_prompt, **moved)])
+        (plain,) = sample([choice(logits, number, seen=seen, n_prompt=n_prompt, **moved)])
         found.add(plain.token)
     return found
 
@@ -153,20 +153,20 @@ def mixed(i, size):
 @pytest.mark.parametrize("size", [97, 5_003])
 def test_a_row_is_the_same_bits_alone_in_any_batch_and_on_any_number_of_threads(size):
     rows = [mixed(i, size) for i in range(24)]
-    alone = [sampling.choose(pool, [row])[0] for row in rows]
+    alone = [sampling.sample(pool, [row])[0] for row in rows]
     assert all(one.token >= 0 for one in alone)
     for threads in (1, 2):
-        assert sampling.choose(ThreadPool(threads), rows) == alone
-    assert sampling.choose(ThreadPool(3), rows[::-1]) == alone[::-1]
+        assert sampling.sample(ThreadPool(threads), rows) == alone
+    assert sampling.sample(ThreadPool(3), rows[::-1]) == alone[::-1]
 
 
 def test_greedy_rows_are_the_same_whether_others_are_drawn_or_not():
     logits = np.stack([peaked(i, 1000) for i in range(4)])
     logits[1, [3, 700]] = 9
-    greedy = sampling.choose(pool, [choice(row, temperature=0.0) for row in logits])
+    greedy = sampling.sample(pool, [choice(row, temperature=0.0) for row in logits])
     rows = [choice(row, temperature=float(i == 3)) for i, row in enumerate(logits)]
     assert [one.token for one in greedy] == logits.argmax(1).tolist()
-    assert sampling.choose(pool, rows)[:3] == greedy[:3]
+    assert sampling.sample(pool, rows)[:3] == greedy[:3]
 
 
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
@@ -174,7 +174,7 @@ def test_rows_beyond_the_tokens_count_for_log_p_and_are_never_drawn(temperature)
     logits = np.zeros(200, np.float32)
     logits[150:] = 5
     rows = [choice(logits, 1 - 1e-9, n, temperature=temperature) for n in (130, 7, 1)]
-    got = sampling.choose(pool, rows)
+    got = sampling.sample(pool, rows)
     assert [one.token for one in got] == ([129, 6, 0] if temperature else [0, 0, 0])
     expected = pytest.approx(-log_normalizer(logits), abs=1e-5)
     assert all(one.logprob == expected for one in got)
@@ -189,7 +189,7 @@ def test_rows_without_a_choice_say_why_and_the_others_are_chosen(temperature):
     logits[3] = [-3e38] * 69 + [3e38]
     logits[4, 1:] = -np.inf
     options = {"temperature": temperature, "top_p": 0.9, "uniform": 0.5}
-    none, nan, inf, *got, last = sampling.choose(pool, [choice(row, **options) for row in logits])
+    none, nan, inf, *got, last = sampling.sample(pool, [choice(row, **options) for row in logits])
     assert "no token is left" in str(none)
     assert "not numbers" in str(nan) and "not numbers" in str(inf)
     assert [(one.token, one.logprob) for one in got] == [(69, 0), (0, 0)]
@@ -205,7 +205,7 @@ def test_targets_have_the_log_p_and_the_rank_of_a_sort(seed, size, ties):
     logprobs, ranks = score(pool, logits, targets)
     n = 1 + seed % size
     beyond = score(pool, logits, targets, n)
-    assert beyond[0] == logprobs and beyond[1] == filters.score(logits, targets, n)[1]
+    assert beyond[0] == logprobs and beyond[1] == filters.score_targets(logits, targets, n)[1]
     for row, target, logprob, rank in zip(logits, targets, logprobs, ranks, strict=True):
         assert rank == 1 + np.argsort(-row, kind="stable").tolist().index(target)
         assert logprob == pytest.approx(float(row[target]) - log_normalizer(row), abs=1e-5)
@@ -227,7 +227,7 @@ def test_what_is_ruled_out_is_not_drawn_at_the_ends_either(uniform):
 
 
 def test_no_rows_are_no_tokens():
-    assert sampling.choose(pool, []) == []
+    assert sampling.sample(pool, []) == []
     assert score(pool, [], []) == ([], [])
 
 
@@ -255,12 +255,12 @@ def test_a_session_chooses_as_the_reference_does(options):
     seen = [[1, 2, 3], [4], [5, 6]]
     rows = [logits[-1] for logits in session.read(range(3), seen)]
     choices = [
-        Choice(config, row, ids, 1, 90, uniform)
+        SamplingInput(config, row, ids, 1, 90, uniform)
         for row, ids, uniform in zip(rows, seen, (0.1, 0.5, 0.9), strict=True)
     ]
-    for got, expected in zip(session.choose(choices), choose(choices), strict=True):
+    for got, expected in zip(session.sample(choices), sample(choices), strict=True):
         assert got.token == expected.token
         assert got.logprob == pytest.approx(expected.logprob, abs=1e-5)
-    logprobs, ranks = session.score(np.array(rows), [11, 12, 13])
-    expected = filters.score(rows, [11, 12, 13])
+    logprobs, ranks = session.score_targets(np.array(rows), [11, 12, 13])
+    expected = filters.score_targets(rows, [11, 12, 13])
     assert logprobs == pytest.approx(expected[0], abs=1e-5) and ranks == expected[1]

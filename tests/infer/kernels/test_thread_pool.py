@@ -22,7 +22,7 @@ def runner():
 
 @pytest.fixture(scope="module")
 def expected(runner):
-    return runner.session(n_slots=1, capacity=24).read([0], [IDS], every=[0])[0]
+    return runner.session(n_slots=1, capacity=24).read([0], [IDS], all_logits=[0])[0]
 
 
 def steps(runner):
@@ -67,7 +67,7 @@ def test_an_interrupted_read_is_not_held_and_the_session_goes_on(
         with pytest.raises(KeyboardInterrupt):
             session.read([0], [IDS[4:12]])
     assert session.lengths == [4]
-    got = session.read([0], [IDS[4:]], every=[0])[0]
+    got = session.read([0], [IDS[4:]], all_logits=[0])[0]
     np.testing.assert_array_equal(got, expected[4:])
 
 
@@ -87,7 +87,7 @@ def test_an_interrupted_step_does_not_write_to_a_slot_copied_later(expected, mon
         with pytest.raises(KeyboardInterrupt):
             session.read([1], [[91, 92, 93]])
     session.copy(0, 1)
-    got = session.read([1], [IDS[10:]], every=[1])[0]
+    got = session.read([1], [IDS[10:]], all_logits=[1])[0]
     np.testing.assert_array_equal(got, expected[10:])
 
 
@@ -135,7 +135,7 @@ def test_a_caller_that_fails_raises_and_the_session_goes_on(runner, expected, mo
         with pytest.raises(NoRoomError if error is MemoryError else error, match="no m"):
             session.read([0], [IDS[4:12]])
     assert session.lengths == [4]
-    got = session.read([0], [IDS[4:]], every=[0])[0]
+    got = session.read([0], [IDS[4:]], all_logits=[0])[0]
     np.testing.assert_array_equal(got, expected[4:])
 
 
@@ -156,13 +156,13 @@ def test_after_a_fork_the_child_goes_on_with_helpers_of_its_own(runner, expected
     if not child:
         code = 1
         try:
-            got = session.read([0], [IDS[4:]], every=[0])[0]
+            got = session.read([0], [IDS[4:]], all_logits=[0])[0]
             helpers = threading.active_count() - 1
             code = 0 if np.array_equal(got, expected[4:]) and helpers == 2 else 2
         finally:
             os._exit(code)
     assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
-    got = session.read([0], [IDS[4:]], every=[0])[0]
+    got = session.read([0], [IDS[4:]], all_logits=[0])[0]
     np.testing.assert_array_equal(got, expected[4:])
 
 

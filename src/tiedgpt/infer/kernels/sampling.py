@@ -1,6 +1,6 @@
 """Batched sampling from logits: penalties, filters and a draw, one row per chunk of work.
 
-A row's result depends on that row alone, bit for bit. `rows.py` is what is compiled.
+A row's result depends on that row alone, bit for bit. `sampling_kernels.py` is compiled.
 `infer/sampling.py` is the reference in plain numpy.
 """
 
@@ -17,7 +17,7 @@ from tiedgpt.infer.kernels.arguments import LANES, TokenLists
 from tiedgpt.infer.kernels.compile_cache import Kernel
 from tiedgpt.infer.kernels.thread_pool import ThreadPool
 from tiedgpt.infer.options import GenerationConfig
-from tiedgpt.infer.sampling import Choice, NextToken, no_choice
+from tiedgpt.infer.sampling import NextToken, SamplingInput, no_token_error
 
 Logits = NDArray[np.float32] | Sequence[NDArray[np.float32]]
 """(N, V), or N arrays (V,); contiguous rows are not copied."""
@@ -59,23 +59,23 @@ class Row(NamedTuple):
 
 
 ROW = np.dtype([*get_type_hints(Row).items()])
-fill_rows = Kernel("rows", "fill_rows")
+fill_rows = Kernel("sampling_kernels", "fill_rows")
 
 
-def choose(pool: ThreadPool, choices: Sequence[Choice]) -> list[NextToken | UserError]:
-    """Choose a token for each; return an error in the place of one that cannot be chosen."""
-    arrays = _contiguous(choice.logits for choice in choices)
+def sample(pool: ThreadPool, inputs: Sequence[SamplingInput]) -> list[NextToken | UserError]:
+    """Sample a token for each; return an error in the place of one that cannot be chosen."""
+    arrays = _contiguous(row.logits for row in inputs)
     size = len(arrays[0]) if arrays else 0
     rows, seen, bias_ids, bias = list[Row](), list[int](), list[int](), list[float]()
-    for choice, array in zip(choices, arrays, strict=True):
-        config, seen_start, bias_start = choice.config, len(seen), len(bias_ids)
+    for row, array in zip(inputs, arrays, strict=True):
+        config, seen_start, bias_start = row.config, len(seen), len(bias_ids)
         if config.penalizes:
-            seen += choice.seen
+            seen += row.seen
         bias_ids += config.logit_bias
         bias += config.logit_bias.values()
         rows.append(Row(
-            address=_address(array), n_tokens=min(choice.n_tokens, size), uniform=choice.uniform,
-            seen=seen_start, generated=min(seen_start + choice.n_prompt, len(seen)),
+            address=_address(array), n_tokens=min(row.n_tokens, size), uniform=row.uniform,
+            seen=seen_start, generated=min(seen_start + row.n_prompt, len(seen)),
             seen_end=len(seen), bias=bias_start, bias_end=len(bias_ids), **config.numbers,
         ))  # fmt: skip
     for ids in filter(None, (seen, bias_ids)):
@@ -86,12 +86,12 @@ def choose(pool: ThreadPool, choices: Sequence[Choice]) -> list[NextToken | User
     )
     table = _run(pool, rows, arrays, lists)
     return [
-        no_choice(highest) or NextToken(token, logprob)
+        no_token_error(highest) or NextToken(token, logprob)
         for token, logprob, highest in table[["token", "logprob", "highest"]].tolist()
     ]
 
 
-def score(
+def score_targets(
     pool: ThreadPool, logits: Logits, targets: Sequence[int], n_tokens: int | None = None
 ) -> tuple[list[float], list[int]]:
     """Return each row's logprob of its target, and the target's rank, 1 for the likeliest.
