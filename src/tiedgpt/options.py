@@ -30,6 +30,7 @@ def option(
     repeated: bool = False,
     choices: Callable[[], tuple[str, ...]] | None = None,
     verbs: Mapping[str, Mapping[str, Any]] | None = None,
+    **facts: Any,
 ) -> Any:
     """Return a dataclass field for an option of the command line.
 
@@ -38,9 +39,10 @@ def option(
     field's. A `repeated` option may be given several times; its type is a tuple. `choices` returns
     the values that it may have, where its type does not name them. An option whose `default` is
     `MISSING` is required. `verbs` are the only verbs with this option, each with what it has
-    instead of these arguments; None: every verb that takes the dataclass has it.
+    instead of these arguments; None: every verb that takes the dataclass has it. Other `facts` are
+    for the class itself.
     """
-    facts = {
+    facts |= {
         "help": help, "group": group, "metavar": metavar, "short": short, "long": long,
         "repeated": repeated, "choices": choices, "verbs": verbs,
     }  # fmt: skip

@@ -1,6 +1,7 @@
 """The options of generation beyond length and temperature."""
 
 import dataclasses
+from functools import partial
 
 import numpy as np
 import pytest
@@ -132,9 +133,13 @@ def test_numbers_may_come_from_numpy_and_torch():
     ],
 )
 def test_an_unknown_option_is_answered_with_the_right_one(engine, name, remedy):
-    for generate in (engine.generate, engine.stream, engine.submit):
+    config = GenerationConfig()
+    for generate in (
+        partial(engine.generate, "the"), partial(engine.stream, "the", config),
+        partial(engine.submit, "the"), GenerationConfig,
+    ):  # fmt: skip
         with pytest.raises(TypeError, match=f"{name} is no .*{remedy}"):
-            generate("the", **{name: 3})
+            generate(**{name: 3})
 
 
 def test_repr_of_a_generation_states_its_status_in_one_line(engine):

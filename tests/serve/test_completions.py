@@ -8,7 +8,8 @@ import pytest
 from starlette.testclient import TestClient
 
 from tests.infer.bad_values import BAD_VALUES
-from tiedgpt.infer import Engine
+from tiedgpt.cli.options import option_fields
+from tiedgpt.infer import Engine, GenerationConfig
 from tiedgpt.serve.app import create_app
 from tiedgpt.serve.guards import Limits
 
@@ -162,10 +163,9 @@ def test_stop_bias_and_forms_are_kept(client):
 
 FIELDS = {"max_new_tokens": "max_tokens", "top_logprobs": "logprobs"}
 """By option of the engine, its field where they differ."""
-NOT_SERVED = {
-    *("processors", "stop_ids", "context_end", "timeout", "prompt_logprobs", "num_beams"),
-    *("length_penalty", "early_stopping"),
-}
+NOT_SERVED = {"processors", "stop_ids", "prompt_logprobs", "length_penalty", "early_stopping"}
+ONLY_SERVED = {"logit_bias", "top_logprobs"}
+"""Options of OpenAI's API that the command line lacks."""
 ALLOWED = {"max_tokens": [0], "seed": [-1]}
 """Values that OpenAI's API allows and the engine does not."""
 HOSTILE = {
@@ -183,6 +183,43 @@ for name, values in BAD_VALUES.items():
     if name not in NOT_SERVED:
         values = [x for x in values if x not in ALLOWED.get(field, []) and not isinstance(x, bytes)]
         HOSTILE[field] = [*HOSTILE.get(field, []), *values]
+
+
+def test_every_option_of_the_command_line_is_a_field_with_its_bounds_and_help(client):
+    flags = {field.name: field.metadata["help"] for field in option_fields(GenerationConfig)}
+    schemas = client.get("/openapi.json").json()["components"]["schemas"]
+    for request in ("CompletionRequest", "ChatRequest"):
+        fields = schemas[request]["properties"]
+        for name in GenerationConfig.__dataclass_fields__:
+            is_served = FIELDS.get(name, name) in fields
+            assert is_served == (name not in NOT_SERVED), name
+            assert is_served == (name in flags or name in ONLY_SERVED), name
+        for name in flags.keys() - {"max_new_tokens"}:
+            assert fields[name]["description"] == flags[name]
+    for name, expected in (("min_p", (0, 1)), ("top_p", (1e-9, 1))):
+        bounds = fields[name]["anyOf"][0]
+        assert (bounds["minimum"], bounds["maximum"]) == expected
+    assert set(fields["context_end"]["anyOf"][0]["enum"]) == {"stop", "slide"}
+
+
+@pytest.mark.parametrize(
+    "options",
+    [{"num_beams": 3}, {"context_end": "slide", "temperature": 0}, {"timeout": 0.0, "seed": 1}],
+    ids=str,
+)
+def test_beams_a_sliding_context_and_a_timeout_give_what_the_engine_gives(client, engine, options):
+    length = engine.runner.config.n_positions + 5 if "context_end" in options else 9
+    told = complete(client, prompt=PROMPT, max_tokens=length, **options)
+    expected = engine.generate(PROMPT, max_new_tokens=length, **options)
+    assert told["choices"][0]["text"] == expected.text
+    assert told["usage"]["completion_tokens"] == len(expected.ids)
+    assert told["choices"][0]["finish_reason"] in (expected.finish_reason, "length")
+
+
+@pytest.mark.parametrize("other", [{"n": 2}, {"stream": True}, {"logprobs": 0}, {"top_p": 0.5}])
+def test_beams_exclude_what_needs_tokens_one_by_one(client, other):
+    error = refused(client, prompt="a", num_beams=2, **other)
+    assert error["param"] == "num_beams" and next(iter(other)) in error["message"]
 
 
 @pytest.mark.parametrize("field", HOSTILE)

@@ -29,56 +29,57 @@ Processor = Callable[[Sequence[int], int, Logits], Logits]
 Prompt = str | Sequence[int]
 GREEDY_BELOW = 1e-5
 """A temperature below this is greedy: dividing by it would overflow."""
-NEUTRAL = {
-    "temperature": 1.0, "top_k": 0, "top_p": 1.0, "min_p": 0.0,
-    "repetition_penalty": 1.0, "presence_penalty": 0.0, "frequency_penalty": 0.0,
-}  # fmt: skip
-"""The options of sampling, each with the value that changes nothing."""
+MAX_INT = 2**63 - 1
 
 
 @dataclass(frozen=True, kw_only=True)
 class GenerationConfig:
     """The options of generation; None means an option's default.
 
-    Impossible values raise `UserError`, naming the option.
+    Impossible values raise `UserError`, naming the option. `bounds` are the least and the greatest
+    value of a number, `neutral` is the value with which a sampling option changes nothing.
     """
 
     max_new_tokens: int = option(
-        128, "Maximum number of tokens to generate.", "sampling", short="n"
+        128, "Maximum number of tokens to generate.", "sampling", short="n", bounds=(1, MAX_INT)
     )
     temperature: float = option(
-        1.0,
-        "0: greedy decoding; 1: sample from the model's own distribution.",
-        "sampling",
-        short="t",
-    )
-    top_k: int | None = option(None, "Sample only from the k likeliest tokens.", "sampling")
+        1.0, "0: greedy decoding; 1: sample from the model's own distribution.", "sampling",
+        short="t", bounds=(0, math.inf), neutral=1.0,
+    )  # fmt: skip
+    top_k: int | None = option(
+        None, "Sample only from the k likeliest tokens.", "sampling",
+        bounds=(1, MAX_INT), neutral=0,
+    )  # fmt: skip
     top_p: float | None = option(
         None,
         "Nucleus sampling: sample from the likeliest tokens that together reach this probability.",
-        "sampling",
-    )
+        "sampling", bounds=(1e-9, 1), neutral=1.0,
+    )  # fmt: skip
     min_p: float | None = option(
-        None,
-        "Drop tokens whose probability is below this share of the highest probability.",
-        "sampling",
-    )
+        None, "Drop tokens whose probability is below this share of the highest probability.",
+        "sampling", bounds=(0, 1), neutral=0.0,
+    )  # fmt: skip
     repetition_penalty: float = option(
-        1.0, "Above 1, tokens already in the prompt or the text become less likely.", "sampling"
-    )
+        1.0, "Above 1, tokens already in the prompt or the text become less likely.", "sampling",
+        bounds=(1e-6, math.inf), neutral=1.0,
+    )  # fmt: skip
     presence_penalty: float = option(
-        0.0, "Subtracted from the logits of tokens that were already generated.", "sampling"
-    )
+        0.0, "Subtracted from the logits of tokens that were already generated.", "sampling",
+        bounds=(-math.inf, math.inf), neutral=0.0,
+    )  # fmt: skip
     frequency_penalty: float = option(
-        0.0, "Subtracted from a token's logit once for each time that it was generated.", "sampling"
-    )
+        0.0, "Subtracted from a token's logit once for each time that it was generated.",
+        "sampling", bounds=(-math.inf, math.inf), neutral=0.0,
+    )  # fmt: skip
     logit_bias: Mapping[int, float] = field(default_factory=dict)
     """Added to the logits of these ids; -inf excludes an id."""
     processors: Sequence[Processor] = ()
     """Functions that change the logits before all other options, in this order."""
     seed: int | None = option(
-        None, "The same seed gives the same text; default: a new seed each time.", "sampling"
-    )
+        None, "The same seed gives the same text; default: a new seed each time.", "sampling",
+        bounds=(0, MAX_INT),
+    )  # fmt: skip
     stop: str | Sequence[str] = option(
         (),
         "The text ends where the first of these strings begins, however tokens divide it.",
@@ -92,15 +93,18 @@ class GenerationConfig:
         "the end",
     )
     timeout: float | None = option(
-        None, "End the text after this many seconds, including the wait for a slot.", "the end"
-    )
-    top_logprobs: int = 0
+        None, "End the text after this many seconds, including the wait for a slot.", "the end",
+        bounds=(0, math.inf),
+    )  # fmt: skip
+    top_logprobs: int = field(default=0, metadata={"bounds": (0, MAX_INT)})
     """For each new token, return this many of the likeliest tokens with their logprobs."""
     prompt_logprobs: bool | int = False
     """Return the logprob of each prompt token after the first; a number: the likeliest as well."""
-    n: int = option(1, "Number of texts per prompt.", "several texts")
-    num_beams: int = option(1, "Above 1: beam search with this many beams.", "several texts")
-    length_penalty: float = 1.0
+    n: int = option(1, "Number of texts per prompt.", "several texts", bounds=(1, MAX_INT))
+    num_beams: int = option(
+        1, "Above 1: beam search with this many beams.", "several texts", bounds=(1, MAX_INT)
+    )
+    length_penalty: float = field(default=1.0, metadata={"bounds": (-50, 50)})
     """Beam search: above 0 favours longer texts, below 0 shorter ones."""
     early_stopping: EarlyStopping = False
     """Beam search: stop when there are enough texts (True), when a better one is unlikely (False),
@@ -118,21 +122,25 @@ class GenerationConfig:
         None, "The text follows this grammar (Lark's syntax).", "form", metavar="FILE"
     )
 
+    def __new__(cls, *_: Any, **options: Any) -> GenerationConfig:
+        """Answer an option that does not exist with the one to use."""
+        _require_known(options, cls.__dataclass_fields__)
+        return super().__new__(cls)
+
     def __post_init__(self) -> None:
         for each in fields(self):
             if getattr(self, each.name) is None and each.default is not None:
                 self._set(each.name, default_of(each.name))
-        for name, least in _INTEGERS.items():
-            self._set(name, _integer(name, getattr(self, name), least))
-        for name, bounds in _NUMBERS.items():
-            self._set(name, _number(name, getattr(self, name), *bounds))
+        for name, bounds in BOUNDS.items():
+            check = _integer if _FIELDS[name].type.startswith("int") else _number
+            self._set(name, check(name, getattr(self, name), *bounds))
         for name, choices in _CHOICES.items():
             if getattr(self, name) not in choices:
                 known = ", ".join(map(repr, choices))
                 raise UserError(f"must be one of {known}, got {getattr(self, name)!r}", option=name)
             self._set(name, choices[choices.index(getattr(self, name))])  # True for 1
         if not isinstance(self.prompt_logprobs, bool):
-            self._set("prompt_logprobs", _integer("prompt_logprobs", self.prompt_logprobs, 0))
+            self._set("prompt_logprobs", _integer("prompt_logprobs", self.prompt_logprobs))
         self._set("stop", _texts("stop", self.stop))
         self._set("stop_ids", _ids("stop_ids", self.stop_ids))
         self._set("processors", _processors(self.processors))
@@ -182,14 +190,13 @@ class GenerationConfig:
     @cached_property
     def penalizes(self) -> bool:
         """Whether the ids of prompt and text change logits."""
-        penalties = ("repetition_penalty", "presence_penalty", "frequency_penalty")
-        return any(self.numbers[name] != NEUTRAL[name] for name in penalties)
+        return any(self.numbers[name] != NEUTRAL[name] for name in _PENALTIES)
 
     @property
     def form(self) -> dict[str, Any]:
         """The constraint on the text as {option: value}, or an empty dictionary."""
-        given = {name: getattr(self, name) for name in ("regex", "json_schema", "grammar")}
-        return {name: value for name, value in given.items() if value is not None}
+        forms = {name: getattr(self, name) for name in ("regex", "json_schema", "grammar")}
+        return {name: value for name, value in forms.items() if value is not None}
 
     @property
     def n_slots(self) -> int:
@@ -197,31 +204,21 @@ class GenerationConfig:
         return self.num_beams
 
 
-_INTEGERS = {
-    "max_new_tokens": 1, "top_k": 1, "seed": 0, "top_logprobs": 0, "n": 1, "num_beams": 1,
-}  # fmt: skip
-"""Options that are integers, with their least values."""
-_NUMBERS = {
-    "temperature": (0, math.inf),
-    "top_p": (1e-9, 1),
-    "min_p": (0, 1),
-    "repetition_penalty": (1e-6, math.inf),
-    "presence_penalty": (-math.inf, math.inf),
-    "frequency_penalty": (-math.inf, math.inf),
-    "timeout": (0, math.inf),
-    "length_penalty": (-50, 50),  # a power of the length, which must stay finite
-}
-"""Options that are finite numbers, with their bounds."""
+_FIELDS: dict[str, Any] = {each.name: each for each in fields(GenerationConfig)}
+BOUNDS = {name: x.metadata["bounds"] for name, x in _FIELDS.items() if "bounds" in x.metadata}
+"""The least and the greatest value of each option that is a number."""
+NEUTRAL = {name: x.metadata["neutral"] for name, x in _FIELDS.items() if "neutral" in x.metadata}
+"""The sampling options, each with the value that changes nothing."""
 _CHOICES: dict[str, tuple[object, ...]] = {
     "context_end": ("stop", "slide"),
     "early_stopping": (True, False, "never"),
 }
+_PENALTIES = [name for name in NEUTRAL if name.endswith("_penalty")]
 _EXCLUDED_BY_BEAMS = (
-    *("temperature", "top_k", "top_p", "min_p", "stop", "stop_ids"),
-    *("context_end", "top_logprobs", "prompt_logprobs"),
+    *(name for name in NEUTRAL if name not in _PENALTIES),
+    *("stop", "stop_ids", "context_end", "top_logprobs", "prompt_logprobs"),
 )
 """Options of sampling and streaming, which beam search does not use."""
-_FIELDS = {each.name: each for each in fields(GenerationConfig)}
 
 
 OTHER_NAMES = {
@@ -243,19 +240,24 @@ def default_of(name: str) -> object:
     return default if name != "logit_bias" else {}
 
 
-def with_options(config: GenerationConfig | None, options: Mapping[str, Any]) -> GenerationConfig:
-    """Return the config with some options changed; raise `TypeError` for an unknown option."""
-    for name in options.keys() - _FIELDS.keys():
+def _require_known(options: Mapping[str, Any], known: Mapping[str, Any]) -> None:
+    """Raise `TypeError` for an unknown option, with the one that is meant or what to use."""
+    for name in options.keys() - known.keys():
         if remedy := REMOVED_OPTIONS.get(name):
             raise TypeError(f"{name} is no longer an option of generation: {remedy}")
-        meant = nearest_name(name, _FIELDS)
-        engine = "" if meant in _FIELDS else " It is an option of Engine."
-        meant = f": did you mean {meant}?{engine}" if meant else f"; known are {', '.join(_FIELDS)}"
+        meant = nearest_name(name, known)
+        engine = "" if meant in known else " It is an option of Engine."
+        meant = f": did you mean {meant}?{engine}" if meant else f"; known are {', '.join(known)}"
         raise TypeError(f"{name} is no option of generation{meant}")
+
+
+def with_options(config: GenerationConfig | None, options: Mapping[str, Any]) -> GenerationConfig:
+    """Return the config with some options changed; raise `TypeError` for an unknown option."""
     if config is None:
         return GenerationConfig(**options)
     if not isinstance(config, GenerationConfig):
         raise UserError(f"must be a GenerationConfig, got {type(config).__name__}", option="config")
+    _require_known(options, _FIELDS)
     return replace(config, **options)
 
 
@@ -273,11 +275,11 @@ def is_id(value: object) -> bool:
     return not isinstance(value, bool) and not getattr(value, "shape", ())
 
 
-def _integer(name: str, value: Any, least: int) -> int | None:
+def _integer(name: str, value: Any, least: int = 0, greatest: int = MAX_INT) -> int | None:
     if value is None and name in _FIELDS:
         return None
-    if not is_id(value) or not least <= operator.index(value) < 2**63:
-        most = " and < 2**63" if is_id(value) and operator.index(value) >= 2**63 else ""
+    if not is_id(value) or not least <= operator.index(value) <= greatest:
+        most = " and < 2**63" if is_id(value) and operator.index(value) > greatest else ""
         raise UserError(f"must be an integer >= {least}{most}, got {value!r}", option=name)
     return operator.index(value)
 

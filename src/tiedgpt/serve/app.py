@@ -28,7 +28,6 @@ from tiedgpt.serve.schemas import (
     CompletionRequest,
     DetokenizeRequest,
     EmbeddingRequest,
-    Message,
     TextBody,
     TokenizeRequest,
     inspection_body,
@@ -38,14 +37,6 @@ from tiedgpt.serve.torch_model import TorchModel
 if TYPE_CHECKING:
     from tiedgpt.core.model import GPT
     from tiedgpt.data.templates import Template
-
-EXPECTED = {
-    name: field.description
-    for request in (CompletionRequest, ChatRequest, EmbeddingRequest, Message)
-    for name, field in request.model_fields.items()
-    if field.description
-}
-"""Descriptions of the fields that have several types, for errors."""
 
 
 def create_app(
@@ -96,7 +87,7 @@ def create_app(
         _add_beside(app, beside, limits.inspections)
     _add_operation(app, service)
     path = "" if hosts.are_local or source is None else os.fspath(source)
-    add_error_handlers(app, EXPECTED, {path: name} if os.path.isabs(path) else {})
+    add_error_handlers(app, {path: name} if os.path.isabs(path) else {})
     return app
 
 

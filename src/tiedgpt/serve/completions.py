@@ -220,7 +220,12 @@ async def _encode(
     if isinstance(body, CompletionRequest):
         options = {"echo": body.echo, "allow_special": body.allow_special}
     return await asyncio.to_thread(
-        encode_prompts, service.engine, prompts, n=body.n, room=max_tokens, **options
+        encode_prompts,
+        service.engine,
+        prompts,
+        n=body.n,
+        room=None if body.context_end == "slide" else max_tokens,
+        **options,
     )
 
 

@@ -15,6 +15,7 @@ from tiedgpt.errors import NoRoomError, TiedGPTError
 from tiedgpt.infer import ClosedError, QueueFullError
 from tiedgpt.infer.options import OTHER_NAMES
 from tiedgpt.options import REMOVED_OPTIONS
+from tiedgpt.serve.schemas import EXPECTED
 
 RETRY_SECONDS = 1
 """Seconds after which a client may try again when too many requests wait."""
@@ -84,11 +85,8 @@ def _field(option: str) -> str:
     return OPTIONS.get(option, option)
 
 
-def body_error(error: RequestValidationError, expected: Mapping[str, str]) -> APIError:
-    """Return an error that names the path of the first wrong field.
-
-    `expected` describes fields of several types, for "must be ...". Values are not repeated.
-    """
+def body_error(error: RequestValidationError) -> APIError:
+    """Return an error that names the path of the first wrong field, and does not repeat values."""
     first = error.errors()[0]
     if first["type"] == "json_invalid":
         return APIError(400, f"the body must be JSON: {first['ctx']['error']}", code="invalid_json")
@@ -99,8 +97,8 @@ def body_error(error: RequestValidationError, expected: Mapping[str, str]) -> AP
         if has_part or (first["type"] == "missing" and part == first["loc"][-1]):
             path.append(str(part)[:64])
             value = value[part] if has_part else None
-        if part in expected and first["type"] not in ("missing", "extra_forbidden"):
-            must = f"must be {expected[part]}"
+        if part in EXPECTED and first["type"] not in ("missing", "extra_forbidden"):
+            must = f"must be {EXPECTED[part]}"
             return APIError(400, f"{'.'.join(path)} {must}", param=".".join(path))
     if not path:
         return APIError(400, "the body must be a JSON object", code="invalid_json")
@@ -140,13 +138,8 @@ def http_error(request: Request, error: HTTPException) -> APIError:
     return APIError(error.status_code, problem, code="invalid_json")
 
 
-def add_error_handlers(
-    app: FastAPI, expected: Mapping[str, str], hidden: Mapping[str, str]
-) -> None:
-    """Answer errors in OpenAI's form.
-
-    `expected` as of `body_error`; `hidden`: paths of this machine, and what replaces them.
-    """
+def add_error_handlers(app: FastAPI, hidden: Mapping[str, str]) -> None:
+    """Answer errors in OpenAI's form; `hidden`: paths of this machine, and what replaces them."""
 
     async def on_error(_: Request, error: Exception) -> JSONResponse:
         refusal = api_error(error)
@@ -156,7 +149,7 @@ def add_error_handlers(
 
     async def on_invalid_body(_: Request, error: Exception) -> JSONResponse:
         assert isinstance(error, RequestValidationError)
-        return body_error(error, expected).response()
+        return body_error(error).response()
 
     async def on_http_error(request: Request, error: Exception) -> JSONResponse:
         assert isinstance(error, HTTPException)

@@ -1,13 +1,15 @@
 """The requests: every field, its type and its limits. Unknown fields are refused.
 
-Names and defaults are OpenAI's; fields beyond OpenAI's are marked, and come as `extra_body` from
-its client. A field's description completes "must be" in the error that names it.
+Every option of generation that the command line has is a field, with the bounds and the help of
+`GenerationConfig`. Names and defaults are OpenAI's; its client sends other fields as `extra_body`.
 """
 
 from __future__ import annotations
 
 import json
-from typing import Annotated, Any, ClassVar, Literal
+import math
+from dataclasses import fields
+from typing import Annotated, Any, Literal, get_type_hints
 
 from pydantic import (
     AfterValidator,
@@ -20,13 +22,24 @@ from pydantic import (
 )
 
 from tiedgpt.errors import UserError
-from tiedgpt.infer.options import GenerationConfig
+from tiedgpt.infer.options import BOUNDS, GenerationConfig
 from tiedgpt.inspect.registry import Inspection
 
 MAX_FIELDS = 300
 """Fields of any object: each that is wrong would be an error."""
 MAX_CONSTRAINT = 1 << 16
 """Characters of a regular expression, a schema or a grammar."""
+MAX_TOKENS = 1 << 31
+EXPECTED = {
+    "prompt": "a text, ids >= 0, or a list of 1 to 128 of either",
+    "input": "a text, ids >= 0, or a list of 1 to 128 of either",
+    "stop": "a text of 1 to 256 characters, or a list of at most 4",
+    "logit_bias": "an object of at most 300 ids and numbers, -100 to 100",
+    "json_schema": "a JSON schema, as JSON or an object",
+    "content": 'a text, or a list of parts {"type": "text", "text": ...}',
+    "tool_choice": "none: tools are not supported",
+}
+"""What the fields of several types must be, for errors."""
 
 
 def _require_few_fields(value: Any) -> Any:
@@ -44,29 +57,32 @@ def as_list(value: Any) -> list[Any]:
 Id = Annotated[int, Field(ge=0, lt=1 << 31)]
 Ids = Annotated[list[Id], Field(fail_fast=True)]
 Prompt = str | Annotated[list[Id], Field(min_length=1, fail_fast=True)]
-Prompts = Annotated[
-    Prompt | Annotated[list[Prompt], Field(min_length=1, max_length=128, fail_fast=True)],
-    Field(description="a text, ids >= 0, or a list of 1 to 128 of either"),
-]
+Prompts = Prompt | Annotated[list[Prompt], Field(min_length=1, max_length=128, fail_fast=True)]
 Stop = Annotated[str, Field(min_length=1, max_length=256)]
-Stops = Annotated[
-    Stop | Annotated[list[Stop], Field(max_length=4)] | None,
-    Field(description="a text of 1 to 256 characters, or a list of at most 4"),
-]
 Biases = Annotated[
     dict[Annotated[str, Field(pattern=r"^\d{1,9}$")], Annotated[float, Field(ge=-100, le=100)]],
-    Field(max_length=300, description="an object of at most 300 ids and numbers, -100 to 100"),
+    Field(max_length=300),
     BeforeValidator(_require_few_fields),
     AfterValidator(lambda given: {int(id): bias for id, bias in given.items()}),
 ]
-Seed = Annotated[int, Field(ge=-(2**63), lt=2**63), AfterValidator(lambda seed: seed % 2**63)]
 Constraint = Annotated[str, Field(max_length=MAX_CONSTRAINT)]
-Schema = Annotated[
-    Constraint | dict[str, Any], Field(description="a JSON schema, as JSON or an object")
-]
 Name = Annotated[str, Field(max_length=512)]
-Penalty = Annotated[float, Field(ge=-2, le=2)]
-Count = Annotated[int, Field(ge=1, le=1 << 31)]
+Count = Annotated[int, Field(ge=1, le=MAX_TOKENS)]
+Seed = Annotated[int, Field(ge=-(2**63), lt=2**63), AfterValidator(lambda seed: seed % 2**63)]
+LIMITS: dict[str, Any] = {
+    "n": Annotated[int, Field(ge=1, le=8)],
+    "temperature": Annotated[float, Field(ge=0, le=2)],
+    "presence_penalty": Annotated[float, Field(ge=-2, le=2)],
+    "frequency_penalty": Annotated[float, Field(ge=-2, le=2)],
+    "repetition_penalty": Annotated[float, Field(gt=0, le=10)],
+    "seed": Seed,
+    "logit_bias": Biases,
+    "stop": Stop | Annotated[list[Stop], Field(max_length=4)],
+    "regex": Constraint,
+    "json_schema": Constraint | dict[str, Any],
+    "grammar": Constraint,
+}
+"""Options whose type or limits are OpenAI's or the server's own, not those of the engine."""
 
 
 class Body(BaseModel):
@@ -114,54 +130,66 @@ class ResponseFormat(Body):
         return {"type": "object"} if self.type == "json_object" else None
 
 
-class GenerationBody(NamedBody):
+OPTIONS = [
+    *(field.name for field in fields(GenerationConfig) if "help" in field.metadata),
+    "logit_bias",
+]
+OPTIONS.remove("max_new_tokens")  # each request has its own max_tokens
+"""Options of generation that are fields of the same name: those of the command line."""
+
+
+def _option_fields() -> dict[str, Any]:
+    """Return the type and the default of each of the `OPTIONS`."""
+    hints, options = get_type_hints(GenerationConfig), GenerationConfig.__dataclass_fields__
+    result: dict[str, Any] = {}
+    for name in OPTIONS:
+        hint = LIMITS.get(name, hints[name])
+        if name not in LIMITS and name in BOUNDS:
+            low, high = (None if math.isinf(bound) else bound for bound in BOUNDS[name])
+            hint = Annotated[hint, Field(ge=low, le=high)]
+        about = options[name].metadata.get("help")
+        optional = (hint | None, Field(None, description=about))
+        result[name] = (hint, Field(1, description=about)) if name == "n" else optional
+    return result
+
+
+_OptionsBody: Any = create_model("_OptionsBody", __base__=NamedBody, **_option_fields())
+
+
+class GenerationBody(_OptionsBody):  # type: ignore[misc]
     """The fields of both completions and chat completions."""
 
-    n: int = Field(1, ge=1, le=8)
     stream: bool = False
     stream_options: StreamOptions | None = None
-    temperature: float | None = Field(None, ge=0, le=2)
-    top_p: float | None = Field(None, gt=0, le=1)
-    frequency_penalty: Penalty | None = None
-    presence_penalty: Penalty | None = None
-    logit_bias: Biases | None = None
-    stop: Stops = None
-    seed: Seed | None = None
     # Accepted for OpenAI's clients, without effect:
     metadata: dict[Name, Name] | None = None
     store: bool | None = None
     response_format: ResponseFormat | None = None
-    # Beyond OpenAI's:
-    top_k: Count | None = None
-    min_p: float | None = Field(None, ge=0, le=1)
-    repetition_penalty: float | None = Field(None, gt=0, le=10)
-    regex: Constraint | None = None
-    json_schema: Schema | None = None
-    grammar: Constraint | None = None
-
-    ENGINE_OPTIONS: ClassVar = (
-        *("temperature", "top_p", "frequency_penalty", "presence_penalty", "logit_bias", "seed"),
-        *("top_k", "min_p", "repetition_penalty", "regex", "grammar"),
-    )
 
     def config(self, **options: Any) -> GenerationConfig:
-        """Return the engine's options; contradictions raise `UserError`."""
-        schema: Any = self.response_format.schema_of() if self.response_format else None
-        if schema is not None and self.json_schema is not None:
-            raise UserError("response_format and json_schema exclude each other", hint="omit one")
-        schema = self.json_schema if schema is None else schema
+        """Return the engine's options for one text; contradictions raise `UserError`."""
+        values = {name: getattr(self, name) for name in OPTIONS} | {"n": 1} | options
+        if self.response_format and (schema := self.response_format.schema_of()) is not None:
+            if self.json_schema is not None:
+                message = "response_format and json_schema exclude each other"
+                raise UserError(message, hint="omit one")
+            values["json_schema"] = schema
+        schema = values["json_schema"]
         if isinstance(schema, dict) and len(json.dumps(schema)) > MAX_CONSTRAINT:
             message = f"must have at most {MAX_CONSTRAINT:,} characters"
             raise UserError(message, option="json_schema")
-        options |= {name: getattr(self, name) for name in self.ENGINE_OPTIONS}
-        return GenerationConfig(stop=as_list(self.stop), json_schema=schema, **options)
+        config = GenerationConfig(**values | {"stop": as_list(self.stop)})
+        for name in ("n", "stream", "logprobs") if config.num_beams > 1 else ():
+            if getattr(self, name) != type(self).model_fields[name].default:
+                raise UserError("exclude each other", option=("num_beams", name), hint="omit one")
+        return config
 
 
 class CompletionRequest(GenerationBody):
     """POST /v1/completions."""
 
     prompt: Prompts = ""
-    max_tokens: int | None = Field(None, ge=0, le=1 << 31)
+    max_tokens: int | None = Field(None, ge=0, le=MAX_TOKENS)
     echo: bool = False
     logprobs: int | None = Field(None, ge=0, le=20)
     suffix: None = None
@@ -183,9 +211,7 @@ class Message(Body):
     """A message of a conversation."""
 
     role: Name
-    content: str | Annotated[list[Part], Field(max_length=64)] = Field(
-        description='a text, or a list of parts {"type": "text", "text": ...}'
-    )
+    content: str | Annotated[list[Part], Field(max_length=64)]
     name: Name | None = None
 
     def for_template(self) -> dict[str, str]:
@@ -204,7 +230,7 @@ class ChatRequest(GenerationBody):
     # Accepted for OpenAI's clients, without effect:
     parallel_tool_calls: bool | None = None
     reasoning_effort: Name | None = None
-    tool_choice: Literal["none"] | None = Field(None, description="none: tools are not supported")
+    tool_choice: Literal["none"] | None = None
     logprobs: bool = False
     top_logprobs: int | None = Field(None, ge=0, le=20)
 

@@ -53,13 +53,14 @@ def encode_prompt(
     prompt: Prompt,
     param: str,
     *,
-    room: int = 0,
+    room: int | None = 0,
     max_tokens: int | None = None,
     allow_special: bool = False,
 ) -> list[int]:
     """Return a prompt's ids; `APIError` naming `param` if it cannot be read, or is too long.
 
-    At most `room` tokens are to follow. `max_tokens` may be read, if that is less than the context.
+    At most `room` tokens are to follow; None if the context slides, so that any length is read.
+    `max_tokens` may be read, if that is less than the context.
     """
     config = engine.runner.config
     if isinstance(prompt, str) and prompt and engine.tokenizer is None:
@@ -69,6 +70,8 @@ def encode_prompt(
     except UserError as error:
         raise APIError(400, f"{param}: {error}", param=param) from None
     context = min(max_tokens or config.n_positions, config.n_positions)
+    if room is None:
+        return ids
     if len(ids) + room > context:
         fits = len(ids) < context if room else len(ids) <= context
         message = f"{param} has {len(ids):,} tokens and the context {context:,}: shorten it"
@@ -88,12 +91,12 @@ def encode_prompts(
     prompts: Sequence[Prompt],
     *,
     n: int,
-    room: int,
+    room: int | None,
     param: str = "prompt",
     echo: bool = False,
     allow_special: bool = False,
 ) -> list[Choice]:
-    """Encode prompts; return n choices for each, of at most `room` new tokens."""
+    """Encode prompts; return n choices for each, with `room` as in `encode_prompt`."""
     choices, draws = list[Choice](), Counter[tuple[int, ...]]()
     for prompt in prompts:
         ids = encode_prompt(engine, prompt, param, room=room, allow_special=allow_special)

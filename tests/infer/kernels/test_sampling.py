@@ -13,7 +13,7 @@ from tiedgpt.errors import UserError
 from tiedgpt.infer import GenerationConfig, filters
 from tiedgpt.infer.filters import log_normalizer
 from tiedgpt.infer.kernels import sampling
-from tiedgpt.infer.kernels.sampling import score
+from tiedgpt.infer.kernels.sampling import score_targets
 from tiedgpt.infer.kernels.thread_pool import ThreadPool
 from tiedgpt.infer.packed_session import PackedRunner
 from tiedgpt.infer.sampling import SamplingInput, sample
@@ -202,9 +202,9 @@ def test_targets_have_the_log_p_and_the_rank_of_a_sort(seed, size, ties):
     logits = np.stack([peaked(seed + i, size) for i in range(3)])
     logits = logits.round() if ties else logits
     targets = np.random.default_rng(seed).integers(size, size=3)
-    logprobs, ranks = score(pool, logits, targets)
+    logprobs, ranks = score_targets(pool, logits, targets)
     n = 1 + seed % size
-    beyond = score(pool, logits, targets, n)
+    beyond = score_targets(pool, logits, targets, n)
     assert beyond[0] == logprobs and beyond[1] == filters.score_targets(logits, targets, n)[1]
     for row, target, logprob, rank in zip(logits, targets, logprobs, ranks, strict=True):
         assert rank == 1 + np.argsort(-row, kind="stable").tolist().index(target)
@@ -228,7 +228,7 @@ def test_what_is_ruled_out_is_not_drawn_at_the_ends_either(uniform):
 
 def test_no_rows_are_no_tokens():
     assert sampling.sample(pool, []) == []
-    assert score(pool, [], []) == ([], [])
+    assert score_targets(pool, [], []) == ([], [])
 
 
 @pytest.mark.parametrize(
