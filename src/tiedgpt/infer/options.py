@@ -30,14 +30,15 @@ Prompt = str | Sequence[int]
 GREEDY_BELOW = 1e-5
 """A temperature below this is greedy: dividing by it would overflow."""
 MAX_INT = 2**63 - 1
+# In the fields below, `bounds` are the least and the greatest value of a number, and `neutral` is
+# the value with which a sampling option changes nothing.
 
 
 @dataclass(frozen=True, kw_only=True)
 class GenerationConfig:
     """The options of generation; None means an option's default.
 
-    Impossible values raise `UserError`, naming the option. `bounds` are the least and the greatest
-    value of a number, `neutral` is the value with which a sampling option changes nothing.
+    Impossible values raise `UserError`, naming the option.
     """
 
     max_new_tokens: int = option(
@@ -96,7 +97,7 @@ class GenerationConfig:
         None, "End the text after this many seconds, including the wait for a slot.", "the end",
         bounds=(0, math.inf),
     )  # fmt: skip
-    top_logprobs: int = field(default=0, metadata={"bounds": (0, MAX_INT)})
+    top_logprobs: int = 0
     """For each new token, return this many of the likeliest tokens with their logprobs."""
     prompt_logprobs: bool | int = False
     """Return the logprob of each prompt token after the first; a number: the likeliest as well."""
@@ -104,7 +105,7 @@ class GenerationConfig:
     num_beams: int = option(
         1, "Above 1: beam search with this many beams.", "several texts", bounds=(1, MAX_INT)
     )
-    length_penalty: float = field(default=1.0, metadata={"bounds": (-50, 50)})
+    length_penalty: float = 1.0
     """Beam search: above 0 favours longer texts, below 0 shorter ones."""
     early_stopping: EarlyStopping = False
     """Beam search: stop when there are enough texts (True), when a better one is unlikely (False),
@@ -206,6 +207,7 @@ class GenerationConfig:
 
 _FIELDS: dict[str, Any] = {each.name: each for each in fields(GenerationConfig)}
 BOUNDS = {name: x.metadata["bounds"] for name, x in _FIELDS.items() if "bounds" in x.metadata}
+BOUNDS |= {"top_logprobs": (0, MAX_INT), "length_penalty": (-50, 50)}
 """The least and the greatest value of each option that is a number."""
 NEUTRAL = {name: x.metadata["neutral"] for name, x in _FIELDS.items() if "neutral" in x.metadata}
 """The sampling options, each with the value that changes nothing."""

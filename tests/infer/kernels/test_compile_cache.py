@@ -122,9 +122,9 @@ def test_arrays_with_gaps_and_numba_disabled_are_refused(kernel, monkeypatch):
 def test_kept_kernels_are_run_without_numba():
     program = (
         "import sys, numpy as np\n"
-        "from tiedgpt.infer.kernels.sampling import score\n"
+        "from tiedgpt.infer.kernels.sampling import score_targets\n"
         "from tiedgpt.infer.kernels.thread_pool import ThreadPool\n"
-        "print(score(ThreadPool(1), np.eye(3, dtype=np.float32), [0, 1, 0])[1])\n"
+        "print(score_targets(ThreadPool(1), np.eye(3, dtype=np.float32), [0, 1, 0])[1])\n"
         "print('numba' in sys.modules)"
     )
     for _ in range(2):  # the first may have to compile
