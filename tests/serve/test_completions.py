@@ -186,7 +186,9 @@ for name, values in BAD_VALUES.items():
 
 
 def test_every_option_of_the_command_line_is_a_field_with_its_bounds_and_help(client):
-    flags = {field.name: field.metadata["help"] for field in option_fields(GenerationConfig)}
+    flags = {
+        field.name: field.metadata["help"] for field in option_fields(GenerationConfig, "generate")
+    }
     schemas = client.get("/openapi.json").json()["components"]["schemas"]
     for request in ("CompletionRequest", "ChatRequest"):
         fields = schemas[request]["properties"]
