@@ -24,7 +24,7 @@ from tiedgpt.inspect import (
     random_head,
     vocabulary,
 )
-from tiedgpt.inspect.subjects import piece
+from tiedgpt.inspect.inputs import piece
 
 OF_TEXT = (positions, lens, dot, gradient_split, attention, ablate, random_head)
 
@@ -114,8 +114,8 @@ def test_a_single_token_gives_what_one_prediction_can(model, tokenizer):
     ("function", "options", "said"),
     [
         (positions, {"top": 0}, "top must be at least 1"),
-        (positions, {"poke": 5}, "poke must be from 0 to 2"),
-        (positions, {"poke": 1, "poke_with": 97}, "poke_with must be"),
+        (positions, {"replace_at": 5}, "replace_at must be from 0 to 2"),
+        (positions, {"replace_at": 1, "replace_with": 97}, "replace_with must be"),
         (lens, {"position": -4}, "position must be from 0 to 2, or -1 to -3"),
         (dot, {"position": 3}, "position must be"),
         (attention, {"layer": 2}, "layer must be from 0 to 1"),
@@ -167,9 +167,10 @@ def test_pieces_show_parts_of_characters_and_ids_without_a_token(tokenizer):
 
 
 def test_json_is_columns_without_nan_and_with_all_digits(model, tokenizer):
-    found = positions(model, tokenizer, TEXT, poke=2)
+    with pytest.warns(DeprecationWarning, match=r"poke=\) is now replace_at="):
+        found = positions(model, tokenizer, TEXT, poke=2)
     plain = json.loads(found.to_json(), parse_constant=pytest.fail)
-    assert plain["logprob"][-1] is None and plain["poked"] == list(found.poked)
+    assert plain["logprob"][-1] is None and plain["replaced"] == list(found.replaced)
     assert np.array_equal(np.array(plain["top_logprob"], np.float32), found.top_logprob)
     assert plain["words"][str(found.ids[0])] == found.pieces[0]
     states = json.loads(attention(model, tokenizer, TEXT).to_json())

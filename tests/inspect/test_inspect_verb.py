@@ -57,10 +57,13 @@ def test_one_prediction_is_not_several(capfd):
     assert "training learns from 1 prediction," in capfd.readouterr().out
 
 
-def test_a_poke_is_told_and_ids_need_no_tokenizer(capfd):
-    assert main(["inspect", "positions", "model", "--text", TEXT, "--poke", "3"]) == 0
+def test_a_replaced_token_is_reported_and_ids_need_no_tokenizer(capfd):
+    assert main(["inspect", "positions", "model", "--text", TEXT, "--replace-at", "3"]) == 0
     out = capfd.readouterr().out
     assert "logits moved by" in out and "stayed the same, bit for bit" in out
+    assert main(["inspect", "positions", "model", "--text", TEXT, "--poke=3"]) == 0
+    former = capfd.readouterr()
+    assert former.out == out and "--poke is now --replace-at" in former.err
     assert main(["inspect", "lens", "model", "--ids", "3", "4", "--after-attention"]) == 0
     assert "h.1.attn" in capfd.readouterr().out
 
@@ -125,8 +128,8 @@ def test_errors_are_one_sentence_and_name_options_as_typed(arguments, said, capf
             "`tiedgpt inspect vocabulary` has no option --text",
         ),
         (
-            ["vocabulary", "model", "--poke", "3"],
-            "`tiedgpt inspect vocabulary` has no option --poke",
+            ["vocabulary", "model", "--replace-at", "3"],
+            "`tiedgpt inspect vocabulary` has no option --replace-at",
         ),
         (["dot", "model", "--html", "x.html"], "`tiedgpt inspect dot` has no option --html"),
         (["neighbours", "model"], "the following arguments are required: --token"),

@@ -136,10 +136,10 @@ def test_attention_sums_to_1_gives_the_models_own_output_and_respects_the_band(m
 @given(MODELS, st.integers(2, 80), st.data())
 def test_a_later_token_changes_no_earlier_prediction(model, n, data):
     at = data.draw(st.integers(0, n - 1))
-    found = positions(model, None, random_ids(n), poke=at)
+    found = positions(model, None, random_ids(n), replace_at=at)
     assert not found.max_abs_change[:at].any()
     assert found.max_abs_change[at] > 0
-    assert found.poked[0] == at and found.poked[1] != found.poked[2]
+    assert found.replaced[0] == at and found.replaced[1] != found.replaced[2]
 
 
 @settings(max_examples=10)

@@ -18,7 +18,7 @@ from tiedgpt.data import ShardWriter
 from tiedgpt.errors import UserError
 from tiedgpt.inspect import gradient_split
 from tiedgpt.lessons import TOPICS
-from tiedgpt.lessons.subject import tiny_model
+from tiedgpt.lessons.inputs import tiny_model
 from tiedgpt.tie import ledger
 
 

@@ -135,16 +135,16 @@ def close(ours, theirs, place=""):
 @pytest.mark.parametrize("shape", ["gpt2", "untied", "gpt1"])
 def test_inspections_are_the_librarys(tmp_path, tokenizer, shape):
     model = small(tokenizer, **SHAPES[shape])
-    from tiedgpt.inspect.faces import faces
+    from tiedgpt.inspect.vocab_matrices import vocab_matrices
 
-    matrices = [{"name": face.name, "does": face.does} for face in faces(model)]
+    matrices = [{"name": matrix.name, "does": matrix.does} for matrix in vocab_matrices(model)]
     info = {"matrices": matrices, "tied": len(matrices) == 1}
     page = InNode(tmp_path, model, tokenizer, info=info)
     text = SAID + HOSTILE[0] + " é"
     questions = [
         ("positions", {"text": text, "top": 10}),
-        ("positions", {"text": text, "top": 1, "poke": 3, "poke_with": 7}),
-        ("positions", {"text": text, "top": 1, "poke": 3, "poke_with": "a"}),
+        ("positions", {"text": text, "top": 1, "replace_at": 3, "replace_with": 7}),
+        ("positions", {"text": text, "top": 1, "replace_at": 3, "replace_with": "a"}),
         ("positions", {"ids": [5], "top": 2}),
         ("lens", {"text": text, "top": 5, "position": 2}),
         ("dot", {"text": text, "position": 4, "top": 10}),
@@ -170,7 +170,7 @@ def test_inspections_are_the_librarys(tmp_path, tokenizer, shape):
 @needs_node
 def test_a_later_token_changes_no_earlier_prediction_not_by_one_bit(tmp_path):
     page = InNode(tmp_path, small())
-    (answer,) = page.ask(("/inspect/positions", {"ids": [*range(20)], "poke": 11}))
+    (answer,) = page.ask(("/inspect/positions", {"ids": [*range(20)], "replace_at": 11}))
     changes = answer["data"]["max_abs_change"]
     assert changes[:11] == [0] * 11 and min(changes[11:]) > 0
 
@@ -316,8 +316,8 @@ def test_what_cannot_be_read_is_said(tmp_path, tokenizer):
         ({"ids": [len(tokenizer)]}, f"{len(tokenizer)} is not an id"),
         ({"ids": [1, -1]}, "-1 is not an id"),
         ({"ids": [1.5]}, "1.5 is not an id"),
-        ({"ids": [1, 2], "poke": 2}, "from 0 to 1"),
-        ({"ids": [1, 2], "poke": 1, "poke_with": "a dog"}, "one token"),
+        ({"ids": [1, 2], "replace_at": 2}, "from 0 to 1"),
+        ({"ids": [1, 2], "replace_at": 1, "replace_with": "a dog"}, "one token"),
     ]:
         (answer,) = page.ask(("/inspect/positions", body))
         assert said in answer["error"]

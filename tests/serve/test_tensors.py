@@ -45,7 +45,8 @@ def test_what_reads_any_number_of_texts_is_not_served(client):
 
 @pytest.mark.parametrize(
     "body", [{}, {"text": "a", "ids": [1]}, {"text": "a " * 60}, {"ids": [9999]}, {"ids": ["a"]},
-             {"text": "a", "top": 0}, {"text": "a", "poke": 99}, {"text": "a", "what": 1}],
+             {"text": "a", "top": 0}, {"text": "a", "poke": 99},
+             {"text": "a", "replace_at": 99}, {"text": "a", "what": 1}],
 )  # fmt: skip
 def test_bad_inspections_are_refused(client, body):
     response = client.post("/inspect/positions", json=body)

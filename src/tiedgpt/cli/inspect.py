@@ -12,7 +12,7 @@ from pathlib import Path
 from textwrap import fill
 from typing import TYPE_CHECKING, Any, Literal
 
-from tiedgpt.cli.console import bar, fact, waiting
+from tiedgpt.cli.console import bar, fact, note, waiting
 from tiedgpt.cli.options import HELP_WIDTH, UsageError, parse
 from tiedgpt.cli.source import ModelOptions, SourceOrNewest, read_text, source_or_newest
 from tiedgpt.errors import UserError
@@ -90,6 +90,7 @@ def run(arguments: list[str]) -> None:
 def _inspect(inspection: Inspection, arguments: list[str]) -> None:
     """Print an inspection's table or JSON, and draw its figure."""
     verb, sentence = f"inspect {inspection.verb}", f"Show {inspection.about}."
+    arguments = [_current_name(inspection, one) for one in arguments]
     args = parse(arguments_of(inspection), verb, arguments, sentence)
     options = _options(inspection, args)
     of_table = {n: options.pop(n) for n in [*options] if inspection.options[n].is_of_table}
@@ -112,6 +113,16 @@ def _inspect(inspection: Inspection, arguments: list[str]) -> None:
     print(result.table(**of_table))
     if args.plot is not None:
         fact("written", str(args.plot))
+
+
+def _current_name(inspection: Inspection, argument: str) -> str:
+    """Return an argument with the current name of its option; note a former name."""
+    for name, each in inspection.options.items():
+        former, current = (f"--{n}".replace("_", "-") for n in (each.former_name, name))
+        if argument.split("=")[0] == former:
+            note(f"{former} is now {current}; the former name will be removed")
+            return argument.replace(former, current, 1)
+    return argument
 
 
 def arguments_of(inspection: Inspection) -> type[Any]:

@@ -1,4 +1,4 @@
-"""Look inside a GPT: what it predicts at each position, layer by layer, and with which rows of W.
+"""Inspect a GPT: predictions by position and by layer, attention, ablation, and the rows of W.
 
     from tiedgpt.inspect import lens, positions
 

@@ -1,8 +1,8 @@
-"""The gradient of W in two parts: from reading tokens, and from predicting them.
+"""Gradient of W in two parts: from the input embedding and from the output head.
 
-The loss reaches W twice: through h_0 = W[ids], and through logits = h W^T. Cutting the graph at h
-separates the two. Their sum is what an optimizer steps a tied W with (Press and Wolf 2017; in most
-runs the predicting part is far longer).
+The loss depends on W through h_0 = W[ids] and through logits = h W^T. Cutting the graph at h
+separates the two gradients. Their sum is the gradient of a tied W (Press and Wolf 2017). In most
+runs, the output part has a much larger norm.
 """
 
 from __future__ import annotations
@@ -19,8 +19,8 @@ from torch import Tensor
 
 from tiedgpt.core.model import GPT
 from tiedgpt.errors import UserError
+from tiedgpt.inspect.inputs import Model, Text, numpy, open_input, piece
 from tiedgpt.inspect.results import NOT_IN_JSON, SHOWN_ROWS, Figure, Result, lines
-from tiedgpt.inspect.subjects import Model, Text, numpy, open_subject, piece
 from tiedgpt.plots.panel import Panel
 from tiedgpt.plots.table import number_cell, number_table, token_cells, visible
 from tiedgpt.runtime import eval_mode
@@ -89,17 +89,17 @@ class GradientSplit(Result):
 def gradient_split(
     model: Model, tokenizer: Any = None, text: Text = "", *, arrays: bool = False
 ) -> GradientSplit:
-    """Return the gradient of the matrix that reads and predicts, split into the two.
+    """Return the gradient of the loss for W, split into its input and output part.
 
-    Arguments as of `positions`; `arrays` keeps both (V, D) parts. Dropout is off. The model's own
-    `.grad` and `requires_grad` stay as they are. Raises `UserError` as `positions`, for a single
-    token, and where no one parameter reads or predicts (an adapter).
+    The arguments are those of `positions`; `arrays` adds both (V, D) parts to the result. Dropout
+    is off. The model's `.grad` and `requires_grad` do not change. Raises the errors of
+    `positions`, and `UserError` for a single token or for an adapter on W.
     """
-    subject = open_subject(model, tokenizer, text, least=2)
-    gpt = require_gpt(subject.model)
+    inputs = open_input(model, tokenizer, text, least=2)
+    gpt = require_gpt(inputs.model)
     matrices = _matrices(gpt)
     wte, head = gpt.wte.weight, list(matrices.values())[-1]
-    ids, targets = subject.ids[:, :-1], subject.ids[0, 1:]
+    ids, targets = inputs.ids[:, :-1], inputs.ids[0, 1:]
     with eval_mode(gpt), _only(gpt, matrices.values()), torch.enable_grad():
         h = gpt.body(ids)
         cut = h.detach().requires_grad_()
@@ -124,7 +124,7 @@ def gradient_split(
         cosine=_dot(read, predict) / lengths if lengths else math.nan,
         rows_read=numpy(torch.linalg.vector_norm(read, dim=1)),
         rows_predict=numpy(torch.linalg.vector_norm(predict, dim=1)),
-        pieces=tuple(piece(subject.tokenizer, id) for id in range(gpt.config.vocab_size)),
+        pieces=tuple(piece(inputs.tokenizer, id) for id in range(gpt.config.vocab_size)),
         residual=max(apart),
         read=numpy(read) if arrays else None,
         predict=numpy(predict) if arrays else None,
@@ -132,7 +132,7 @@ def gradient_split(
 
 
 def _matrices(model: GPT) -> dict[str, Tensor]:
-    """Return the parameter that reads and, of an untied model, after it the one that predicts."""
+    """Return the input matrix and, for an untied model, the output matrix."""
     found: dict[str, Tensor] = {"wte.weight": model.wte.weight}
     if is_tied(model):
         return found
@@ -154,7 +154,7 @@ def _dot(a: Tensor, b: Tensor) -> float:
 
 @contextmanager
 def _only(model: GPT, wanted: Iterable[Tensor]) -> Iterator[None]:
-    """Let only these parameters require gradients; afterwards each is as it was."""
+    """Require gradients for these parameters only, then restore `requires_grad`."""
     before = {parameter: parameter.requires_grad for parameter in model.parameters()}
     model.requires_grad_(False)
     try:

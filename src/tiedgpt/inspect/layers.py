@@ -1,6 +1,6 @@
-"""What the layers do: what each would predict, where its heads look, and what it is worth.
+"""Layers: their predictions (logit lens), their attention weights, and their ablation.
 
-The hidden states come from `model.states`, the rest from hooks: the numbers are the model's own.
+The hidden states come from `model.states`, other activations from hooks on the model.
 """
 
 from __future__ import annotations
@@ -26,9 +26,10 @@ from tiedgpt.inspect.distributions import (
     kl_bits,
     logits_of,
     measure,
-    put,
-    wide,
+    upcast,
+    write_chunk,
 )
+from tiedgpt.inspect.inputs import Model, Text, index, join, numpy, open_input
 from tiedgpt.inspect.results import (
     LABELLED,
     MAX_TEXT_COLUMNS,
@@ -39,7 +40,6 @@ from tiedgpt.inspect.results import (
     lines,
     token_axis,
 )
-from tiedgpt.inspect.subjects import Model, Text, index, join, numpy, open_subject
 from tiedgpt.plots.panel import Grid, Panel
 from tiedgpt.plots.table import number_cell, number_table, token_cells, visible
 from tiedgpt.runtime import eval_mode
@@ -117,17 +117,18 @@ def lens(
     position: int = -1,
     after_attention: bool = False,
 ) -> Lens:
-    """Return what every layer's state would predict, read by the final norm and the head.
+    """Return the prediction of every layer's state by the final norm and the head.
 
-    The logit lens (nostalgebraist 2020), with the norm's statistics computed anew for each state.
-    Early layers were not trained to be read so: a strange word there may say more of the lens than
-    of the layer (Belrose et al. 2023). A GPT-1 has no final norm: its states are read as they are.
+    This is the logit lens (nostalgebraist 2020). The norm's statistics are computed for each state.
+    Early layers were not trained for this head: a strange word there may say more of the lens than
+    of the layer (Belrose et al. 2023). GPT-1 has no final norm, so the head reads its states
+    directly.
 
-    Arguments as of `positions`. `position` is the one whose words are watched. `after_attention`
-    adds the states between attention and MLP. Raises `UserError` as `positions`.
+    `position` selects the row that `table` shows. `after_attention` adds the states between
+    attention and MLP. Other arguments and errors are those of `positions`.
     """
-    subject = open_subject(model, tokenizer, text)
-    gpt, ids, targets = subject.model, subject.ids, subject.targets
+    inputs = open_input(model, tokenizer, text)
+    gpt, ids, targets = inputs.model, inputs.ids, inputs.targets
     at = index(position, ids.shape[1], "position")
     with eval_mode(gpt):
         layers, states = _states(gpt, ids, after_attention)
@@ -137,13 +138,13 @@ def lens(
             for number, state in enumerate(states):
                 logits = logits_of(gpt, gpt.ln_f(state[:, rows]))
                 part = measure(logits, targets[rows], top) | {"kl": kl_bits(last, logits)}
-                put(columns, (len(states), ids.shape[1]), (number, rows), part)
+                write_chunk(columns, (len(states), ids.shape[1]), (number, rows), part)
         there = [logits_of(gpt, gpt.ln_f(state[:, at : at + 1])) for state in states]
         watch = torch.tensor(list(dict.fromkeys(int(one.argmax()) for one in reversed(there))))
         watched = join(logits.log_softmax(-1)[:, watch] for logits in there)
     made = {name: numpy(values) for name, values in columns.items()}
     return Lens(
-        **subject.text(numpy(watch), made["top_ids"]),
+        **inputs.text(numpy(watch), made["top_ids"]),
         layers=layers,
         top_ids=made["top_ids"],
         top_logprob=made["top_logprob"],
@@ -237,11 +238,10 @@ def attention(
 ) -> AttentionMaps:
     """Return a layer's attention weights, and all hidden states, for a text.
 
-    Arguments as of `positions`; a negative `layer` counts from the last. Raises `UserError` as
-    `positions`.
+    A negative `layer` counts from the last. Other arguments and errors are those of `positions`.
     """
-    subject = open_subject(model, tokenizer, text)
-    gpt, kept = subject.model, index(layer, subject.model.config.n_layer, "layer")
+    inputs = open_input(model, tokenizer, text)
+    gpt, kept = inputs.model, index(layer, inputs.model.config.n_layer, "layer")
     shown, numbers = list[Tensor](), list[Tensor]()
     blocks: Any = gpt.h
 
@@ -256,10 +256,10 @@ def attention(
     with eval_mode(gpt), ExitStack() as hooks:
         for block in blocks:
             hooks.enter_context(block.attn.c_attn.register_forward_hook(partial(look, block.attn)))
-        states = join(gpt.states(subject.ids))
+        states = join(gpt.states(inputs.ids))
     entropy, first_share, previous_share = numpy(torch.stack(numbers, 1))
     return AttentionMaps(
-        **subject.text(),
+        **inputs.text(),
         layer=kept,
         queries=numpy(shown[0]),
         keys=numpy(shown[1]),
@@ -273,7 +273,7 @@ def attention(
 
 def _heads(attn: Attention, qkv: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """Split c_attn's output (T, 3 D) into q, k (H, T, D/H) and softmax(q k^T / sqrt(D/H))."""
-    q, k, _ = wide(qkv).unflatten(-1, (3, attn.n_head, -1)).permute(1, 2, 0, 3)
+    q, k, _ = upcast(qkv).unflatten(-1, (3, attn.n_head, -1)).permute(1, 2, 0, 3)
     seen = torch.ones(len(qkv), len(qkv), dtype=torch.bool, device=qkv.device).tril()
     if attn.window is not None:
         seen = seen.triu(1 - attn.window)
@@ -282,7 +282,7 @@ def _heads(attn: Attention, qkv: Tensor) -> tuple[Tensor, Tensor, Tensor]:
 
 @dataclass(frozen=True, kw_only=True)
 class Ablation(Result):
-    """How much worse a text is predicted without one part; each part is taken out alone."""
+    """The change of the loss without one head, attention or MLP at a time."""
 
     ids: np.ndarray  # (T,) the text's tokens
     mode: str  # what a part's output is replaced by: "zero", or its "mean" over the text
@@ -332,16 +332,16 @@ def ablate(
     mode: Literal["zero", "mean"] = "zero",
     progress: Callable[[int, int], None] | None = None,
 ) -> Ablation:
-    """Return the change of the loss for each head, attention and MLP, replaced one at a time.
+    """Return the change of the loss without each head, attention and MLP, one at a time.
 
-    `mode` "mean" replaces an output by its mean over the text's positions, so that what is the same
-    everywhere stays. `progress` is called with the layers done and their number. Other arguments
-    as of `positions`. Raises `UserError` as `positions`, and for a single token.
+    `mode` "zero" replaces an output by zero, "mean" by its mean over the text's positions.
+    `progress` is called with the number of layers done and their total. Other arguments and errors
+    are those of `positions`; a single token is a `UserError`.
     """
     if mode not in ("zero", "mean"):
         raise UserError(f"must be zero or mean, got {mode!r}", option="mode")
-    subject = open_subject(model, tokenizer, text, least=2)
-    gpt, ids = subject.model, subject.ids
+    inputs = open_input(model, tokenizer, text, least=2)
+    gpt, ids = inputs.model, inputs.ids
     n_layer, n_head, width = gpt.config.n_layer, gpt.config.n_head, gpt.config.head_dim
 
     def replaced(x: Tensor) -> Tensor:
@@ -380,7 +380,7 @@ def ablate(
 def _onwards(
     model: GPT, layer: int, state: Tensor, ids: Tensor, hook: RemovableHandle
 ) -> list[float]:
-    """Return the losses (B,) of states (B, T, D) that go into a layer, whose hook it removes."""
+    """Return the losses (B,) of states (B, T, D) entering a layer; remove its hook."""
     with hook:
         state = model.h[layer](state, layer)
     for later in range(layer + 1, len(model.h)):

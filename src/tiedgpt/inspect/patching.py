@@ -1,9 +1,9 @@
-"""Where a prediction comes from: states of one text put into the computation of another.
+"""Activation patching: activations of one text replace those of another.
 
-Activation patching (Vig et al. 2020, Meng et al. 2022, "Locating and Editing Factual Associations
-in GPT"). The model reads a corrupted text; at one layer and position an activation is replaced by
-that of the clean text, and the rest is computed from there. What brings the clean answer back holds
-what the texts differ in. Nothing is approximated: each number is a forward pass of its own.
+The model reads a corrupted text. One activation, at one layer and position, is replaced by that of
+the clean text, and the later layers are computed from it. An activation that restores the clean
+answer carries the difference between the texts (Vig et al. 2020; Meng et al. 2022, "Locating and
+Editing Factual Associations in GPT"). Each score is computed exactly, by a separate forward pass.
 """
 
 from __future__ import annotations
@@ -21,8 +21,8 @@ from torch import Tensor
 from tiedgpt.core.model import GPT
 from tiedgpt.errors import UserError
 from tiedgpt.inspect.distributions import ROWS, logits_of
+from tiedgpt.inspect.inputs import Model, Text, numpy, open_input, token_id
 from tiedgpt.inspect.results import SHOWN_ROWS, Figure, Result, token_axis
-from tiedgpt.inspect.subjects import Model, Text, numpy, open_subject, token_id
 from tiedgpt.plots.panel import Grid, Panel
 from tiedgpt.plots.table import number_cell, number_table, token_cells, visible
 from tiedgpt.runtime import eval_mode
@@ -99,17 +99,16 @@ def patch(
     wrong: int | str = -1,
     progress: Callable[[int, int], None] | None = None,
 ) -> Patching:
-    """Return how much of an answer each activation of a clean text brings to a corrupted one.
+    """Return the effect of each activation of a clean text on the answer to a corrupted text.
 
-    `text` is the clean text, `corrupted` one of as many tokens. `answer` is the token that follows
-    the clean text, and `wrong` one that follows the corrupted one; -1 for none. Each is an id or
-    the text of one token. `progress` is called with the layers done and their number. Other
-    arguments as of `positions`. Raises `UserError` as `positions`, for texts of different lengths,
-    and for an answer that is not one token.
+    `text` is the clean text, `corrupted` one of as many tokens. `answer` is the token after the
+    clean text, `wrong` the token after the corrupted text, or -1: an id or the text of one token.
+    `progress` is called with the number of layers done and their total. Other arguments and errors
+    are those of `positions`; different lengths and an answer of several tokens are a `UserError`.
     """
-    clean = open_subject(model, tokenizer, text)
+    clean = open_input(model, tokenizer, text)
     gpt = clean.model
-    other = open_subject(gpt, clean.tokenizer, corrupted)
+    other = open_input(gpt, clean.tokenizer, corrupted)
     n_tokens, n_other = clean.ids.shape[1], other.ids.shape[1]
     if n_tokens != n_other:
         problem = f"must have the {n_tokens} tokens of the text, got {n_other}"
@@ -153,7 +152,7 @@ def patch(
 
 
 def _watch(model: GPT, layer: int, part: str, change: Callable[[Tensor], Any]) -> Any:
-    """Call `change` with a part (B, T, D) when it is computed; what it returns takes its place."""
+    """Replace an activation (B, T, D) by the result of `change` when it is computed."""
     block: Any = model.h[layer]
     if part == "heads":
         return block.attn.c_proj.register_forward_pre_hook(lambda _, given: change(given[0]))

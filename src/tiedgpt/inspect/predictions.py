@@ -1,4 +1,4 @@
-"""What a model predicts after a text: at every position, and one prediction as dot products."""
+"""Predictions at every position of a text, and one prediction as dot products."""
 
 from __future__ import annotations
 
@@ -10,8 +10,15 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from tiedgpt.inspect.distributions import chunks, entropy_bits, logits_of, measure, put, wide
-from tiedgpt.inspect.faces import faces, final_bias
+from tiedgpt.inspect.distributions import (
+    chunks,
+    entropy_bits,
+    logits_of,
+    measure,
+    upcast,
+    write_chunk,
+)
+from tiedgpt.inspect.inputs import InspectionInput, Model, Text, index, numpy, open_input, token_id
 from tiedgpt.inspect.results import (
     LABELLED,
     SHOWN_ROWS,
@@ -20,7 +27,8 @@ from tiedgpt.inspect.results import (
     lines,
     token_axis,
 )
-from tiedgpt.inspect.subjects import Model, Subject, Text, index, numpy, open_subject, token_id
+from tiedgpt.inspect.vocab_matrices import final_bias, vocab_matrices
+from tiedgpt.names import accepts_old_name
 from tiedgpt.plots.panel import Line, Panel
 from tiedgpt.plots.table import number_cell, number_table, token_cells, visible
 from tiedgpt.runtime import eval_mode
@@ -43,11 +51,11 @@ class Positions(Result):
     loss: float  # mean over the targets, in nats: `model.loss`; NaN for a single token
     bits_per_byte: float  # the targets' bits over their bytes of UTF-8; NaN without a tokenizer
     next: int  # T - 1: the only position that generation uses
-    poked: tuple[int, int, int] | None  # position, old id, new id of the token that was changed
-    max_abs_change: np.ndarray | None  # (T,) of any logit by the poke; 0.0: not one bit
+    replaced: tuple[int, int, int] | None  # position, old id and new id of the replaced token
+    max_abs_change: np.ndarray | None  # (T,) largest change of a logit after the replacement
 
     def table(self, top: int = SHOWN_ROWS) -> str:
-        """Return a row for each position, and what the poke changed."""
+        """Return a row for each position, and the effect of a replaced token."""
         changes = self.max_abs_change
         next_words = token_cells(self.words[id] for id in self.target[:-1])
         rows = number_table(
@@ -70,27 +78,29 @@ class Positions(Result):
             f"generation reads position {self.next}\n"
             "bits: surprisal of the next token; entropy: of the prediction, in bits"
         )
-        if self.poked is None or changes is None:
+        if self.replaced is None or changes is None:
             return text
-        at, _, new = self.poked
+        at, _, new = self.replaced
         most = changes[:at].max(initial=0)
         moved = f"moved by at most {most:.0e}: rounding" if most else "stayed the same, bit for bit"
         old = visible(self.pieces[at])
         return f"{text}\nToken {at}, {old}, was replaced by id {new}. Before it, logits {moved}."
 
     def figure(self) -> Figure:
-        """Return surprisal and entropy along the text, and what the poke changed."""
+        """Return surprisal and entropy along the text, and the effect of the replaced token."""
         bits = {"surprisal of the next token": self.surprisal_bits}
         curves = lines(bits | {"entropy of the prediction": self.entropy_bits}, marked=True)
         axis = token_axis(self.pieces)
         panels = [Panel("the prediction after each token", lines=curves, y_label="bits", **axis)]
-        if self.max_abs_change is not None and self.poked is not None:
-            title = f"change of the logits when token {self.poked[0]} is changed"
+        if self.max_abs_change is not None and self.replaced is not None:
+            title = f"change of the logits when token {self.replaced[0]} is changed"
             curves = lines({"largest": self.max_abs_change}, marked=True)
             panels.append(Panel(title, lines=curves, y_label="largest change of a logit", **axis))
         return f"{len(self.ids)} tokens, loss {self.loss:.3f} nats", [*panels]
 
 
+@accepts_old_name("poke", "replace_at")
+@accepts_old_name("poke_with", "replace_with")
 @torch.no_grad()
 def positions(
     model: Model,
@@ -98,76 +108,78 @@ def positions(
     text: Text = "",
     *,
     top: int = 10,
-    poke: int | None = None,
-    poke_with: int | str | None = None,
+    replace_at: int | None = None,
+    replace_with: int | str | None = None,
 ) -> Positions:
-    """Return the prediction after every token of a text, and how it fares with the true next one.
+    """Return the prediction at each position of a text, and the loss of the true next token.
 
     `model` is a GPT, a path, a run directory, a hub name or transformers' GPT-2; `tokenizer` None
     takes the one at the path; `text` may be ids (T,). `top` predictions are listed.
 
-    `poke=j` changes token j (to `poke_with`, an id or a token's text, or else to the next id) and
-    reports how far each position's logits moved: a later token changes no earlier prediction.
+    `replace_at=j` replaces token j by `replace_with`, an id or a token's text (default: the next
+    id), and reports how far each position's logits move. No earlier prediction changes.
 
     Raises `UserError` for an empty text, one longer than the context, and ids out of range.
     """
-    subject = open_subject(model, tokenizer, text)
-    gpt, ids, targets = subject.model, subject.ids, subject.targets
+    inputs = open_input(model, tokenizer, text)
+    gpt, ids, targets = inputs.model, inputs.ids, inputs.targets
     found: dict[str, Tensor] = {}
     with eval_mode(gpt):
         h = gpt.body(ids)
-        poked, other = (None, h) if poke is None else _poke(subject, poke, poke_with)
+        replaced, other = None, h
+        if replace_at is not None:
+            replaced, other = _replace_token(inputs, replace_at, replace_with)
         for rows in chunks(ids.shape[1]):
             logits = logits_of(gpt, h[:, rows])
             part = measure(logits, targets[rows], top)
             part["entropy_bits"] = entropy_bits(logits.softmax(-1))
-            if poked is not None:
+            if replaced is not None:
                 moved = logits_of(gpt, other[:, rows])
                 same = moved == logits  # where both are -inf, their difference is NaN
                 part["max_abs_change"] = (moved - logits).masked_fill(same, 0).abs().amax(-1)
-            put(found, targets.shape, rows, part)
+            write_chunk(found, targets.shape, rows, part)
     columns = {name: numpy(values) for name, values in found.items()}
     surprisal = -columns["logprob"] / np.log(2).astype(columns["logprob"].dtype)
     nats = -columns["logprob"][:-1].astype(np.float64)
     return Positions(
-        **({"max_abs_change": None} | subject.text(columns["top_ids"]) | columns),
+        **({"max_abs_change": None} | inputs.text(columns["top_ids"]) | columns),
         target=numpy(targets),
         surprisal_bits=surprisal,
         loss=float(nats.mean()) if len(nats) else math.nan,
-        bits_per_byte=float(nats.sum()) / math.log(2) / _bytes(subject),
+        bits_per_byte=float(nats.sum()) / math.log(2) / _bytes(inputs),
         next=ids.shape[1] - 1,
-        poked=poked,
+        replaced=replaced,
     )
 
 
-def _poke(
-    subject: Subject, at: int, other: int | str | None
+def _replace_token(
+    inputs: InspectionInput, at: int, other: int | str | None
 ) -> tuple[tuple[int, int, int], Tensor]:
-    """Return what is changed, and the body's output (1, T, D) for it."""
-    at, size = index(at, subject.ids.shape[1], "poke"), subject.model.config.vocab_size
-    ids, old = subject.ids.clone(), int(subject.ids[0, at])
+    """Return position, old and new id, and the body's output (1, T, D) for the changed text."""
+    at, size = index(at, inputs.ids.shape[1], "replace_at"), inputs.model.config.vocab_size
+    ids, old = inputs.ids.clone(), int(inputs.ids[0, at])
     new = (old + 1) % size
     if other is not None:
-        new = token_id(other, subject.tokenizer, size, "poke_with")
+        new = token_id(other, inputs.tokenizer, size, "replace_with")
     ids[0, at] = new
-    return (at, old, new), subject.model.body(ids)
+    return (at, old, new), inputs.model.body(ids)
 
 
-def _bytes(subject: Subject) -> float:
-    """Return how many bytes of text the targets stand for; NaN if that is unknown or none."""
-    if subject.tokenizer is None:
+def _bytes(inputs: InspectionInput) -> float:
+    """Return the number of bytes of the targets; NaN for none, or without a tokenizer."""
+    if inputs.tokenizer is None:
         return math.nan
-    lengths, targets = subject.tokenizer.byte_lengths(), numpy(subject.ids[0, 1:])
+    lengths, targets = inputs.tokenizer.byte_lengths(), numpy(inputs.ids[0, 1:])
     return float(lengths[targets[targets < len(lengths)]].sum()) or math.nan
 
 
 @dataclass(frozen=True, kw_only=True)
 class Dot(Result):
-    """One prediction: logit_i = h . e_i = |h| |e_i| cos, of the k tokens with the highest logits.
+    """One prediction as dot products, logit_i = h . e_i = |h| |e_i| cos, of k tokens.
 
-    Norm and cosine are not identified: subtracting the mean row from all rows changes them, and no
-    probability. So both are given, of the rows e_i and of the centred rows c_i = e_i - mean row;
-    h_norm * centred_norm * centred_cos is the logit less what it has in common with all others.
+    Subtracting the mean row from all rows changes norms and cosines, but no probability. So both
+    are given for the rows e_i and for the centred rows c_i = e_i - mean row. h_norm * centred_norm
+    * centred_cos is the logit minus its part that is common to all tokens.
     """
 
     matrix: str  # name of the matrix that predicts, whose rows are e_i
@@ -255,39 +267,39 @@ def dot(
     Arguments as of `positions`; `top` = V lists all tokens. Raises `UserError` as `positions`, and
     for a head that is not linear.
     """
-    subject = open_subject(model, tokenizer, text)
-    gpt, at = subject.model, index(position, subject.ids.shape[1], "position")
+    inputs = open_input(model, tokenizer, text)
+    gpt, at = inputs.model, index(position, inputs.ids.shape[1], "position")
     with eval_mode(gpt):
-        state = gpt.body(subject.ids)[:, at : at + 1]
+        state = gpt.body(inputs.ids)[:, at : at + 1]
         logits = logits_of(gpt, state).double()
-        measured = measure(logits, subject.targets[:1], top)
-        both = faces(gpt)
-    reads, face, read = both[0], both[-1], int(subject.ids[0, at])
-    h, b, centred = wide(state[0, 0]), final_bias(gpt), face.weight - face.weight.mean(0)
-    norm, centred_norm, tiny = face.weight.norm(dim=1), centred.norm(dim=1), 1e-30
+        measured = measure(logits, inputs.targets[:1], top)
+        both = vocab_matrices(gpt)
+    reads, matrix, read = both[0], both[-1], int(inputs.ids[0, at])
+    h, b, centred = upcast(state[0, 0]), final_bias(gpt), matrix.weight - matrix.weight.mean(0)
+    norm, centred_norm, tiny = matrix.weight.norm(dim=1), centred.norm(dim=1), 1e-30
     every = {
         "logit": logits[0],
         "prob": logits[0].softmax(-1),
         "row_norm": norm,
-        "cos": face.weight @ h / (h.norm() * norm + tiny),
+        "cos": matrix.weight @ h / (h.norm() * norm + tiny),
         "centred_norm": centred_norm,
         "centred_cos": centred @ h / (h.norm() * centred_norm + tiny),
-        "bias_part": face.weight @ b,
-        "gain_part": face.weight @ (h - b),
-        "head_bias": face.bias,
+        "bias_part": matrix.weight @ b,
+        "gain_part": matrix.weight @ (h - b),
+        "head_bias": matrix.bias,
     }
     ids = measured["top_ids"][0]
     behind = torch.searchsorted(every["cos"].sort().values, every["cos"][ids], right=True)
-    pieces = subject.text(numpy(ids))["words"]
+    pieces = inputs.text(numpy(ids))["words"]
     return Dot(
-        matrix=face.name,
-        does=face.does,
+        matrix=matrix.name,
+        does=matrix.does,
         position=at,
         piece=pieces[read],
         row_read=numpy(reads.weight[read]),
         row_place=numpy(gpt.wpe.weight[at]),
         h=numpy(h),
-        rows=numpy(face.weight[ids]),
+        rows=numpy(matrix.weight[ids]),
         h_norm=float(h.norm()),
         ids=numpy(ids),
         pieces=tuple(pieces[id] for id in ids.tolist()),

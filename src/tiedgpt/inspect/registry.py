@@ -1,8 +1,8 @@
-"""Every inspection, declared once: its function, its options, and what it reads.
+"""Registry of the inspections: function, options and limits of each.
 
-`tiedgpt.inspect`, the verb `tiedgpt inspect`, the server's /inspect/NAME and the reference pages
-are made from `INSPECTIONS`. A new inspection is a file with a function that returns a `Result`, and
-a record here. This module imports no torch: help and the server's schemas need only it.
+`INSPECTIONS` defines `tiedgpt.inspect`, the verb `tiedgpt inspect`, the server's /inspect/NAME and
+the reference pages. A new inspection is a function that returns a `Result`, and a record here.
+This module does not import torch, because help and the server's schemas need it alone.
 """
 
 from __future__ import annotations
@@ -19,9 +19,9 @@ LARGEST = (1 << 31) - 1
 
 @dataclass(frozen=True)
 class Option:
-    """A keyword of the function, an option of the command line, and a field of a request.
+    """An argument of the function, which is also a command-line option and a field of a request.
 
-    Its default is the function's own; the server does not pass what a client leaves out.
+    The function holds its default; the server passes only the fields of the request.
     """
 
     type: Any
@@ -36,6 +36,8 @@ class Option:
     """False: the server does not take it, because it names a place on this machine."""
     is_of_table: bool = False
     """True: the result's table takes it, and the function does not."""
+    former_name: str | None = None
+    """A deprecated name, which is also accepted."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -81,11 +83,15 @@ INSPECTIONS: dict[str, Inspection] = {
             about="the prediction at each of N positions, and the loss of the true token",
             options={
                 "top": Option(int, "Tokens to list for each position; default: 10", 1, 100),
-                "poke": Option(
-                    int, "Change the token at this position, and show which predictions change"
+                "replace_at": Option(
+                    int,
+                    "Replace the token at this position, and show which predictions change",
+                    former_name="poke",
                 ),
-                "poke_with": Option(
-                    int | str, "The new token: its id, or its text; default: the next id"
+                "replace_with": Option(
+                    int | str,
+                    "The new token: its id, or its text; default: the next id",
+                    former_name="poke_with",
                 ),
             },
         ),

@@ -1,4 +1,4 @@
-"""What the functions of this package return: columns of numbers, their JSON, table and figure."""
+"""Results of the inspections: numpy arrays, with a JSON form, a table and a figure."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The rows of W: their norms, the frequency that they write, and the tokens that nothing reaches.
+"""The rows of W: their norms, their relation to token frequency, and unreachable tokens.
 
 Raw norms are not identified: subtracting the mean row from all rows changes neither a probability
 nor the loss, but every norm. So norms are given raw and centred.
@@ -21,9 +21,9 @@ from torch import Tensor
 from tiedgpt.data import Shards, documents
 from tiedgpt.errors import UserError
 from tiedgpt.inspect.distributions import chunks
-from tiedgpt.inspect.faces import Face, final_bias, finite_faces
+from tiedgpt.inspect.inputs import Model, numpy, open_model, piece
 from tiedgpt.inspect.results import NOT_IN_JSON, SHOWN_ROWS, Columns, Figure, Result
-from tiedgpt.inspect.subjects import Model, numpy, open_model, piece
+from tiedgpt.inspect.vocab_matrices import VocabMatrix, final_bias, finite_vocab_matrices
 from tiedgpt.plots.panel import Grid, Line, Panel
 from tiedgpt.plots.table import number_table, token_cells
 from tiedgpt.runtime import eval_mode
@@ -35,10 +35,10 @@ AT_ONCE = 10_000_000
 """Tokens of a shard that are counted at a time."""
 HELD_OUT = 0.2
 """Share of the tokens with counts that the direction is tested on."""
-FEWEST = 20
-"""Fewer tokens with counts than this show no trend."""
+MIN_COUNTED_TOKENS = 20
+"""Minimum number of tokens with counts for a trend."""
 RIDGE = 1e-3
-"""Of the rows' mean variance, added where the direction is fitted."""
+"""Ridge penalty of the direction, as a share of the rows' mean variance."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -72,7 +72,7 @@ class Rows(Columns):
     inside the convex hull of the others never does (Demeter et al. 2020)."""
 
     def trends(self) -> str:
-        """Return how the rows go with frequency, and how many predict themselves."""
+        """Return the trends with frequency, and the share of tokens that predict themselves."""
         text = ""
         if self.spearman:
             rows = number_table(
@@ -181,14 +181,14 @@ def vocabulary(
     counts: Counts | None = None,
     own_rank_rows: int | None = 1024,
 ) -> Vocabulary:
-    """Return the rows of the matrix, or of both, and how they go with frequency.
+    """Return the rows of each matrix, and their relation to token frequency.
 
-    `model` and `tokenizer` as of `positions`; without a tokenizer, what needs one is None. Counts
-    of a run's training data are taken where `model` is a run and `counts` is None; without counts,
-    what needs them is None, NaN or empty. `own_rank` is of so many tokens, evenly spaced; None: of
-    all, which takes V^2 D multiplications.
+    `model` and `tokenizer` are those of `positions`; fields that need a tokenizer or counts are
+    None, NaN or empty without them. If `counts` is None and `model` is a run, the run's training
+    data are counted. `own_rank_rows` is the number of evenly spaced tokens in `own_rank`; None
+    ranks all tokens, which takes V^2 D multiplications.
 
-    Raises `UserError` where counts do not fit the vocabulary, or the head is not linear.
+    Raises `UserError` for counts of another vocabulary and for a nonlinear head.
     """
     gpt, found = open_model(model, tokenizer)
     size, where = gpt.config.vocab_size, "the counts given"
@@ -213,7 +213,8 @@ def vocabulary(
         raise UserError(f"must be >= 0, got {n}", option="own_rank_rows")
     sample = torch.linspace(0, size - 1, n, dtype=torch.float64).long()
     with eval_mode(gpt):
-        matrices = [_rows(face, final_bias(gpt), counts, sample) for face in finite_faces(gpt)]
+        bias = final_bias(gpt)
+        matrices = [_rows(x, bias, counts, sample) for x in finite_vocab_matrices(gpt)]
     pieces = tuple(piece(found, id) for id in range(size))
     return Vocabulary(
         matrices=tuple(matrices),
@@ -226,19 +227,19 @@ def vocabulary(
     )
 
 
-def _rows(face: Face, b: Tensor, counts: np.ndarray | None, sample: Tensor) -> Rows:
-    centred = face.weight - face.weight.mean(0)
+def _rows(matrix: VocabMatrix, b: Tensor, counts: np.ndarray | None, sample: Tensor) -> Rows:
+    centred = matrix.weight - matrix.weight.mean(0)
     variances, vectors = torch.linalg.eigh(centred.T @ centred)  # ascending
     axes = vectors[:, -2:].flip(1)
     axes = axes * axes.gather(0, axes.abs().argmax(0, keepdim=True)).sign()  # eigh's are free
-    numbers = {"norm": numpy(face.weight.norm(dim=1)), "centred_norm": numpy(centred.norm(dim=1))}
-    if face.does != "reads":
-        numbers["prior_logit"] = numpy(face.weight @ b + face.bias)
+    numbers = {"norm": numpy(matrix.weight.norm(dim=1)), "centred_norm": numpy(centred.norm(dim=1))}
+    if matrix.does != "reads":
+        numbers["prior_logit"] = numpy(matrix.weight @ b + matrix.bias)
     direction, ln_count, r2_heldout = _direction(centred, counts)
     trends = {} if direction is None else {n: trend(x, counts) for n, x in numbers.items()}
     return Rows(
-        name=face.name,
-        does=face.does,
+        name=matrix.name,
+        does=matrix.does,
         norm=numbers["norm"],
         centred_norm=numbers["centred_norm"],
         prior_logit=numbers.get("prior_logit"),
@@ -251,7 +252,7 @@ def _rows(face: Face, b: Tensor, counts: np.ndarray | None, sample: Tensor) -> R
         pca=numpy(centred @ axes),
         pca_share=numpy(variances[-2:].flip(0) / variances.sum().clamp(min=1e-30)),
         own_rank_ids=numpy(sample),
-        own_rank=_own_rank(face.weight, sample.to(face.weight.device)),
+        own_rank=_own_rank(matrix.weight, sample.to(matrix.weight.device)),
     )
 
 
@@ -270,7 +271,7 @@ def _direction(
 
     Returns the direction, the estimates (V,), and R^2 for the tokens held out.
     """
-    if counts is None or (counts > 0).sum() < FEWEST:
+    if counts is None or (counts > 0).sum() < MIN_COUNTED_TOKENS:
         return None, None, math.nan
     draws = torch.rand(len(counts), generator=torch.Generator().manual_seed(0))
     seen, held_out = torch.from_numpy(counts > 0), draws < HELD_OUT
@@ -299,7 +300,7 @@ def trend(number: np.ndarray, counts: Any) -> tuple[float, tuple[float, float], 
 
 
 def _ranks(values: np.ndarray) -> np.ndarray:
-    """Return ranks from 1; equal values share the mean of theirs."""
+    """Return ranks from 1; equal values share their mean rank."""
     _, inverse, times = np.unique(values, return_inverse=True, return_counts=True)
     return (np.cumsum(times) - (times - 1) / 2)[inverse]
 

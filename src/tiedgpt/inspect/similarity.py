@@ -1,6 +1,6 @@
-"""The rows of W that are nearest to one token's row, by dot product, cosine and centred cosine.
+"""Nearest rows of W to one token's row, by dot product, cosine and centred cosine.
 
-The three differ, and only the dot product is what a model computes. Cosine and dot product change
+The three differ, and a model computes only the dot product. Cosine and dot product change
 when the mean row is subtracted from all rows, which changes no probability; centred cosine does
 not (Mu and Viswanath 2018).
 """
@@ -15,9 +15,9 @@ import torch
 from torch import Tensor
 
 from tiedgpt.errors import UserError
-from tiedgpt.inspect.faces import Face, finite_faces
+from tiedgpt.inspect.inputs import Model, numpy, open_model, piece, token_id
 from tiedgpt.inspect.results import SHOWN_ROWS, Columns, Figure, Result, lines
-from tiedgpt.inspect.subjects import Model, numpy, open_model, piece, token_id
+from tiedgpt.inspect.vocab_matrices import VocabMatrix, finite_vocab_matrices
 from tiedgpt.plots.panel import Grid, Panel
 from tiedgpt.plots.table import number_table, token_cells, visible
 from tiedgpt.runtime import eval_mode
@@ -79,23 +79,23 @@ def neighbours(
 ) -> Neighbours:
     """Return the rows nearest to a token's row, `top` by each measure.
 
-    `model` and `tokenizer` as of `positions`; `token` is an id or the text of one token. Raises
-    `UserError` for a text that is not one token, an id out of range, and a head that is not linear.
+    `model` and `tokenizer` are those of `positions`; `token` is an id or the text of one token.
+    Raises `UserError` for a text of several tokens, an id out of range and a nonlinear head.
     """
     gpt, found = open_model(model, tokenizer, needed=isinstance(token, str))
     if top < 1:
         raise UserError(f"must be at least 1, got {top}", option="top")
     id = token_id(token, found, gpt.config.vocab_size, "token")
     with eval_mode(gpt):
-        matrices = tuple(_nearest(face, id, top) for face in finite_faces(gpt))
+        matrices = tuple(_nearest(matrix, id, top) for matrix in finite_vocab_matrices(gpt))
     named = [np.r_[id, near.dot_ids, near.cos_ids, near.centred_cos_ids] for near in matrices]
     words = {j: piece(found, j) for j in np.unique(named).tolist()}
     return Neighbours(id=id, piece=words[id], matrices=matrices, words=words)
 
 
-def _nearest(face: Face, id: int, top: int) -> NearestRows:
+def _nearest(matrix: VocabMatrix, id: int, top: int) -> NearestRows:
     """Return the nearest rows of a matrix (V, D)."""
-    rows, columns = face.weight, dict[str, np.ndarray]()
+    rows, columns = matrix.weight, dict[str, np.ndarray]()
     mean = rows.mean(0)
 
     def add(name: str, values: Tensor) -> None:
@@ -106,4 +106,4 @@ def _nearest(face: Face, id: int, top: int) -> NearestRows:
     add("dot", rows @ rows[id])
     add("cos", torch.cosine_similarity(rows, rows[id], dim=1))
     add("centred_cos", torch.cosine_similarity(rows - mean, rows[id] - mean, dim=1))
-    return NearestRows(name=face.name, does=face.does, **columns)
+    return NearestRows(name=matrix.name, does=matrix.does, **columns)

@@ -24,9 +24,9 @@ from torch import Tensor
 from tiedgpt.core.model import GPT
 from tiedgpt.errors import CorruptInputError, UserError
 from tiedgpt.files import read_json
-from tiedgpt.inspect.faces import faces
+from tiedgpt.inspect.inputs import Model, index, numpy, open_input, open_model, piece
 from tiedgpt.inspect.results import SHOWN_ROWS, Figure, Result, lines
-from tiedgpt.inspect.subjects import Model, index, numpy, open_model, open_subject, piece
+from tiedgpt.inspect.vocab_matrices import vocab_matrices
 from tiedgpt.plots.panel import Panel
 from tiedgpt.plots.table import number_cell, number_table, token_cells
 from tiedgpt.runtime import eval_mode
@@ -34,7 +34,7 @@ from tiedgpt.runtime import eval_mode
 
 @dataclass(frozen=True, kw_only=True)
 class Direction(Result):
-    """The difference of the mean states of two sets of texts, and what it says to the head."""
+    """The difference of the mean states of two sets of texts, and its logits for each token."""
 
     layer: int  # after which the states are
     vector: np.ndarray  # (D,)
@@ -47,7 +47,7 @@ class Direction(Result):
     words: dict[int, str]  # the text of every id above
 
     def table(self, top: int = SHOWN_ROWS) -> str:
-        """Return how well it separates the texts, and the tokens that it speaks for."""
+        """Return the separation of the texts, and the tokens with the largest logits."""
         texts = number_table(
             ("texts", ["toward", "away"]),
             ("number", [len(self.toward), len(self.away)]),
@@ -100,8 +100,8 @@ def direction(
         norm = float(vector.norm())
         if not norm:
             raise UserError("the two sets of texts have the same mean state", hint="give others")
-        face = faces(gpt)[-1]
-    pushes = face.weight @ vector.to(face.weight)
+        matrix = vocab_matrices(gpt)[-1]
+    pushes = matrix.weight @ vector.to(matrix.weight)
     pushes -= pushes.mean()
     ends = [pushes.topk(min(top, len(pushes)), largest=largest) for largest in (True, False)]
     ids = numpy(torch.stack([each.indices for each in ends]))
@@ -128,7 +128,7 @@ def _states_of(
         raise UserError("must have at least one text", option=name)
     means = []
     for text in each:
-        states = list(model.states(open_subject(model, tokenizer, text).ids))[layer + 1][0]
+        states = list(model.states(open_input(model, tokenizer, text).ids))[layer + 1][0]
         means.append(states[min(1, len(states) - 1) :].mean(0))
     return torch.stack(means).to(torch.promote_types(model.wte.weight.dtype, torch.float32))
 
@@ -143,10 +143,10 @@ def steer(
 ) -> Iterator[GPT]:
     """Add `strength` times a direction (D,) to the state after a layer, at every position.
 
-    For as long as the block lasts; steers add up. An `Engine(model)` on torch is steered, too, if
-    it is idle when the block is entered and left: then its slots forget what they have read. The
-    model must be in eval mode for that. Raises `UserError` for a model that is no GPT, a layer that
-    it has not, and a direction of another width.
+    The hook is removed when the block ends; several directions add up. An `Engine(model)` on torch
+    is steered, too, if the model is in eval mode and the engine is idle when the block begins and
+    ends: its cache is then cleared. Raises `UserError` for a model that is not a GPT, a missing
+    layer, and a direction of another width.
     """
     if not isinstance(model, GPT):
         raise UserError(f"only a GPT is steered, got {type(model).__name__}")
@@ -168,7 +168,7 @@ def steer(
 def read_direction(path: Path) -> tuple[int, np.ndarray]:
     """Return the layer and the vector (D,) in the JSON of a `Direction`.
 
-    Raises `UserError` where there is no file, `CorruptInputError` where it holds something else.
+    Raises `UserError` for a missing file, `CorruptInputError` for other content.
     """
     found = read_json(path)
     layer, vector = found.get("layer"), found.get("vector")

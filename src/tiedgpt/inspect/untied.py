@@ -1,7 +1,7 @@
-"""What a model would predict with a random head of its own in the place of W.
+"""Predictions of a model with a random head instead of W.
 
-A copy that shares all parameters gets the head; the model stays as it is. The loss is about that of
-a guess among V tokens, and the matrix is V D more parameters.
+A copy that shares all other parameters gets the head; the model does not change. The expected loss
+is that of a guess among V tokens, ln V, and the matrix adds V D parameters.
 """
 
 from __future__ import annotations
@@ -15,9 +15,9 @@ import torch
 from torch import nn
 
 from tiedgpt.errors import UserError
+from tiedgpt.inspect.inputs import Model, Text, open_input
 from tiedgpt.inspect.predictions import positions
 from tiedgpt.inspect.results import SHOWN_ROWS, Figure, Result, lines
-from tiedgpt.inspect.subjects import Model, Text, open_subject
 from tiedgpt.plots.panel import Panel
 from tiedgpt.plots.table import number_cell, number_table, token_cells
 from tiedgpt.tie.heads import copy_sharing
@@ -81,13 +81,13 @@ def random_head(
     """
     if not 0 < std < math.inf:
         raise UserError(f"must be positive and finite, got {std}", option="std")
-    subject = open_subject(model, tokenizer, text, least=2)
-    gpt, size, width = subject.model, subject.model.config.vocab_size, subject.model.config.n_embd
+    inputs = open_input(model, tokenizer, text, least=2)
+    gpt, size, width = inputs.model, inputs.model.config.vocab_size, inputs.model.config.n_embd
     drawn = torch.randn(size, width, generator=torch.Generator().manual_seed(seed)) * std
     twin = copy_sharing(gpt)
     twin.head = nn.Linear(width, size, bias=False, device="meta")
     twin.head.weight = nn.Parameter(drawn.to(gpt.wpe.weight))
-    own, other = (positions(one, None, subject.ids[0], top=top) for one in (gpt, twin))
+    own, other = (positions(one, None, inputs.ids[0], top=top) for one in (gpt, twin))
     likeliest, random = own.top_ids[-1], other.top_ids[-1]
     return RandomHead(
         loss=own.loss,
@@ -100,5 +100,5 @@ def random_head(
         top_logprob=own.top_logprob[-1],
         random_top_ids=random,
         random_top_logprob=other.top_logprob[-1],
-        words=subject.text(likeliest, random)["words"],
+        words=inputs.text(likeliest, random)["words"],
     )

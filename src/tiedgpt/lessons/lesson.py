@@ -28,9 +28,9 @@ class Topic:
 
     question: str
     places: tuple[str, ...]
-    """Where the answer is in the code: "core/FILE: NAME, NAME"."""
+    """Code that answers it: "core/FILE: NAME, NAME"."""
     commands: tuple[str, ...]
-    """What measures more."""
+    """Commands that measure more."""
 
 
 TOPICS = {
@@ -87,21 +87,21 @@ class Lesson:
     topic: str
     question: str
     places: tuple[str, ...] = ()
-    """Where the answer is in the code."""
+    """Code that answers the question."""
     commands: tuple[str, ...] = ()
-    """What measures more."""
+    """Commands that measure more."""
     model: str = ""
-    """On which model the numbers were measured."""
+    """Description of the measured model."""
     matrices: str = ""
     """Names of the matrices that read and predict."""
     text: str = ""
-    """The beginning of what the model reads."""
+    """Beginning of the text."""
     numbers: dict[str, Any] = field(default_factory=dict)
-    """Everything that was measured."""
+    """All measured numbers by name."""
     blocks: list[str] = field(default_factory=list)
     """Paragraphs and tables, in lines of at most 79 columns."""
     partial: list[str] = field(default_factory=list)
-    """What could not be measured, and why."""
+    """Measurements that failed, with the reason."""
 
     def say(self, text: str, **numbers: Any) -> None:
         """Add a paragraph; `{name}` stands for one of the numbers so far, or a word kept whole."""
@@ -117,7 +117,7 @@ class Lesson:
 
     @contextmanager
     def optional(self, what: str) -> Iterator[None]:
-        """Leave a part out that this model does not allow, and say so."""
+        """Omit a part that this model does not support, and record the reason."""
         try:
             yield
         except TiedGPTError as error:
@@ -181,13 +181,13 @@ def explain(
         raise UserError(f"no topic {topic!r}", hint=f"choose one of {', '.join(TOPICS)}")
     about = TOPICS[topic]
     from tiedgpt.lessons import topics  # torch, which listing the topics does not need
-    from tiedgpt.lessons.subject import open_subject
+    from tiedgpt.lessons.inputs import open_lesson_input
 
-    subject = open_subject(model, tokenizer, text, progress)
-    subject.trains = train or model is None
-    lesson = Lesson(topic, about.question, about.places, about.commands, **subject.describe())
-    with eval_mode(subject.module):
-        getattr(topics, topic)(subject, lesson)
+    inputs = open_lesson_input(model, tokenizer, text, progress)
+    inputs.trains = train or model is None
+    lesson = Lesson(topic, about.question, about.places, about.commands, **inputs.describe())
+    with eval_mode(inputs.module):
+        getattr(topics, topic)(inputs, lesson)
     return lesson
 
 

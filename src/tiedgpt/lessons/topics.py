@@ -1,7 +1,7 @@
-"""What each lesson measures and says: one function for each topic.
+"""The lessons: one function for each topic.
 
-The numbers are those of `tiedgpt.inspect`, `tiedgpt.tie` and `tiedgpt.tune`. What only a GPT can
-answer is left out of a lesson on another module.
+The numbers come from `tiedgpt.inspect`, `tiedgpt.tie` and `tiedgpt.tune`. A lesson on a module that
+is not a GPT omits the measurements that need one.
 """
 
 from __future__ import annotations
@@ -19,9 +19,9 @@ from tiedgpt.core.model import GPT
 from tiedgpt.heads import FeatureExtractor, Head, MultipleChoice, SequenceClassifier
 from tiedgpt.inspect import dot, gradient_split, random_head
 from tiedgpt.inspect import positions as measure_positions
-from tiedgpt.inspect.faces import faces
+from tiedgpt.inspect.vocab_matrices import vocab_matrices
+from tiedgpt.lessons.inputs import LessonInput, tiny_model
 from tiedgpt.lessons.lesson import Lesson
-from tiedgpt.lessons.subject import Subject, tiny_model
 from tiedgpt.tie import ledger, untie
 from tiedgpt.tie import tie as share_matrix
 from tiedgpt.tie.heads import copy_sharing
@@ -29,10 +29,10 @@ from tiedgpt.tune import freeze, lora
 from tiedgpt.tune.adapters import BLOCKS
 from tiedgpt.tune.freezing import TrainableParameters, count_trainable
 
-RATE = 0.1
-"""Of the one step of SGD."""
-SHOWN = 8
-"""Positions in the table."""
+LEARNING_RATE = 0.1
+"""Learning rate of the one step of SGD."""
+TABLE_ROWS = 8
+"""Number of positions in the table."""
 HEADS: dict[str, tuple[type[Head], dict[str, Any]]] = {
     "SequenceClassifier, 3 labels": (SequenceClassifier, {"labels": ["a", "b", "c"]}),
     "MultipleChoice, 2 endings": (MultipleChoice, {}),
@@ -40,38 +40,38 @@ HEADS: dict[str, tuple[type[Head], dict[str, Any]]] = {
 }
 """Heads to put on the body, and their options."""
 RANK = 8
-"""Of adapters."""
+"""Rank of the adapters."""
 
 
-def tie(subject: Subject, lesson: Lesson) -> None:
+def tie(inputs: LessonInput, lesson: Lesson) -> None:
     """Show that one matrix reads and predicts: by formula, by a changed row, by a step."""
-    _compute_both_uses(subject, lesson)
-    _double_a_row(subject, lesson)
-    if subject.tied:
+    _compute_both_uses(inputs, lesson)
+    _double_a_row(inputs, lesson)
+    if inputs.tied:
         with lesson.optional("a head of its own with equal values"):
-            _step_with_an_equal_head(subject, lesson)
-    elif subject.audit.comparison is not None:
+            _step_with_an_equal_head(inputs, lesson)
+    elif inputs.audit.comparison is not None:
         lesson.say(
-            f"The two matrices differ: {subject.reads} and {subject.predicts} "
-            f"{subject.audit.comparison}. tiedgpt.tie.tie(model) makes them one matrix."
+            f"The two matrices differ: {inputs.reads} and {inputs.predicts} "
+            f"{inputs.audit.comparison}. tiedgpt.tie.tie(model) makes them one matrix."
         )
 
 
 @torch.no_grad()
-def _compute_both_uses(subject: Subject, lesson: Lesson) -> None:
+def _compute_both_uses(inputs: LessonInput, lesson: Lesson) -> None:
     """Compute both uses of W by hand and compare them with the model's own."""
-    ids, (size, width), t = subject.ids, subject.weight.shape, len(subject.ids)
-    reader = subject.module.get_submodule(subject.reads.rpartition(".")[0])
-    differences = {"read": reader(ids[None])[0] - subject.weight[ids]}
+    ids, (size, width), t = inputs.ids, inputs.weight.shape, len(inputs.ids)
+    reader = inputs.module.get_submodule(inputs.reads.rpartition(".")[0])
+    differences = {"read": reader(ids[None])[0] - inputs.weight[ids]}
     with lesson.optional("the check of h W^T"):
-        by_hand = F.linear(subject.state(), faces(subject.gpt)[-1].weight)
-        differences["predict"] = by_hand - subject.logits()
+        by_hand = F.linear(inputs.state(), vocab_matrices(inputs.gpt)[-1].weight)
+        differences["predict"] = by_hand - inputs.logits()
     largest = {use: float(each.abs().max()) for use, each in differences.items()}
     lesson.numbers |= {f"{use}_difference": x for use, x in largest.items()}
-    lesson.numbers["verdict"] = subject.audit.verdict
+    lesson.numbers["verdict"] = inputs.audit.verdict
     formulas = {
-        "read": (f"W_e[ids]    ({t}) -> ({t}, {width})", subject.reads),
-        "predict": (f"h_n W_e^T   ({t}, {width}) -> ({t}, {size})", subject.predicts or ""),
+        "read": (f"W_e[ids]    ({t}) -> ({t}, {width})", inputs.reads),
+        "predict": (f"h_n W_e^T   ({t}, {width}) -> ({t}, {size})", inputs.predicts or ""),
     }
     lesson.table(
         ("use", f"by hand, for {t} tokens", "matrix", ">difference"),
@@ -79,17 +79,17 @@ def _compute_both_uses(subject: Subject, lesson: Lesson) -> None:
     )
     lesson.say(
         "The difference is from the model's own output. `tiedgpt tie audit` compares names and "
-        f"storage; its verdict: {subject.audit.verdict} ({subject.audit.claim_source})."
+        f"storage; its verdict: {inputs.audit.verdict} ({inputs.audit.claim_source})."
     )
 
 
 @torch.no_grad()
-def _double_a_row(subject: Subject, lesson: Lesson) -> None:
+def _double_a_row(inputs: LessonInput, lesson: Lesson) -> None:
     """Double the row of a token that is not in the text, in the matrix that reads."""
-    before, rows = subject.logits(), subject.weight.clone()
-    id = int(before[-1].index_fill(0, subject.ids, -torch.inf).argmax())
+    before, rows = inputs.logits(), inputs.weight.clone()
+    id = int(before[-1].index_fill(0, inputs.ids, -torch.inf).argmax())
     rows[id] *= 2
-    after = subject.logits(changed={subject.reads: rows})
+    after = inputs.logits(changed={inputs.reads: rows})
     moved = (after - before).abs()
     follows = "No logit uses the row: this matrix only reads."
     if moved[:, id].max() > 0:
@@ -99,53 +99,53 @@ def _double_a_row(subject: Subject, lesson: Lesson) -> None:
         "A test without names: the text does not contain the token {token}. Double the token's row "
         "in {reads}. Its logit after the last token changes from {logit_before:.3f} to "
         "{logit_after:.3f}; every other logit changes by {others_moved:.1g}. " + follows,
-        token=subject.word(id),
-        reads=subject.reads,
+        token=inputs.word(id),
+        reads=inputs.reads,
         logit_before=float(before[-1, id]),
         logit_after=float(after[-1, id]),
         others_moved=float(moved.max()),
     )
 
 
-def _step_with_an_equal_head(subject: Subject, lesson: Lesson) -> None:
+def _step_with_an_equal_head(inputs: LessonInput, lesson: Lesson) -> None:
     """Give a copy of the model a head with equal values, and train it for one step."""
-    twin = copy_sharing(subject.gpt)
+    twin = copy_sharing(inputs.gpt)
     untie(twin)
-    split = gradient_split(twin, None, subject.ids, arrays=True)
+    split = gradient_split(twin, None, inputs.ids, arrays=True)
     assert split.read is not None and split.predict is not None
     with torch.no_grad():
-        apart = float((subject.logits(twin) - subject.logits(subject.gpt)).abs().max())
+        apart = float((inputs.logits(twin) - inputs.logits(inputs.gpt)).abs().max())
     lesson.say(
         "Equal values are not a tie. A copy of this model got an untied head with the same values. "
         "Its logits differ by {copy_apart:.1g}, so comparing values cannot distinguish the two "
         "models. But after one step of SGD (learning rate {rate}), its two matrices differ by up "
         "to {drift:.2g}; the standard deviation of W is {deviation:.2g}. So compare storage.",
         copy_apart=apart,
-        rate=RATE,
-        drift=RATE * float(np.abs(split.read - split.predict).max()),
-        deviation=float(subject.weight.std()),
+        rate=LEARNING_RATE,
+        drift=LEARNING_RATE * float(np.abs(split.read - split.predict).max()),
+        deviation=float(inputs.weight.std()),
     )
 
 
-def head(subject: Subject, lesson: Lesson) -> None:
+def head(inputs: LessonInput, lesson: Lesson) -> None:
     """Show what training the head trains, and what other heads on this body are worth."""
     answer = (
         "The head has no matrix of its own: training only the head trains these numbers, and "
         "freezing the embedding freezes the head."
-        if subject.tied
+        if inputs.tied
         else "This model is untied: its head has its own matrix ({predicts}), and training one "
         "does not change the other."
     )
     lesson.say(
         "named_parameters() lists {n_names} parameters. {reads} is one of them, with {matrix:,} "
         "numbers. " + answer,
-        n_names=len(list(subject.module.named_parameters())),
-        reads=subject.reads,
-        predicts=subject.predicts,
-        matrix=subject.weight.numel(),
+        n_names=len(list(inputs.module.named_parameters())),
+        reads=inputs.reads,
+        predicts=inputs.predicts,
+        matrix=inputs.weight.numel(),
     )
     with lesson.optional("the two parts of the gradient"):
-        split = gradient_split(subject.gpt, None, subject.ids)
+        split = gradient_split(inputs.gpt, None, inputs.ids)
         reached = {"read": int((split.rows_read > 0).sum())}
         reached["predict"] = int((split.rows_predict > 0).sum())
         rows = [("from reading", split.norm_read, reached["read"])]
@@ -154,7 +154,7 @@ def head(subject: Subject, lesson: Lesson) -> None:
             ("gradient of the loss", ">norm", ">rows with a gradient"),
             [(name, f"{norm:.3g}", f"{n:,} of {len(split.pieces):,}") for name, norm, n in rows],
         )
-        sums = "backward() adds both into one .grad" if subject.tied else "they stay separate"
+        sums = "backward() adds both into one .grad" if inputs.tied else "they stay separate"
         lesson.say(
             f"Their cosine is {{cosine:z.2f}}; {sums}. Reading gives a gradient only to the rows "
             "of the text's tokens. Predicting gives one to every row, through the softmax.",
@@ -165,19 +165,19 @@ def head(subject: Subject, lesson: Lesson) -> None:
             rows_predict=reached["predict"],
         )
     with lesson.optional("other heads on this body"):
-        _compare_heads(subject, lesson)
+        _compare_heads(inputs, lesson)
 
 
-def _compare_heads(subject: Subject, lesson: Lesson) -> None:
+def _compare_heads(inputs: LessonInput, lesson: Lesson) -> None:
     """Measure the loss with W, its copy and random numbers as the head; then tiny GPTs."""
-    random, twin = random_head(subject.gpt, None, subject.ids), copy_sharing(subject.gpt)
+    random, twin = random_head(inputs.gpt, None, inputs.ids), copy_sharing(inputs.gpt)
     own, other, new = "its own head", "the embedding, tied", "new numbers from N(0, 0.02)"
-    if subject.tied:
+    if inputs.tied:
         own, other = "W itself", "a copy of W"
         untie(twin)
     else:
         share_matrix(twin)
-    copy = measure_positions(twin, None, subject.ids).loss
+    copy = measure_positions(twin, None, inputs.ids).loss
     losses = {own: random.loss, other: copy, new: random.random_loss}
     uniform = random.uniform_loss
     lesson.numbers |= {"losses": losses, "uniform": uniform}
@@ -191,16 +191,16 @@ def _compare_heads(subject: Subject, lesson: Lesson) -> None:
         else "The model's own head is no better than new numbers or equal probabilities on this "
         "text: the model was not trained, or not on such text. "
     )
-    if not subject.trains:
+    if not inputs.trains:
         lesson.say(why + "With --train, a tied and an untied tiny GPT are trained and compared.")
         return
     lesson.say(why)
-    _compare_tiny_models(subject, lesson)
+    _compare_tiny_models(inputs, lesson)
 
 
-def _compare_tiny_models(subject: Subject, lesson: Lesson) -> None:
+def _compare_tiny_models(inputs: LessonInput, lesson: Lesson) -> None:
     """Train a tied and an untied tiny GPT, and compare their losses."""
-    tied, untied = (tiny_model(tied=tied, progress=subject.progress) for tied in (True, False))
+    tied, untied = (tiny_model(tied=tied, progress=inputs.progress) for tied in (True, False))
     larger = (
         " That the untied one is better here is no contradiction: it has {more:,} parameters "
         "more, and both saw as much text. Tying saves parameters; it does not promise the lower "
@@ -223,10 +223,10 @@ def _compare_tiny_models(subject: Subject, lesson: Lesson) -> None:
     )
 
 
-def parameters(subject: Subject, lesson: Lesson) -> None:
+def parameters(inputs: LessonInput, lesson: Lesson) -> None:
     """Count, untie, count again, and tie again."""
     with lesson.optional("with a head of its own, and tied again"):
-        twin, (v, d) = subject.with_two_matrices(), subject.weight.shape
+        twin, (v, d) = inputs.with_two_matrices(), inputs.weight.shape
         two = ledger(twin)
         share_matrix(twin)
         one = ledger(twin)
@@ -265,12 +265,12 @@ def parameters(subject: Subject, lesson: Lesson) -> None:
     )
 
 
-def positions(subject: Subject, lesson: Lesson) -> None:
+def positions(inputs: LessonInput, lesson: Lesson) -> None:
     """Show a prediction at each position, that none sees ahead, and which one generation uses."""
-    ids, word, n, matrix = subject.ids, subject.word, len(subject.ids), subject.weight.numel()
+    ids, word, n, matrix = inputs.ids, inputs.word, len(inputs.ids), inputs.weight.numel()
     with lesson.optional("the predictions"):
         at = n // 2
-        result = measure_positions(subject.gpt, None, ids, top=1, poke=at)
+        result = measure_positions(inputs.gpt, None, ids, top=1, replace_at=at)
         best, moved = result.top_ids[:, 0], result.max_abs_change
         assert moved is not None
         probability, highest = np.exp(result.logprob), np.exp(result.top_logprob[:, 0])
@@ -279,7 +279,7 @@ def positions(subject: Subject, lesson: Lesson) -> None:
             [
                 (str(i), word(ids[i]), word(ids[i + 1]), f"{probability[i]:.2g}", word(best[i]),
                  f"{highest[i]:.2g}")
-                for i in range(min(SHOWN, n - 1))
+                for i in range(min(TABLE_ROWS, n - 1))
             ],
         )  # fmt: skip
         lesson.say(
@@ -288,7 +288,7 @@ def positions(subject: Subject, lesson: Lesson) -> None:
             "them: the mean loss is {loss:.3f} nats. The last position has no next token. "
             "Generation needs only this position; its likeliest token is {following}.",
             tokens=n,
-            size=len(subject.weight),
+            size=len(inputs.weight),
             targets=result.next,
             loss=result.loss,
             following=word(best[-1]),
@@ -311,7 +311,7 @@ def positions(subject: Subject, lesson: Lesson) -> None:
 
 
 @torch.no_grad()
-def norms(subject: Subject, lesson: Lesson) -> None:
+def norms(inputs: LessonInput, lesson: Lesson) -> None:
     """Take logits apart into norms and an angle, and move the norms without any effect."""
     lesson.say(
         "In short: each token has one row, and training fits that row to both jobs. On the output "
@@ -319,24 +319,24 @@ def norms(subject: Subject, lesson: Lesson) -> None:
         "a longer row makes the token count for more beside its position. A row's length alone "
         "does not tell how important a token is: only what is left after the mean row is "
         "subtracted changes a prediction. The numbers below show each of these on this model.",
-        last=subject.word(subject.ids[-1]),
-        matrix=subject.weight.numel(),
+        last=inputs.word(inputs.ids[-1]),
+        matrix=inputs.weight.numel(),
     )
     with lesson.optional("the dot products"):
-        _take_logits_apart(subject, lesson)
-        _double_rows(subject, lesson)
-        if subject.tied:
-            _shift_rows(subject, lesson)
+        _take_logits_apart(inputs, lesson)
+        _double_rows(inputs, lesson)
+        if inputs.tied:
+            _shift_rows(inputs, lesson)
 
 
-def _take_logits_apart(subject: Subject, lesson: Lesson) -> None:
+def _take_logits_apart(inputs: LessonInput, lesson: Lesson) -> None:
     """Show the likeliest tokens' rows, and how often the angle alone would choose another token."""
-    h, face = subject.state(), faces(subject.gpt)[-1]
-    result = dot(subject.gpt, None, subject.ids, top=5)
+    h, matrix = inputs.state(), vocab_matrices(inputs.gpt)[-1]
+    result = dot(inputs.gpt, None, inputs.ids, top=5)
     lesson.say(
         "The logit of token i is h . e_i = |h| |e_i| cos, where e_i is its row of {predicts}. "
         "After the last token, {last}, |h| is {h_norm:.3g}:",
-        predicts=subject.predicts,
+        predicts=inputs.predicts,
         h_norm=result.h_norm,
     )
     columns = zip(
@@ -345,26 +345,26 @@ def _take_logits_apart(subject: Subject, lesson: Lesson) -> None:
     lesson.table(
         ("token", ">logit", ">|e_i|", ">cos", ">rank by cos"),
         [
-            (subject.word(i), f"{logit:.3f}", f"{norm:.3f}", f"{cos:.3f}", f"{rank:,}")
+            (inputs.word(i), f"{logit:.3f}", f"{norm:.3f}", f"{cos:.3f}", f"{rank:,}")
             for i, logit, norm, cos, rank in columns
         ],
     )
-    by_angle = (h @ F.normalize(face.weight).T).argmax(-1)
+    by_angle = (h @ F.normalize(matrix.weight).T).argmax(-1)
     lesson.say(
         "The token with the largest logit need not have the largest cosine. At {differ} of "
         "{tokens} positions of the text, another token has a larger cosine, and the norms of the "
         "rows decide.",
-        differ=int((by_angle != subject.logits().argmax(-1)).sum()),
+        differ=int((by_angle != inputs.logits().argmax(-1)).sum()),
         tokens=len(h),
     )
 
 
-def _double_rows(subject: Subject, lesson: Lesson) -> None:
-    """Double a row where it predicts, then one where it is read, in a copy with two matrices."""
-    twin, rows = subject.with_two_matrices(), subject.weight.clone()
-    rows[subject.ids[-1]] *= 2
-    before = subject.logits(twin)[-1]
-    after = subject.logits(twin, {subject.reads: rows})[-1].softmax(-1)
+def _double_rows(inputs: LessonInput, lesson: Lesson) -> None:
+    """Double a row of the output head, then a row of the input embedding, in an untied copy."""
+    twin, rows = inputs.with_two_matrices(), inputs.weight.clone()
+    rows[inputs.ids[-1]] *= 2
+    before = inputs.logits(twin)[-1]
+    after = inputs.logits(twin, {inputs.reads: rows})[-1].softmax(-1)
     best, longer = before.argmax(), before.clone()
     longer[best] *= 2
     lesson.say(
@@ -373,19 +373,19 @@ def _double_rows(subject: Subject, lesson: Lesson) -> None:
         "side, the row is added to the position embedding and passes through all layers: with "
         "twice the row of {last} (in an untied copy), {read_moved:.1%} of the next token's "
         "probability moves to other tokens.",
-        best=subject.word(best),
+        best=inputs.word(best),
         best_before=float(before.softmax(-1)[best]),
         best_after=float(longer.softmax(-1)[best]),
         read_moved=float((before.softmax(-1) - after).abs().sum() / 2),
     )
 
 
-def _shift_rows(subject: Subject, lesson: Lesson) -> None:
+def _shift_rows(inputs: LessonInput, lesson: Lesson) -> None:
     """Subtract a vector from all rows and add it to all positions: another W, the same model."""
-    gpt, rows = subject.gpt, subject.gpt.wte.weight
-    shift = 2 * rows[subject.ids[-1]]
+    gpt, rows = inputs.gpt, inputs.gpt.wte.weight
+    shift = 2 * rows[inputs.ids[-1]]
     changed = {"wte.weight": rows - shift, "wpe.weight": gpt.wpe.weight + shift}
-    before, after = (subject.logits(gpt, x).softmax(-1) for x in (None, changed))
+    before, after = (inputs.logits(gpt, x).softmax(-1) for x in (None, changed))
     old, new = rows.norm(dim=1), changed["wte.weight"].norm(dim=1)
     ranks = torch.stack([norm.argsort().argsort() for norm in (old, new)]).double()
     lesson.say(
@@ -403,12 +403,12 @@ def _shift_rows(subject: Subject, lesson: Lesson) -> None:
 
 
 @torch.no_grad()
-def loss(subject: Subject, lesson: Lesson) -> None:
+def loss(inputs: LessonInput, lesson: Lesson) -> None:
     """Compute the loss and its gradient by hand, and compare them with autograd's."""
-    logits, targets = subject.logits().requires_grad_(), subject.ids[1:]
+    logits, targets = inputs.logits().requires_grad_(), inputs.ids[1:]
     n, size = len(targets), logits.shape[1]
     with torch.enable_grad():
-        value = subject.loss(logits)
+        value = inputs.loss(logits)
         (gradient,) = torch.autograd.grad(value, logits)
     probs = logits[:-1].softmax(-1)
     lesson.say(
@@ -431,7 +431,7 @@ def loss(subject: Subject, lesson: Lesson) -> None:
         gradient_apart=float((gradient[:-1] - by_hand).abs().max()),
     )
     with lesson.optional("the gradient of the rows"):
-        rows = gradient_split(subject.gpt, None, subject.ids).rows_predict
+        rows = gradient_split(inputs.gpt, None, inputs.ids).rows_predict
         right = np.unique(targets.cpu().numpy())
         lesson.say(
             "logits = h W^T, so predicting gives W the gradient (P - onehot)^T h / {targets}. "
@@ -444,29 +444,29 @@ def loss(subject: Subject, lesson: Lesson) -> None:
 
 
 @torch.no_grad()
-def body(subject: Subject, lesson: Lesson) -> None:
-    """Show what the body returns, and what different heads on it return and cost."""
-    whole = ledger(subject.module)
-    own = 0 if subject.tied or not subject.predicts else subject.weight.numel()
+def body(inputs: LessonInput, lesson: Lesson) -> None:
+    """Show the output of the body, and the outputs and sizes of different heads on it."""
+    whole = ledger(inputs.module)
+    own = 0 if inputs.tied or not inputs.predicts else inputs.weight.numel()
     with lesson.optional("the states, and other heads"):
         lesson.say(
             "The body is everything up to the last norm: ids {ids} -> states {states}, one vector "
             "per token. A head turns states into an answer; the head over the vocabulary gives "
             "logits {logits}. transformers calls the body GPT2Model, and both together "
             "GPT2LMHeadModel.",
-            ids=(1, len(subject.ids)),
-            states=(1, *subject.state().shape),
-            logits=(1, *subject.logits().shape),
+            ids=(1, len(inputs.ids)),
+            states=(1, *inputs.state().shape),
+            logits=(1, *inputs.logits().shape),
         )
-        _put_heads_on(subject, lesson, own)
+        _put_heads_on(inputs, lesson, own)
     lesson.say(
         "The model has {total:,} parameters. {own:,} of them belong only to the vocabulary head. "
         "The {matrix:,} of {reads} belong to the body, which reads with them. So a model without "
         "its tied head is not smaller, and a new head does not change the matrix.",
         total=whole.total,
         own=own,
-        matrix=subject.weight.numel(),
-        reads=subject.reads,
+        matrix=inputs.weight.numel(),
+        reads=inputs.reads,
     )
     lesson.blocks.append(
         "In Python:\n"
@@ -477,9 +477,9 @@ def body(subject: Subject, lesson: Lesson) -> None:
     )
 
 
-def _put_heads_on(subject: Subject, lesson: Lesson, own: int) -> None:
+def _put_heads_on(inputs: LessonInput, lesson: Lesson, own: int) -> None:
     """Put each kind of head on the body."""
-    ids, bare = subject.ids[None], copy_sharing(subject.gpt)
+    ids, bare = inputs.ids[None], copy_sharing(inputs.gpt)
     bare.head = None
     rows = [("the vocabulary", str(lesson.numbers["logits"]), f"{own:,}")]
     for name, (kind, options) in HEADS.items():
@@ -492,50 +492,50 @@ def _put_heads_on(subject: Subject, lesson: Lesson, own: int) -> None:
     lesson.table(("head", "its output for this text", ">parameters of its own"), rows)
 
 
-def tuning(subject: Subject, lesson: Lesson) -> None:
+def tuning(inputs: LessonInput, lesson: Lesson) -> None:
     """Show what moves on either side of W: with the head alone, with adapters, with W frozen."""
     follows = (
         "the same ones that read: the head of this model is its embedding."
-        if subject.tied
+        if inputs.tied
         else "and does not change those that read, {reads}."
     )
     lesson.say(
         "Training only the head trains {matrix:,} of {total:,} numbers, " + follows,
-        matrix=subject.weight.numel(),
-        total=ledger(subject.module).total,
-        reads=subject.reads,
+        matrix=inputs.weight.numel(),
+        total=ledger(inputs.module).total,
+        reads=inputs.reads,
     )
     with lesson.optional("a step of the head alone, and other ways to tune"):
-        _step_the_head(subject, lesson)
-        _count_ways_to_tune(subject, lesson)
+        _step_the_head(inputs, lesson)
+        _count_ways_to_tune(inputs, lesson)
 
 
 @torch.no_grad()
-def _step_the_head(subject: Subject, lesson: Lesson) -> None:
+def _step_the_head(inputs: LessonInput, lesson: Lesson) -> None:
     """Take one step of SGD with the matrix that predicts, and follow its rows on both sides."""
-    split, tied = gradient_split(subject.gpt, None, subject.ids, arrays=True), subject.tied
+    split, tied = gradient_split(inputs.gpt, None, inputs.ids, arrays=True), inputs.tied
     assert split.read is not None and split.predict is not None
-    rows = faces(subject.gpt)[-1].weight
-    step = RATE * torch.from_numpy(split.predict + split.read * tied).to(rows)
+    rows = vocab_matrices(inputs.gpt)[-1].weight
+    step = LEARNING_RATE * torch.from_numpy(split.predict + split.read * tied).to(rows)
     far = step.norm(dim=1)
-    seen = torch.isin(torch.arange(len(far), device=far.device), subject.ids)
+    seen = torch.isin(torch.arange(len(far), device=far.device), inputs.ids)
     largest = [far.where(side, -1).argsort(descending=True)[:3] for side in (seen, ~seen)]
     lesson.table(
         ("row of", "in the text", ">moves as input", ">as output", ">of its length"),
         [
-            (subject.word(i), "yes" if seen[i] else "no", f"{far[i] * tied:.2g}", f"{far[i]:.2g}",
+            (inputs.word(i), "yes" if seen[i] else "no", f"{far[i] * tied:.2g}", f"{far[i]:.2g}",
              f"{far[i] / rows[i].norm():.2%}")
             for i in torch.cat(largest).tolist()
         ],
     )  # fmt: skip
     logits = {
-        "before": subject.logits(),
-        "the new rows predict": F.linear(subject.state(), rows - step),
+        "before": inputs.logits(),
+        "the new rows predict": F.linear(inputs.state(), rows - step),
     }
     if tied:
-        changed = {"wte.weight": (rows - step).to(subject.gpt.wte.weight.dtype)}
-        logits["the new rows read and predict"] = subject.logits(subject.gpt, changed)
-    lesson.numbers["losses"] = {name: float(subject.loss(x)) for name, x in logits.items()}
+        changed = {"wte.weight": (rows - step).to(inputs.gpt.wte.weight.dtype)}
+        logits["the new rows read and predict"] = inputs.logits(inputs.gpt, changed)
+    lesson.numbers["losses"] = {name: float(inputs.loss(x)) for name, x in logits.items()}
     losses = "; ".join(f"{name}, {{losses[{name}]:.4f}}" for name in logits)
     both = " Both columns are equal: training the head always changes the input, too."
     squares = torch.linalg.eigvalsh((step.T @ step).double()).flip(0)
@@ -543,7 +543,7 @@ def _step_the_head(subject: Subject, lesson: Lesson) -> None:
         "This was one step of SGD (learning rate {rate}) on the text. {n_moved:,} of {size:,} rows "
         "moved: the text's tokens by {seen_moved:.2g} on average, the others by "
         "{others_moved:.2g}." + both * tied + f" The loss: {losses}.",
-        rate=RATE,
+        rate=LEARNING_RATE,
         n_moved=int((far > 0).sum()),
         size=len(far),
         seen_moved=float(far[seen].mean()),
@@ -553,10 +553,10 @@ def _step_the_head(subject: Subject, lesson: Lesson) -> None:
     )
 
 
-def _count_ways_to_tune(subject: Subject, lesson: Lesson) -> None:
+def _count_ways_to_tune(inputs: LessonInput, lesson: Lesson) -> None:
     """Count what each way to tune trains, in a model without memory."""
-    config, (size, width) = subject.gpt.config, subject.weight.shape
-    rank, head_alone = min(RANK, width), "body,+wte" if subject.tied else "body"
+    config, (size, width) = inputs.gpt.config, inputs.weight.shape
+    rank, head_alone = min(RANK, width), "body,+wte" if inputs.tied else "body"
     ways: dict[str, Callable[[GPT], TrainableParameters]] = {
         "everything": count_trainable,
         f"--freeze {head_alone}": lambda model: freeze(model, head_alone),

@@ -10,9 +10,9 @@ from typing import TYPE_CHECKING, Any
 
 from tiedgpt.errors import UserError
 from tiedgpt.files import format_bytes
+from tiedgpt.inspect.inputs import open_input
 from tiedgpt.inspect.registry import INSPECTIONS
 from tiedgpt.inspect.rows import shards_in, vocabulary
-from tiedgpt.inspect.subjects import open_subject
 from tiedgpt.serve.assets import in_one_file
 from tiedgpt.serve.page_data import Source, describe_model, directory_name, inspect_model
 from tiedgpt.serve.page_model import (
@@ -64,20 +64,20 @@ def export(
         )
     tensors = page_tensors(model, precision)
     rounded = round_weights(model, tensors)
-    n_tokens = open_subject(rounded, tokenizer, text).ids.shape[1]
+    n_tokens = open_input(rounded, tokenizer, text).ids.shape[1]
     description = describe_model(name, model, tokenizer, source, template=template)
     info = json.loads(description) | {"precision": precision}
     weights = pack_model(
         tensors, model, tokenizer, template,
         info={key: info[key] for key in SENT}, counts=_counts(rounded, tokenizer, source),
     )  # fmt: skip
-    subject = {"text": text} if isinstance(text, str) else {"ids": text}
-    answers = {"state": json.dumps(subject), "/inspect/model null": json.dumps(info)}
+    inputs = {"text": text} if isinstance(text, str) else {"ids": text}
+    answers = {"state": json.dumps(inputs), "/inspect/model null": json.dumps(info)}
     if n_tokens > 1:
         answer = inspect_model(
             INSPECTIONS["gradient_split"], rounded, tokenizer, None, {"text": text}
         )
-        key = json.dumps(subject, ensure_ascii=False, separators=(",", ":"))  # as JavaScript's
+        key = json.dumps(inputs, ensure_ascii=False, separators=(",", ":"))  # as JavaScript's
         answers[f"/inspect/gradient_split {key}"] = answer
     return in_one_file(answers, weights)
 

@@ -68,7 +68,7 @@ def describe_model(
     is the source for clients on this machine; others are not told where the model lies, nor the
     text that the page begins with. `beside` is the name of the model to compare with.
     """
-    from tiedgpt.inspect.faces import faces
+    from tiedgpt.inspect.vocab_matrices import vocab_matrices
     from tiedgpt.tie import ledger
     from tiedgpt.tie.heads import is_tied
 
@@ -85,7 +85,9 @@ def describe_model(
         "n_embd": config.n_embd,
         "parameters": counted.total,
         "tied": is_tied(model),
-        "matrices": [{"name": face.name, "does": face.does} for face in faces(model)],
+        "matrices": [
+            {"name": matrix.name, "does": matrix.does} for matrix in vocab_matrices(model)
+        ],
         "ledger": counted.as_dict(),
         "stored": None if source is None else _stored_matrices(source),
         "run": None if source is None else _run_curves(Path(source)),
@@ -150,6 +152,6 @@ def _run_curves(run: Path) -> dict[str, Any] | None:
 
 def token_texts(tokenizer: Tokenizer | None, size: int) -> str:
     """Return the text of every token, as `inspect` writes it."""
-    from tiedgpt.inspect.subjects import piece
+    from tiedgpt.inspect.inputs import piece
 
     return json.dumps({"pieces": [piece(tokenizer, id) for id in range(size)]}, ensure_ascii=False)

@@ -29,7 +29,7 @@ const STEPS = [
     question: "Why does training predict at all positions, and generation only at the last?",
     set: { view: "text", mode: "training" },
     ask: ({ subject, positions }) => ["/inspect/positions",
-      subject && positions && { ...subject, top: 1, poke: positions.next, poke_with: null }],
+      subject && positions && { ...subject, top: 1, replace_at: positions.next, replace_with: null }],
     Answer: Positions,
     command: (name) => `tiedgpt inspect positions ${name} --text "..."`,
   },

@@ -33,10 +33,10 @@ function described(model, ids, ...others) {
 
 // ---- predictions ----
 
-async function positions(model, { top = 10, poke = null, poke_with = null, ...subject }, pause) {
+async function positions(model, { top = 10, replace_at = null, replace_with = null, ...subject }, pause) {
   const { gpt, reader } = model;
   const ids = await model.read(subject, pause);
-  const changed = poke === null ? null : await changes(model, ids, index(poke, ids.length, "poke"), poke_with, pause);
+  const changed = replace_at === null ? null : await changes(model, ids, index(replace_at, ids.length, "replace_at"), replace_with, pause);
   const found = [];
   for await (const [at, logits] of logitsOf(gpt, reader.state(gpt.config.n_layer), pause)) {
     const { logprob, ...kept } = measure(logits, ids[at + 1], top);
@@ -52,7 +52,7 @@ async function positions(model, { top = 10, poke = null, poke_with = null, ...su
     loss: mean(nats),
     bits_per_byte: n_bytes ? sum(nats) / Math.LN2 / n_bytes : null,
     next: ids.length - 1,
-    poked: changed?.poked ?? null,
+    replaced: changed?.replaced ?? null,
     max_abs_change: changed?.most ?? null,
   };
 }
@@ -61,7 +61,7 @@ async function positions(model, { top = 10, poke = null, poke_with = null, ...su
 // from their first token on: nothing of the one is used for the other.
 async function changes(model, ids, at, other, pause) {
   const { gpt } = model;
-  const id = other === null ? (ids[at] + 1) % gpt.config.vocab_size : tokenId(model, other, "poke_with");
+  const id = other === null ? (ids[at] + 1) % gpt.config.vocab_size : tokenId(model, other, "replace_with");
   const whole = async (all) => {
     let last;
     for (last of gpt.states(all, new KVCache(gpt.config, all.length))) await pause();
@@ -74,7 +74,7 @@ async function changes(model, ids, at, other, pause) {
     const [, moved] = (await after.next()).value;
     most.push(logits.reduce((far, logit, i) => Math.max(far, Math.abs(moved[i] - logit)), 0));
   }
-  return { poked: [at, ids[at], id], most };
+  return { replaced: [at, ids[at], id], most };
 }
 
 async function dot(model, { position = -1, top = 10, ...subject }, pause) {

@@ -115,11 +115,11 @@ function Poke({ state }) {
   const isId = info.tokenizer === false && /^\d+$/.test(word);
   const change = (event) => {
     event.preventDefault();
-    setAsked({ of: JSON.stringify(subject), poke: pin, poke_with: isId ? Number(word) : word || null });
+    setAsked({ of: JSON.stringify(subject), replace_at: pin, replace_with: isId ? Number(word) : word || null });
   };
   const isAsked = asked?.of === JSON.stringify(subject);
-  const bodyOf = (poke, id) => ({ ...subject, top: 1, poke, poke_with: id });
-  const body = isAsked ? bodyOf(asked.poke, asked.poke_with) : null;
+  const bodyOf = (replace_at, id) => ({ ...subject, top: 1, replace_at, replace_with: id });
+  const body = isAsked ? bodyOf(asked.replace_at, asked.replace_with) : null;
   const found = useCall("/inspect/positions", body);
   return html`<${Panel} title="Change one token" found=${found} ask=${subject && ["/inspect/positions", body ?? bodyOf(pin, null)]}
     says="A later token cannot change an earlier prediction: attention looks back only.">
@@ -127,12 +127,12 @@ function Poke({ state }) {
       <label>Replace <b><${Piece} text=${positions.pieces[pin]} /></b> by
         <input value=${word} placeholder="the next id" onInput=${(event) => setWord(event.target.value)} /></label>
       <button>Change token ${pin}</button></form>
-    ${found.data?.poked && html`<${Moved} found=${found.data} dark=${dark} />`}
+    ${found.data?.replaced && html`<${Moved} found=${found.data} dark=${dark} />`}
   <//>`;
 }
 
 function Moved({ found, dark }) {
-  const [at] = found.poked;
+  const [at] = found.replaced;
   const [chosen, setSeen] = useState(at);
   const seen = Math.min(chosen, found.pieces.length - 1); // chosen in a text that may have been longer
   const changes = found.max_abs_change;

@@ -1,4 +1,4 @@
-"""Open a model, its tokenizer and a text, in any form that people have them in."""
+"""Open the input of an inspection: a model, its tokenizer and a text."""
 
 from __future__ import annotations
 
@@ -23,8 +23,8 @@ Text = str | Sequence[int] | np.ndarray | Tensor
 
 
 @dataclass(frozen=True)
-class Subject:
-    """A model that reads one text."""
+class InspectionInput:
+    """A model and the text that it reads."""
 
     model: GPT
     tokenizer: Tokenizer | None
@@ -37,15 +37,15 @@ class Subject:
         return torch.cat([self.ids[0, 1:], self.ids.new_tensor([-1])])
 
     def text(self, *others: np.ndarray) -> dict[str, Any]:
-        """Return the fields that results share: ids, their pieces, and the words of all ids."""
+        """Return the fields that results share: ids, their pieces, and the text of all ids."""
         ids = numpy(self.ids[0])
-        every = sorted({int(id) for some in (ids, *others) for id in some.flat})
-        words = {id: piece(self.tokenizer, id) for id in every}
+        distinct = sorted({int(id) for array in (ids, *others) for id in array.flat})
+        words = {id: piece(self.tokenizer, id) for id in distinct}
         return {"ids": ids, "pieces": tuple(words[id] for id in ids.tolist()), "words": words}
 
 
 def index(given: int, n: int, name: str) -> int:
-    """Return an index from 0 to n - 1; negative ones count from the end."""
+    """Return an index from 0 to n - 1; a negative one counts from the end."""
     if not -n <= given < n:
         raise UserError(f"must be from 0 to {n - 1}, or -1 to -{n}, got {given}", option=name)
     return given % n
@@ -75,7 +75,7 @@ def open_model(
     return model if isinstance(model, GPT) else GPT.from_pretrained(model), found
 
 
-def open_subject(model: Model, tokenizer: Any, text: Text, *, least: int = 1) -> Subject:
+def open_input(model: Model, tokenizer: Any, text: Text, *, least: int = 1) -> InspectionInput:
     """Open a model and a text, and check that the text has `least` tokens or more.
 
     With a path or a hub name as the model, a text may stand in the tokenizer's place.
@@ -117,7 +117,7 @@ def open_subject(model: Model, tokenizer: Any, text: Text, *, least: int = 1) ->
             "tokenizer belongs to another model"
         )
     device = next(gpt.parameters()).device
-    return Subject(gpt, found, torch.from_numpy(ids.astype(np.int64))[None].to(device))
+    return InspectionInput(gpt, found, torch.from_numpy(ids.astype(np.int64))[None].to(device))
 
 
 def piece(tokenizer: Tokenizer | None, id: int) -> str:

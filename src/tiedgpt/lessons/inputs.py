@@ -1,4 +1,4 @@
-"""The model that a lesson runs on, and the text that it reads; nothing in the model is changed."""
+"""The model of a lesson and the text that it reads. Lessons do not change the model."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from tiedgpt.core.config import GPTConfig
 from tiedgpt.core.model import GPT
 from tiedgpt.data import Shards
 from tiedgpt.errors import UserError
-from tiedgpt.inspect.subjects import open_model, piece
+from tiedgpt.inspect.inputs import open_model, piece
 from tiedgpt.plots.table import visible
 from tiedgpt.runtime import eval_mode
 from tiedgpt.text import Tokenizer
@@ -29,14 +29,14 @@ from tiedgpt.tie.heads import copy_sharing
 from tiedgpt.weights.tokenizer_files import tokenizer_for
 
 TEXT = "The result is a list of the words in the string. If there are none, the list is empty."
-LENGTH = 32
-"""Tokens that a lesson reads at most."""
-PARTS = 16
-"""Places in a run's validation text, of which the lesson reads one."""
-WORD, LINE = 16, 69
-"""Columns of a token, and of a text, at most."""
+MAX_TOKENS = 32
+"""Maximum length of the text of a lesson."""
+N_SAMPLES = 16
+"""Number of samples of a run's validation text; a lesson reads one."""
+WORD_WIDTH, LINE_WIDTH = 16, 69
+"""Maximum columns of a token and of the text."""
 VOCABULARY, STEPS, BATCH, HELD_OUT = 512, 120, 8, 2048
-"""Of the tiny model: rows of W, steps of training, sequences a step, tokens to measure on."""
+"""The tiny model's vocabulary size, training steps, batch size and number of held-out tokens."""
 
 
 Progress = Callable[[str, int, int], None]
@@ -44,48 +44,48 @@ Progress = Callable[[str, int, int], None]
 
 
 @dataclass
-class Subject:
-    """A model in memory, where it came from, and the ids (T,) that it reads."""
+class LessonInput:
+    """A model in memory, its description, and the ids (T,) that it reads."""
 
     module: nn.Module
     about: str
     tokenizer: Tokenizer | None
     ids: Tensor
     is_random: bool = False
-    """Whether the ids are drawn at random, because no text could be encoded."""
+    """Whether the ids are random, because no text could be encoded."""
     progress: Progress | None = None
     trains: bool = False
     """Whether lessons may train tiny models."""
 
     @cached_property
     def audit(self) -> Audit:
-        """What `tiedgpt tie audit` says of the model."""
+        """The model's tie audit."""
         return audit(self.module)
 
     @property
     def reads(self) -> str:
-        """The name of the parameter that reads."""
+        """Name of the input embedding parameter."""
         return self.audit.matrices[0].names[0]
 
     @property
     def predicts(self) -> str | None:
-        """The name of the parameter that predicts; None where the head has none."""
+        """Name of the output head parameter; None for a head without one."""
         last = self.audit.matrices[-1]
         return last.names[-1] if "predicts" in last.roles else None
 
     @property
     def tied(self) -> bool:
-        """Whether one parameter does both."""
+        """Whether one parameter is both."""
         return len(self.audit.matrices) == 1 and self.predicts is not None
 
     @property
     def weight(self) -> Tensor:
-        """The matrix that reads, (V, D)."""
+        """The input embedding (V, D)."""
         return self.module.get_parameter(self.reads).detach()
 
     @cached_property
     def gpt(self) -> GPT:
-        """The model as a GPT; `UserError` if it is none."""
+        """The model as a GPT. Raises `UserError` for another module."""
         if isinstance(self.module, GPT):
             return self.module
         return GPT.from_pretrained(self.module, resolve=None if self.tied else "untie").eval()
@@ -101,7 +101,7 @@ class Subject:
         return twin
 
     def describe(self) -> dict[str, Any]:
-        """Return the fields of a lesson that say what it is measured on."""
+        """Return the fields of a lesson that describe the model and the text."""
         size = "{} x {}".format(*self.audit.matrices[0].shape)
         does = [f"{' = '.join(m.names)} {' and '.join(m.roles)}" for m in self.audit.matrices]
         no_words = "the tokenizer cannot encode the text" if self.tokenizer else "no tokenizer"
@@ -110,14 +110,14 @@ class Subject:
         return {
             "model": self.about,
             "matrices": f"{'; '.join(does)} ({size})",
-            "text": visible("".join(map(self.piece, self.ids)), LINE) if has_words else "",
+            "text": visible("".join(map(self.piece, self.ids)), LINE_WIDTH) if has_words else "",
             "partial": [random] if self.is_random else [],
         }
 
     def logits(
         self, module: nn.Module | None = None, changed: dict[str, Tensor] | None = None
     ) -> Tensor:
-        """Return (T, V): of another module, or with other values of parameters."""
+        """Return the logits (T, V) of a module, with `changed` parameters."""
         module, ids = module or self.module, self.ids[None]
         out = torch.func.functional_call(module, changed or {}, (ids,))
         out = getattr(out, "logits", out[0] if isinstance(out, tuple) else out)
@@ -126,7 +126,7 @@ class Subject:
         return out[0].float()
 
     def state(self) -> Tensor:
-        """Return h (T, D), which the head is given."""
+        """Return h (T, D), the input of the head."""
         return self.gpt.body(self.ids[None])[0].float()
 
     def loss(self, logits: Tensor) -> Tensor:
@@ -134,18 +134,18 @@ class Subject:
         return F.cross_entropy(logits[:-1], self.ids[1:])
 
     def word(self, id: Any) -> str:
-        """Return a token as people read it."""
-        return visible(self.piece(id), WORD)
+        """Return a token's printable text."""
+        return visible(self.piece(id), WORD_WIDTH)
 
     def piece(self, id: Any) -> str:
         """Return a token's text."""
         return piece(self.tokenizer, int(id))
 
 
-def open_subject(
+def open_lesson_input(
     model: Any, tokenizer: Any, text: str | None, progress: Progress | None
-) -> Subject:
-    """Return what a lesson runs on; see `explain`."""
+) -> LessonInput:
+    """Open the model and the text of a lesson; see `explain`."""
     if model is None:
         model, tokenizer, _ = tiny_model(progress=progress)
         about = f"a tiny GPT, trained just now for {STEPS} steps on Python's docstrings"
@@ -154,51 +154,53 @@ def open_subject(
     else:
         about = f"{type(model).__name__} in memory"
     words = tokenizer_for(model, tokenizer)
-    parts = _validation_parts(model) if text is None and tokenizer is None else []
+    samples = _sample_validation(model) if text is None and tokenizer is None else []
     if not isinstance(model, nn.Module):
         model, _ = open_model(model, words)
     about += f": {sum(parameter.numel() for parameter in model.parameters()):,} parameters"
     size = audit(model).matrices[0].shape[0]
-    length = min(LENGTH, getattr(getattr(model, "config", None), "n_positions", LENGTH))
+    length = min(MAX_TOKENS, getattr(getattr(model, "config", None), "n_positions", MAX_TOKENS))
     device = next(model.parameters()).device
-    parts = [
-        part[:length].to(device) for part in parts if len(part) >= 4 and int(part.max()) < size
+    samples = [
+        ids[:length].to(device) for ids in samples if len(ids) >= 4 and int(ids.max()) < size
     ]
-    if parts:
+    if samples:
         about += ", reading a typical part of its run's validation text"
-        return _read_typical(Subject(model, about, words, parts[0], progress=progress), parts)
+        return _read_typical(
+            LessonInput(model, about, words, samples[0], progress=progress), samples
+        )
     ids = _encode(words, text, size, length)
     is_random = ids is None
     if ids is None:
         ids = torch.randint(size, (length,), generator=torch.Generator().manual_seed(0))
-    return Subject(model, about, words, ids.to(device), is_random, progress)
+    return LessonInput(model, about, words, ids.to(device), is_random, progress)
 
 
-def _validation_parts(model: Any) -> list[Tensor]:
-    """Return ids that a run was validated on, from `PARTS` places; none if the model is no run."""
+def _sample_validation(model: Any) -> list[Tensor]:
+    """Return `N_SAMPLES` samples of a run's validation ids; [] for other models."""
     directory = Path(model) / "data" if isinstance(model, (str, os.PathLike)) else Path("nowhere")
     if not any(directory.glob("val_*.bin")):
         return []
     shards = Shards.in_directory(directory, "val")
-    apart = max(LENGTH, len(shards) // PARTS)
-    starts = range(0, max(1, len(shards) - LENGTH + 1), apart)
-    parts = (shards.read(start, min(start + LENGTH, len(shards))) for start in starts)
-    return [torch.from_numpy(part.astype(np.int64)) for part in parts]
+    apart = max(MAX_TOKENS, len(shards) // N_SAMPLES)
+    starts = range(0, max(1, len(shards) - MAX_TOKENS + 1), apart)
+    samples = (shards.read(start, min(start + MAX_TOKENS, len(shards))) for start in starts)
+    return [torch.from_numpy(ids.astype(np.int64)) for ids in samples]
 
 
 @torch.no_grad()
-def _read_typical(subject: Subject, parts: list[Tensor]) -> Subject:
-    """Let a subject read the part that has the median loss."""
+def _read_typical(inputs: LessonInput, samples: list[Tensor]) -> LessonInput:
+    """Return the inputs with the sample of median loss."""
     losses = []
-    with eval_mode(subject.module):
-        for subject.ids in parts:
-            losses.append(float(subject.loss(subject.logits())))
-    subject.ids = parts[sorted(range(len(parts)), key=losses.__getitem__)[len(parts) // 2]]
-    return subject
+    with eval_mode(inputs.module):
+        for inputs.ids in samples:
+            losses.append(float(inputs.loss(inputs.logits())))
+    inputs.ids = samples[sorted(range(len(samples)), key=losses.__getitem__)[len(samples) // 2]]
+    return inputs
 
 
 def _encode(words: Tokenizer | None, text: str | None, size: int, length: int) -> Tensor | None:
-    """Return the first ids of the text; None if no text is given, and TEXT cannot be encoded."""
+    """Return the first ids of the text, or of TEXT; None if TEXT cannot be encoded."""
     if words is None and text is not None:
         raise UserError("a text needs a tokenizer, and the model has none", hint="give it")
     try:
@@ -221,7 +223,7 @@ class Tiny(NamedTuple):
     model: GPT
     tokenizer: Tokenizer
     loss: float
-    """On text that it was not trained on, in nats."""
+    """Held-out loss in nats."""
 
 
 _tiny_models: dict[bool, Tiny] = {}
@@ -245,12 +247,12 @@ def tiny_model(*, tied: bool = True, progress: Progress | None = None) -> Tiny:
 def _train_tiny(tied: bool, report: Callable[[int], None]) -> Tiny:
     """Train a GPT without any effect on torch's random stream."""
     report(0)
-    kinds = (str, bytes, bytearray, list, dict, set, frozenset, int, float, tuple, memoryview)
-    docs = {inspect.getdoc(getattr(kind, name)): None for kind in kinds for name in dir(kind)}
+    types = (str, bytes, bytearray, list, dict, set, frozenset, int, float, tuple, memoryview)
+    docs = {inspect.getdoc(getattr(type, name)): None for type in types for name in dir(type)}
     text = "\n\n".join(filter(None, docs))
     tokenizer = Tokenizer.train([text], VOCABULARY)
-    every = torch.tensor(tokenizer.encode(text))
-    seen, held_out = every[:-HELD_OUT], every[-HELD_OUT:]
+    ids = torch.tensor(tokenizer.encode(text))
+    seen, held_out = ids[:-HELD_OUT], ids[-HELD_OUT:]
     config = GPTConfig(
         vocab_size=len(tokenizer), n_positions=64, n_embd=64, n_layer=2, n_head=4,
         embd_pdrop=0.0, attn_pdrop=0.0, resid_pdrop=0.0, tie_word_embeddings=tied,
