@@ -1,6 +1,7 @@
 """`fix` writes a sound copy in a new place, or nothing; the source is never touched."""
 
 import hashlib
+import io
 import json
 import os
 from pathlib import Path
@@ -24,7 +25,7 @@ from tests.tie.checkpoints import (
 )
 from tests.weights.llmc_files import write_checkpoint
 from tiedgpt import GPT
-from tiedgpt.errors import CorruptInputError, NoRoomError, UserError
+from tiedgpt.errors import CheckFailedError, CorruptInputError, NoRoomError, UserError
 from tiedgpt.tie import audit, fix
 
 
@@ -193,6 +194,31 @@ def test_a_copy_that_fails_never_appears(tmp_path, monkeypatch, model_type, erro
     assert sorted(path.name for path in tmp_path.iterdir()) == ["m"]
 
 
+class WrongDisk(io.BufferedWriter):
+    """A file in which a bit of each matrix over the vocabulary is not as it was written."""
+
+    def write(self, block):
+        wrong = bytearray(memoryview(block).cast("B"))
+        if len(wrong) == V * D * 4:
+            wrong[100] ^= 1
+        return super().write(wrong)
+
+
+@pytest.mark.parametrize("model_type", ["gpt2", "other"])
+def test_a_copy_with_other_weights_never_appears(tmp_path, monkeypatch, model_type):
+    source, path_open = with_head(tmp_path, torch.clone, model_type=model_type), Path.open
+
+    def open_wrong(path, mode="r", *args, **options):
+        if mode == "wb" and ".safetensors" in path.name:
+            return WrongDisk(io.FileIO(path, "wb"))
+        return path_open(path, mode, *args, **options)
+
+    monkeypatch.setattr(Path, "open", open_wrong)
+    with pytest.raises(CheckFailedError):
+        fix(source, tmp_path / "new")
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["m"]
+
+
 def test_shards_become_one_file(tmp_path):
     model = their_gpt2()
     model.lm_head = fresh_head()
@@ -243,6 +269,12 @@ def test_a_graph_of_another_program_says_what_to_do_instead(tmp_path):
     write_onnx(tmp_path / "a.onnx", "copy")
     with pytest.raises(UserError, match="exported from"):
         fix(tmp_path / "a.onnx", tmp_path / "new")
+
+
+def test_a_sound_untied_model_is_refused_with_the_choice_that_ties_it(tmp_path):
+    source = with_head(tmp_path, lambda w: w + 1, tie_word_embeddings=False)
+    with pytest.raises(UserError, match=r"nothing to mend.*--keep input"):
+        fix(source, tmp_path / "new")
 
 
 def test_an_unknown_choice(tmp_path):

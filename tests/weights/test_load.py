@@ -5,6 +5,7 @@ import os
 import re
 import subprocess
 import sys
+import zipfile
 from pathlib import Path
 
 import pytest
@@ -378,6 +379,22 @@ class _Grows:
 def test_a_pickle_that_makes_bytes_of_any_number_is_refused(as_torch, zipped):
     with pytest.raises(CorruptInputError, match="bytearray"):
         GPT.from_pretrained(as_torch({"more": lambda _: _Grows()}, zipped=zipped))
+
+
+@pytest.mark.parametrize("n_items", [2, 5000])
+def test_a_pickle_whose_key_takes_for_ever_to_hash_is_refused(tmp_path, n_items):
+    """Keys of tuples that hold a tuple twice, 40 deep, or 5000 times, 3 deep."""
+    path = tmp_path / "empty.pt"
+    torch.save({}, path)
+    key = b"K\x00\x85q\x00"
+    for _ in range(40 if n_items == 2 else 3):
+        key += b"(" + b"h\x00" * n_items + b"tq\x00"
+    with zipfile.ZipFile(path) as old, zipfile.ZipFile(tmp_path / "hostile.pt", "w") as new:
+        for name in old.namelist():
+            hostile = b"\x80\x02}" + key + b"K\x00s."
+            new.writestr(name, hostile if name.endswith("data.pkl") else old.read(name))
+    with pytest.raises(CorruptInputError, match="tuples inside tuples"):
+        GPT.from_pretrained(tmp_path / "hostile.pt")
 
 
 def test_what_a_file_says_of_itself_holds_over_a_config_beside_it(tmp_path):

@@ -302,6 +302,14 @@ def test_float_data_and_constants(tmp_path):
     assert np.array_equal(tensors["c"].rows(0, 4), w * 2)
 
 
+@pytest.mark.parametrize("dtype", [np.float64, np.float32, np.float16])
+def test_raw_values_of_every_float_type_are_read(tmp_path, dtype):
+    w = np.random.default_rng(0).standard_normal((4, 4)).astype(dtype)
+    onnx.save(graph_of(onnx.numpy_helper.from_array(w, "w")), tmp_path / "a.onnx")
+    stored = open_checkpoint(tmp_path / "a.onnx").tensors["w"]
+    assert stored.dtype == np.dtype(dtype).name and np.array_equal(stored.rows(0, 4), w)
+
+
 def test_values_that_are_not_raw_are_read_and_texts_and_integers_are_listed(tmp_path):
     halves = helper.make_tensor("w", TensorProto.FLOAT16, [2, 2], np.arange(4, dtype=np.float16))
     texts = helper.make_tensor("t", TensorProto.STRING, [2], [b"a", b"b"])

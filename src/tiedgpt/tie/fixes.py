@@ -17,6 +17,7 @@ from functools import reduce
 from pathlib import Path
 from typing import Any, get_args
 
+import numpy as np
 import torch
 
 from tiedgpt.errors import CheckFailedError, TiedGPTError, UserError
@@ -28,7 +29,7 @@ from tiedgpt.tie.findings import format_shape
 from tiedgpt.tie.vocabulary import resize_vocab
 from tiedgpt.weights.checkpoint import TIE_KEY, Checkpoint, to_gpt
 from tiedgpt.weights.comparison import count_nonzero_rows
-from tiedgpt.weights.containers import write_safetensors
+from tiedgpt.weights.containers import SafetensorsFile, write_safetensors
 from tiedgpt.weights.convert import convert
 from tiedgpt.weights.decision import Keep, TieDecision, decide_tie
 from tiedgpt.weights.load import MODEL_DTYPES, load
@@ -36,7 +37,7 @@ from tiedgpt.weights.roles import Roles, is_transposed
 from tiedgpt.weights.tensors import StoredTensor
 
 SAME_WEIGHTS = "it was loaded, and its weights are the source's"
-NOT_RUN = "its matrices were audited; its other tensors are copies"
+NOT_RUN = "its matrices were audited, and all its tensors are the source's byte for byte"
 MODEL_FILES = (
     "tokenizer*", "vocab*", "merges.txt", "*.model", "special_tokens_map.json",
     "added_tokens.json", "generation_config.json", "preprocessor*", "chat_template*", "*.md",
@@ -331,7 +332,12 @@ def _copy_tensors(checkpoint: Checkpoint, roles: Roles, plan: Plan, directory: P
     copies = {n: t for n, t in checkpoint.tensors.items() if n not in matrices} | plan.matrices
     require_room(directory.parent, sum(copy.n_bytes for copy in copies.values()))
     directory.mkdir()
-    write_safetensors(directory / "model.safetensors", copies, {"format": "pt"})
+    file = directory / "model.safetensors"
+    write_safetensors(file, copies, {"format": "pt"})
+    for name, written in SafetensorsFile.open(file).entries.items():
+        pairs = zip(written.blocks(), copies[name].blocks(), strict=True)
+        if not all(np.array_equal(block, original) for block, original in pairs):
+            raise CheckFailedError(f"{name} was not written: the copy holds other bytes")
     write_json(directory / "config.json", {**checkpoint.config, **plan.config})
 
 

@@ -7,12 +7,15 @@ storage stay one storage. Plain values that nanoGPT's checkpoints keep beside it
 
 from __future__ import annotations
 
+import io
 import math
+import pickletools
 import struct
 import warnings
 import zipfile
 from collections.abc import Mapping
 from dataclasses import replace
+from itertools import chain
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, BinaryIO
 
@@ -27,6 +30,10 @@ if TYPE_CHECKING:
 NESTED = ("state_dict", "model", "model_state_dict", "module")
 MAX_MEMBER = 64 << 20
 """Bytes of a member of the zip file that holds no tensor."""
+MAX_PICKLE_ITEMS = 10**8
+"""Upper bound of the number of items in tuples, counted once for each use."""
+N_LEGACY_PICKLES = 4
+"""Number of pickles in a file of before torch 1.6; the last one holds the state dict."""
 CONFIG_KEYS = ("model_args", "config")
 """Dicts of plain values beside the state dict that are kept."""
 
@@ -74,7 +81,7 @@ def _check(file: BinaryIO) -> dict[int, int] | None:
     if begin[:1] not in (b"P", b"\x80"):
         raise ValueError("it begins neither as a zip file nor as a pickle")
     if begin[:2] != b"PK":
-        _check_pickle(begin)
+        _check_pickle(begin, N_LEGACY_PICKLES)
         return None
     places = {}
     with zipfile.ZipFile(file) as members:
@@ -83,7 +90,7 @@ def _check(file: BinaryIO) -> dict[int, int] | None:
             if info.compress_type or (info.file_size > MAX_MEMBER and not is_storage):
                 raise ValueError("it is compressed, or not what torch.save writes")
             if info.filename.endswith("data.pkl"):
-                _check_pickle(members.read(info))
+                _check_pickle(members.read(info), 1)
             if is_storage:
                 file.seek(info.header_offset)
                 name, extra = struct.unpack("<26xHH", file.read(30))
@@ -91,10 +98,24 @@ def _check(file: BinaryIO) -> dict[int, int] | None:
     return places
 
 
-def _check_pickle(content: bytes) -> None:
-    """Refuse a pickle by which torch's unpickler would make as many bytes as it says."""
+def _check_pickle(content: bytes, n_pickles: int) -> None:
+    """Refuse a pickle that makes bytes of any number, or repeats tuples inside tuples.
+
+    Hashing such a tuple as a key of a dict would take for ever.
+    """
     if b"\nbytearray\n" in content:
         raise ValueError("its pickle makes a bytearray, as no model does")
+    stream, n_items, sizes, is_tuple = io.BytesIO(content), 0, dict[Any, int](), False
+    for operation, index, _ in chain.from_iterable(
+        pickletools.genops(stream) for _ in range(n_pickles)
+    ):
+        n_items += 1 + (sizes.get(index, 0) if operation.name.endswith("GET") else 0)
+        if operation.name.endswith("PUT") and is_tuple:
+            sizes[index] = n_items  # at least those in the tuple
+        elif operation.name != "PROTO":
+            is_tuple = "TUPLE" in operation.name or index in sizes
+        if n_items > MAX_PICKLE_ITEMS:
+            raise ValueError("its pickle repeats tuples inside tuples, as no model does")
 
 
 def _base_address(state: Mapping[str, Tensor], places: Mapping[int, int]) -> int | None:
