@@ -1,4 +1,4 @@
-"""Multiple choice and cloze: how often is the right answer the likeliest."""
+"""Multiple choice and cloze: the share of examples whose right answer is the likeliest."""
 
 from __future__ import annotations
 
@@ -24,28 +24,28 @@ EXPECTED = (
 
 @dataclass(frozen=True)
 class Example:
-    """A context, the texts that may follow it, and which of them is right."""
+    """A context, the choices that may follow it, and the index of the right one."""
 
     context: str
     choices: tuple[str, ...]
-    """One, if it is a cloze."""
+    """A single choice is a cloze."""
     answer: int = 0
     place: str = field(default="", compare=False, repr=False)
-    """Where it comes from, for messages: `path:line`."""
+    """Origin for messages: `path:line`."""
 
 
 @dataclass(frozen=True)
 class ExampleScore:
-    """How likely each choice was."""
+    """Log-probabilities of the choices of an example."""
 
     logprobs: list[float]
     lengths: list[int]
-    """Of the choices, in characters."""
+    """Length of each choice in characters."""
     is_greedy: list[bool]
     """Whether greedy decoding writes the choice."""
     answer: int
     is_cut: bool
-    """Whether the context was too long: its beginning was left out."""
+    """Whether the beginning of a long context was omitted."""
 
     @property
     def chosen(self) -> int:
@@ -54,25 +54,25 @@ class ExampleScore:
 
     @property
     def chosen_by_length(self) -> int:
-        """The choice that is likeliest a character, which does not favour short ones."""
+        """The choice with the highest log-probability per character."""
         means = [p / max(1, n) for p, n in zip(self.logprobs, self.lengths, strict=True)]
         return max(range(len(means)), key=means.__getitem__)
 
 
 @dataclass(frozen=True)
 class ExamplesScore:
-    """How often the right answer was chosen."""
+    """Accuracy on several examples."""
 
     scores: Sequence[ExampleScore]
 
     @property
     def is_cloze(self) -> bool:
-        """Whether each example has one text, which greedy decoding must write."""
+        """Whether all examples are clozes."""
         return all(len(score.logprobs) == 1 for score in self.scores)
 
     @property
     def n_right(self) -> int:
-        """Examples whose answer is the likeliest choice, or what is written in a cloze."""
+        """Number of examples with a right choice, or a cloze that greedy decoding completes."""
         if self.is_cloze:
             return sum(score.is_greedy[0] for score in self.scores)
         return sum(score.chosen == score.answer for score in self.scores)
@@ -135,7 +135,7 @@ def _kind(example: Example | str) -> str:
 
 
 def _example(fields: dict[str, Any], place: str) -> Example | str:
-    """Return what a line says; raise ValueError."""
+    """Return the example of a line; raise ValueError for a bad one."""
     if "text" in fields:
         return _text(fields, "text")
     context = next((_text(fields, name) for name in CONTEXTS if name in fields), None)
@@ -163,11 +163,10 @@ def _text(fields: dict[str, Any], name: str) -> str:
 
 
 def score_examples(engine: Engine, examples: Iterable[Example]) -> Iterator[ExampleScore]:
-    """Yield how likely each example's choices are, some examples at a time.
+    """Yield the score of each example, in batches.
 
-    All examples are encoded before the first is scored, and `UserError` names the one that cannot
-    be. A context that the choices share is read once. Where context and choice are longer than the
-    model's context by more than a token, the context's beginning is left out.
+    All examples are encoded first; `UserError` names one that cannot be scored. A shared context is
+    read once. If a row is longer than n_positions + 1, the beginning of its context is omitted.
     """
     encoded = [_encode(engine, example) for example in examples]
     longest = engine.runner.config.n_positions + 1
@@ -192,16 +191,16 @@ def score_examples(engine: Engine, examples: Iterable[Example]) -> Iterator[Exam
 
 
 class EncodedExample(NamedTuple):
-    """An example as ids: context and choice in one row, for each choice."""
+    """An example as ids: a row of context and choice for each choice."""
 
     example: Example
     rows: list[list[int]]
     n_context: int
-    """The ids that each row begins with, which are read and not scored."""
+    """Number of ids at the beginning of each row that are not scored."""
 
 
 def _encode(engine: Engine, example: Example) -> EncodedExample:
-    """Return an example's ids; `UserError` names the place of one that cannot be scored."""
+    """Return an example's ids; raise `UserError` with its place for a long choice."""
     config, tokenizer = engine.runner.config, require_tokenizer(engine)
     try:
         rows, n_context = split_choices(example.choices, example.context, config, tokenizer)

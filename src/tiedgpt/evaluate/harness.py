@@ -1,10 +1,10 @@
-"""lm-evaluation-harness on our engine: `HarnessModel`, an `lm_eval` model (`tiedgpt[eval]`).
+"""`HarnessModel`: an engine as a model of lm-evaluation-harness (`tiedgpt[eval]`).
 
     lm_eval.simple_evaluate(HarnessModel("gpt2"), tasks=["lambada_openai", "hellaswag"])
 
-It scores what the harness's own transformers model scores: pairs are encoded by the harness,
-n_positions + 1 ids are kept from the right, an empty context is the beginning-of-text token, and
-rolling scores predict every token of a text in windows that do not overlap.
+Its scores equal those of the harness's transformers model: the harness encodes the pairs, the last
+n_positions + 1 ids are read, an empty context is the beginning-of-text token, and rolling scores
+predict every token of a text in windows that do not overlap.
 """
 
 from __future__ import annotations
@@ -33,8 +33,8 @@ __all__ = ["HarnessModel", "simple_evaluate"]
 
 Answer = tuple[float, bool]
 """The logprob of a continuation, and whether greedy decoding writes it."""
-MOST_NEW_TOKENS = 256
-"""Where a task does not say how much may be generated."""
+MAX_NEW_TOKENS = 256
+"""Default number of generated tokens, for tasks that set none."""
 SAMPLING = ("temperature", "top_p", "top_k")
 
 
@@ -55,12 +55,12 @@ class HarnessModel(TemplateLM):  # type: ignore[misc]
 
     @property
     def prefix_token_id(self) -> int:
-        """The id that stands before a text without a context."""
+        """The id before a text without a context."""
         return start_id(self.engine.runner.config)
 
     @property
     def tokenizer_name(self) -> str:
-        """By which the harness tells cached requests apart."""
+        """Key of the harness's cache of requests."""
         return repr(self._tokenizer)
 
     def tok_encode(
@@ -72,15 +72,15 @@ class HarnessModel(TemplateLM):  # type: ignore[misc]
     def _loglikelihood_tokens(
         self, requests: Sequence[tuple[Any, list[int], list[int]]], disable_tqdm: bool = False
     ) -> list[Answer]:
-        kept = [(context + target)[-self.max_length - 1 :] for _, context, target in requests]
-        order = sorted(range(len(requests)), key=kept.__getitem__)  # neighbours share a prefix
+        rows = [(context + target)[-self.max_length - 1 :] for _, context, target in requests]
+        order = sorted(range(len(requests)), key=rows.__getitem__)  # neighbours share a prefix
         answers = cast("list[Answer]", [None] * len(requests))
         step = 4 * self.engine.n_slots
         with tqdm(total=len(requests), desc="scoring", disable=disable_tqdm) as bar:
             for first in range(0, len(order), step):
                 some = order[first : first + step]
                 targets = [requests[at][2] for at in some]
-                contexts = [kept[at][: -len(requests[at][2])] for at in some]
+                contexts = [rows[at][: -len(requests[at][2])] for at in some]
                 for at, scored in zip(some, self.engine.score(targets, contexts), strict=True):
                     answers[at] = scored.total, scored.is_greedy
                     if (request := requests[at][0]) is not None:
@@ -101,20 +101,20 @@ class HarnessModel(TemplateLM):  # type: ignore[misc]
             ]
             for request in requests
         ]
-        every = [window for those in windows for window in those]
-        answers = iter(self._loglikelihood_tokens(every, disable_tqdm))
-        totals = [sum(next(answers)[0] for _ in those) for those in windows]
+        flat = [window for group in windows for window in group]
+        answers = iter(self._loglikelihood_tokens(flat, disable_tqdm))
+        totals = [sum(next(answers)[0] for _ in group) for group in windows]
         for request, total in zip(requests, totals, strict=True):
             self.cache_hook.add_partial("loglikelihood_rolling", request.args, total)
         return totals
 
     def generate_until(self, requests: Sequence[Any], disable_tqdm: bool = False) -> list[str]:
-        """Return what follows each context, up to its task's stop strings."""
+        """Generate a continuation of each context, up to the task's stop strings."""
         end = self._tokenizer.decode([self.eot_token_id])
         texts = []
         for request in tqdm(requests, desc="generating", disable=disable_tqdm):
-            context, given = request.args
-            options = normalize_gen_kwargs(given, MOST_NEW_TOKENS)
+            context, settings = request.args
+            options = normalize_gen_kwargs(settings, MAX_NEW_TOKENS)
             n_new = min(options["max_gen_toks"], self.max_length - 1)
             ids = self.tok_encode(context) or [self.prefix_token_id]
             sampled = {name: options[name] for name in SAMPLING if name in options}

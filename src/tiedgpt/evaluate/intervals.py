@@ -1,4 +1,4 @@
-"""How far a mean over a sample may be from the mean over all such data: 95 % intervals."""
+"""95 % confidence intervals of means and shares."""
 
 from __future__ import annotations
 
@@ -9,22 +9,21 @@ import numpy as np
 
 Interval = tuple[float, float]
 Z = 1.959964
-"""Standard errors to either side."""
+"""Standard errors on either side of a normal mean."""
 T = (
     12.706, 4.303, 3.182, 2.776, 2.571, 2.447, 2.365, 2.306, 2.262, 2.228, 2.201, 2.179, 2.160,
     2.145, 2.131, 2.120, 2.110, 2.101, 2.093, 2.086,
 )  # fmt: skip
-"""The same where the spread is estimated: with 1, 2, ... degrees of freedom."""
+"""Standard errors for an estimated variance (Student's t), by degrees of freedom from 1."""
 
 
 def ratio_interval(totals: Sequence[float], counts: Sequence[float]) -> Interval:
-    """Return the interval of sum(totals) / sum(counts), of groups that do not depend on each other.
+    """Return the interval of sum(totals) / sum(counts) over independent groups.
 
-    Tokens of a text depend on each other, so documents or long stretches are the groups. The ratio
-    is the mean of each group's ratio, weighted by its count; its variance is estimated without
-    bias where the groups' ratios vary equally, and Student's t has the degrees of freedom of that
-    estimate (Satterthwaite 1946; Bell and McCaffrey 2002): fewer than groups where one is much
-    longer than the others. (nan, nan) of one group.
+    The tokens of a text are correlated, so a group is a document or a long stretch of one. The
+    ratio is the mean of the groups' ratios, weighted by their counts. Its variance estimate is
+    unbiased for groups of equal variance; Student's t has the degrees of freedom of that estimate
+    (Satterthwaite 1946; Bell and McCaffrey 2002). A single group gives (nan, nan).
     """
     if len(totals) < 2:
         return math.nan, math.nan
@@ -42,7 +41,7 @@ def ratio_interval(totals: Sequence[float], counts: Sequence[float]) -> Interval
 
 
 def share_interval(n_right: int, n: int) -> Interval:
-    """Return the interval of n_right / n, which stays between 0 and 1 (Wilson 1927)."""
+    """Return the interval of n_right / n, which lies between 0 and 1 (Wilson 1927)."""
     share, spread = n_right / n, Z * Z / n
     centre = (share + spread / 2) / (1 + spread)
     reach = Z / (1 + spread) * math.sqrt(share * (1 - share) / n + spread / (4 * n))
@@ -50,9 +49,9 @@ def share_interval(n_right: int, n: int) -> Interval:
 
 
 def t_interval(values: Sequence[float]) -> Interval:
-    """Return the interval of the mean of values that do not depend on each other (Student 1908).
+    """Return the interval of the mean of independent values (Student 1908).
 
-    For differences of pairs, give the differences. (nan, nan) of one value.
+    Pass the differences to compare pairs. A single value gives (nan, nan).
     """
     n = len(values)
     if n < 2:
@@ -64,6 +63,6 @@ def t_interval(values: Sequence[float]) -> Interval:
 
 
 def _student(degrees: float) -> float:
-    """Return how many standard errors Student's t reaches; a fraction of a degree is not used."""
-    whole = max(1, int(degrees + 1e-9))
-    return T[whole - 1] if whole <= len(T) else Z + (Z**3 + Z) / (4 * whole)
+    """Return Student's t in standard errors, for degrees of freedom rounded down."""
+    degrees = max(1, int(degrees + 1e-9))
+    return T[degrees - 1] if degrees <= len(T) else Z + (Z**3 + Z) / (4 * degrees)

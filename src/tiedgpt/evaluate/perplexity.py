@@ -1,4 +1,4 @@
-"""Scoring of held-out data: the loop that every evaluation runs, and what it says of a text."""
+"""Loss of held-out data: the evaluation loop, and bits per byte of a text."""
 
 from __future__ import annotations
 
@@ -33,10 +33,9 @@ def totals(
     *,
     autocast: torch.dtype | None = None,
 ) -> list[float]:
-    """Add up what `measure` returns of each batch, with the model in evaluation mode.
+    """Return the sums of the measures of all batches, with the model in evaluation mode.
 
-    `measure` gets the batch as tensors on the model's device. The model is put back into training
-    mode if it was in it.
+    `measure` receives a batch of tensors on the model's device. The training mode is restored.
     """
     device = next(model.parameters()).device
     total = np.zeros(1)
@@ -55,9 +54,9 @@ def score(
     *,
     autocast: torch.dtype | None = None,
 ) -> Score:
-    """Score batches of (ids, targets), each (B, T), targets of -100 not counted.
+    """Score batches of (ids, targets), each (B, T), without the targets of -100.
 
-    `byte_lengths` (V,) gives the bytes of text that each token stands for.
+    `byte_lengths` (V,) is the number of UTF-8 bytes of each token.
     """
 
     def measure(batch: tuple[Tensor, ...]) -> Sequence[float]:

@@ -1,4 +1,4 @@
-"""How well a model predicts texts: nats a token, perplexity and bits per byte, by windows."""
+"""Loss of texts: nats per token, perplexity and bits per byte, by windows."""
 
 from __future__ import annotations
 
@@ -17,29 +17,28 @@ from tiedgpt.infer import Engine
 from tiedgpt.infer.prompts import start_id
 from tiedgpt.text import Tokenizer
 
-LEAST_DOCUMENTS = 3
-"""From two, Student's t would say nothing: 12.7 standard errors to either side."""
+MIN_DOCUMENTS = 3
+"""Minimum number of documents for an interval: from two, it has 12.7 standard errors a side."""
 STRETCHES = 5
-"""Few and long, as neighbours must hardly depend on each other (the method of batch means)."""
+"""Number of stretches of one text: few, so that they are nearly independent (batch means)."""
 CONTEXTS_A_STRETCH, TOKENS_A_STRETCH = 12, 1024
-"""The least length of one, in contexts and in tokens."""
+"""Minimum length of a stretch, in contexts and in tokens."""
 
 
 @dataclass(frozen=True)
 class Windows:
-    """How texts longer than the context are cut, as in transformers' guide to perplexity.
+    """Sliding windows over a text, as in transformers' guide to perplexity.
 
-    Each window begins `stride` tokens after the one before, and a token is scored in the first
-    window that holds it: past the first window, with at least context - stride tokens before it.
-    Where stride is the context, the first token of each window is not scored.
+    Each window begins `stride` tokens after the previous one. A token is scored in the first window
+    that contains it, with at least context - stride tokens before it after the first window. If the
+    stride equals the context, the first token of each window is not scored.
     """
 
     context: int
-    """Tokens in a window."""
+    """Number of tokens in a window."""
     stride: int
     bos: bool
-    """Whether a text begins with the model's beginning-of-text token, so that its first token is
-    predicted, too; else it is only read."""
+    """Whether to read the beginning-of-text token first, so that the first token is scored, too."""
 
     @classmethod
     def of(
@@ -49,7 +48,7 @@ class Windows:
         stride: int | None = None,
         bos: bool = False,
     ) -> Windows:
-        """Check what is asked for; by default the whole context, and half of it as the stride."""
+        """Check the sizes; the default is the model's context, with half of it as the stride."""
         most = engine.runner.config.n_positions
         context = most if context is None else context
         stride = max(1, context // 2) if stride is None else stride
@@ -66,7 +65,7 @@ class Windows:
         return cls(context, stride, bos)
 
     def cut(self, ids: list[int]) -> Iterator[tuple[list[int], list[int]]]:
-        """Yield the ids that each window reads and those that it scores."""
+        """Yield (context, targets) of each window."""
         first = 1
         for begin in range(0, len(ids), self.stride):
             end = min(begin + self.context, len(ids))
@@ -85,18 +84,18 @@ class WindowScore:
     nats: float
     tokens: int
     n_bytes: int
-    """UTF-8 bytes of the text that the scored tokens stand for."""
+    """Number of UTF-8 bytes of the scored tokens."""
     document: int
-    """The number of the text, from 0."""
+    """Index of the text."""
 
 
 class Groups(NamedTuple):
-    """Parts of what was scored that are taken as independent samples; none if they are too few."""
+    """Independent parts of the scored text; empty if they are too few."""
 
     nats: Sequence[float]
     tokens: Sequence[float]
     basis: str
-    """What the groups are, or why there are none."""
+    """Description of the groups, or the reason for none."""
 
 
 @dataclass(frozen=True)
@@ -108,38 +107,38 @@ class TextScore:
 
     @property
     def tokens(self) -> int:
-        """Tokens that were scored."""
+        """Number of scored tokens."""
         return sum(score.tokens for score in self.scores)
 
     @property
     def nats(self) -> float:
-        """Mean cross-entropy a token."""
+        """Mean cross-entropy per token."""
         return math.fsum(score.nats for score in self.scores) / self.tokens
 
     @cached_property
     def groups(self) -> Groups:
-        """The documents; of one long text, stretches that hardly depend on each other."""
+        """The documents, or stretches of one long text."""
         numbers = np.array([score.document for score in self.scores])
         n, tokens = len(np.unique(numbers)), np.array([score.tokens for score in self.scores])
         least = max(CONTEXTS_A_STRETCH * self.windows.context, TOKENS_A_STRETCH)
         if n > 1:
             basis = f"{n:,} documents"
-            if n < LEAST_DOCUMENTS:
-                return Groups((), (), f"{basis}: an interval needs {LEAST_DOCUMENTS}")
+            if n < MIN_DOCUMENTS:
+                return Groups((), (), f"{basis}: an interval needs {MIN_DOCUMENTS}")
         elif self.tokens < STRETCHES * least:
-            needed = f"an interval needs {STRETCHES * least:,}, or {LEAST_DOCUMENTS} documents"
+            needed = f"an interval needs {STRETCHES * least:,}, or {MIN_DOCUMENTS} documents"
             return Groups((), (), f"one text of {self.tokens:,} tokens: {needed}")
         else:
             numbers = STRETCHES * (np.cumsum(tokens) - tokens) // self.tokens
-            each = self.tokens // STRETCHES
-            basis = f"{STRETCHES} stretches of one text, {each:,} tokens each"
-        _, places = np.unique(numbers, return_inverse=True)
-        nats = np.bincount(places, [score.nats for score in self.scores])
-        return Groups(nats.tolist(), np.bincount(places, tokens).tolist(), basis)
+            length = self.tokens // STRETCHES
+            basis = f"{STRETCHES} stretches of one text, {length:,} tokens each"
+        _, indices = np.unique(numbers, return_inverse=True)
+        nats = np.bincount(indices, [score.nats for score in self.scores])
+        return Groups(nats.tolist(), np.bincount(indices, tokens).tolist(), basis)
 
     @property
     def interval(self) -> Interval:
-        """95 % interval of `nats` over `groups`; nan where there are too few of them."""
+        """95 % interval of `nats` over `groups`; nan for too few groups."""
         low, high = ratio_interval(self.groups.nats, self.groups.tokens)
         return (low if math.isnan(low) else max(0.0, low)), high
 
@@ -155,7 +154,7 @@ class TextScore:
         return self.nats * self.tokens / math.log(2) / max(1, n_bytes)
 
     def to_json(self) -> dict[str, Any]:
-        """Return all of it as plain data; what is not known is null."""
+        """Return plain data, with null for a missing interval."""
         interval = None if math.isnan(self.interval[0]) else self.interval
         return {
             "nats": self.nats,
@@ -180,7 +179,7 @@ def score_text(
 ) -> TextScore:
     """Score a text with an engine; see `Windows` for the options.
 
-    Raises `UserError` for a text of which no token is predicted.
+    Raises `UserError` for a text without a predicted token.
     """
     windows = Windows.of(engine, context, stride, bos)
     return TextScore(windows, list(score_windows(engine, [text], windows)))
@@ -209,7 +208,7 @@ def score_windows(engine: Engine, texts: Iterable[str], windows: Windows) -> Ite
 
 
 def require_tokenizer(engine: Engine) -> Tokenizer:
-    """Return the engine's tokenizer; raise `UserError` where it has none."""
+    """Return the engine's tokenizer; raise `UserError` if it is missing."""
     if engine.tokenizer is None:
         raise UserError("a text needs a tokenizer, and there is none with the model (--tokenizer)")
     return engine.tokenizer
