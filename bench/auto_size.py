@@ -32,7 +32,6 @@ from tiedgpt.train.events import Ended
 from tiedgpt.train.loop import Trainer
 from tiedgpt.train.machine import SpeedMeasurement, find_facts, measure_machine, training_device
 from tiedgpt.train.machine import resize as resize_run
-from tiedgpt.train.objectives import open_sources
 from tiedgpt.train.options import TrainOptions
 from tiedgpt.train.parallel import World
 from tiedgpt.train.planning import (
@@ -44,7 +43,7 @@ from tiedgpt.train.planning import (
     resize,
     with_choices,
 )
-from tiedgpt.train.prepare import prepare
+from tiedgpt.train.run import prepare_fresh
 from tiedgpt.train.storage import RunDirectory
 
 MEASURED_SECONDS = 2.0
@@ -79,7 +78,7 @@ def trained(options: TrainOptions, run: RunDirectory, scratch: Path) -> float:
         fresh = RunDirectory(Path(place))
         for name in ("data", "tokenizer"):
             os.symlink(run.path / name, fresh.path / name)
-        pair = prepare(fresh, options, open_sources(options))
+        pair = prepare_fresh(options, fresh)
         machine, _ = measure_machine(options, *pair, World(training_device()))
         config, plan = plan_run(options, pair[0].config, find_facts(*pair), machine)
         pair = resize_run(*pair, config)
@@ -93,7 +92,7 @@ def choice(name: str, minutes: float, speeds: dict[str, float], scratch: Path) -
     options = TrainOptions(data=data(name, scratch), minutes=minutes)
     run = RunDirectory(scratch / name)
     run.path.mkdir(exist_ok=True)
-    objective, text = prepare(run, options, open_sources(options))
+    objective, text = prepare_fresh(options, run)
     text_tokens = text.text_tokens
     assert text_tokens is not None
     world = World(training_device())

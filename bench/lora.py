@@ -32,10 +32,8 @@ from tiedgpt.data import python_documentation
 from tiedgpt.train.events import Ended
 from tiedgpt.train.loop import Trainer
 from tiedgpt.train.machine import training_device
-from tiedgpt.train.objectives import open_sources
 from tiedgpt.train.options import TrainOptions
-from tiedgpt.train.prepare import prepare
-from tiedgpt.train.run import make_plan
+from tiedgpt.train.run import make_plan, prepare_fresh
 from tiedgpt.train.storage import RunDirectory
 
 FUNCTION = re.compile(r"^ *(\w+\(.*\))\n +([A-Z][^\n]{15,150}?\.)(?= |\n)", re.M)
@@ -67,7 +65,7 @@ def tuned(path: Path, **options: Any) -> tuple[float, int, int]:
     asked = TrainOptions(recipe="tune", **options)
     path.mkdir(parents=True)
     run = RunDirectory(path)
-    objective, data = prepare(run, asked, open_sources(asked))
+    objective, data = prepare_fresh(asked, run)
     device = training_device()
     plan = make_plan(asked, objective, data, device)
     (*_, ended) = Trainer(run, objective, data, plan, device).run()

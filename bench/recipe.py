@@ -42,12 +42,10 @@ from tiedgpt.train.events import Ended, Evaluated, Stepped
 from tiedgpt.train.loop import Trainer
 from tiedgpt.train.machine import training_device
 from tiedgpt.train.objective import Data, Objective
-from tiedgpt.train.objectives import open_sources
 from tiedgpt.train.optim import optimizers, parameter_groups
 from tiedgpt.train.options import SIZES, TrainOptions
 from tiedgpt.train.plan import Plan
-from tiedgpt.train.prepare import prepare
-from tiedgpt.train.run import make_plan
+from tiedgpt.train.run import make_plan, prepare_fresh
 from tiedgpt.train.step import train_step
 from tiedgpt.train.storage import RunDirectory
 
@@ -211,7 +209,7 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as scratch:
         options = TrainOptions(size=args.size, steps=1)
         run = RunDirectory(Path(scratch) / "data")
-        objective, data = pair = prepare(run, options, open_sources(options))
+        objective, data = pair = prepare_fresh(options, run)
         assert data.text_tokens is not None
         row_tokens = (options.batch_size or SIZES[args.size].batch_size) * data.row_tokens
         steps = max(POINTS, int(args.epochs * data.text_tokens / row_tokens))

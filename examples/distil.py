@@ -22,10 +22,8 @@ from tiedgpt import GPT
 from tiedgpt.train import Trainer, TrainOptions
 from tiedgpt.train.events import Ended
 from tiedgpt.train.machine import training_device
-from tiedgpt.train.objectives import open_sources
 from tiedgpt.train.objectives.language import LanguageModelling
-from tiedgpt.train.prepare import prepare
-from tiedgpt.train.run import make_plan
+from tiedgpt.train.run import make_plan, prepare_fresh
 from tiedgpt.train.storage import RunDirectory
 
 SHARE = 0.9
@@ -58,7 +56,7 @@ if __name__ == "__main__":
     for name in ("alone", "distilled"):
         run = RunDirectory(Path("runs") / name)
         run.path.mkdir(parents=True, exist_ok=True)
-        objective, data = prepare(run, options, open_sources(options))
+        objective, data = prepare_fresh(options, run)
         if not given:
             objective.config = replace(objective.config, n_embd=teacher.config.n_embd // 4)
         if name == "distilled":

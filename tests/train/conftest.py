@@ -18,9 +18,10 @@ from tiedgpt.data import documents, encode_corpus, plan_split
 from tiedgpt.text import Tokenizer
 from tiedgpt.train import Trainer
 from tiedgpt.train.checkpoint import list_checkpoints
+from tiedgpt.train.dataset import open_text
 from tiedgpt.train.events import Event, Skipped, Stepped
 from tiedgpt.train.objective import Data, Objective
-from tiedgpt.train.objectives.language import LanguageModelling, open_text
+from tiedgpt.train.objectives.language import LanguageModelling
 from tiedgpt.train.options import TrainOptions
 from tiedgpt.train.plan import Plan
 from tiedgpt.train.run import make_plan

@@ -9,9 +9,10 @@ from tests.train.conftest import write_lines
 from tiedgpt import GPTConfig
 from tiedgpt.errors import CorruptInputError, UserError
 from tiedgpt.text import Tokenizer
-from tiedgpt.train.objectives import LABELLED
+from tiedgpt.train.objectives import OBJECTIVES, load_objective
 from tiedgpt.train.objectives.labelled import LabelSources
 
+LABELLED = {name: load_objective(OBJECTIVES[name].home) for name in ("classify", "choose")}
 CHAR = Tokenizer.characters(["abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ ?!.,\né日本"])
 
 

@@ -16,14 +16,15 @@ from tiedgpt.cli.main import main
 from tiedgpt.errors import UserError
 from tiedgpt.heads import MultipleChoice, SequenceClassifier, pad
 from tiedgpt.train.events import Ended, Evaluated
-from tiedgpt.train.objective import Basis
-from tiedgpt.train.objectives import LABELLED
+from tiedgpt.train.objective import ModelSetup
+from tiedgpt.train.objectives import OBJECTIVES, load_objective
 from tiedgpt.train.objectives.labelled import LabelScore, LabelSources, encode_examples
 from tiedgpt.train.optim import parameter_groups
 from tiedgpt.train.options import TrainOptions
 from tiedgpt.train.step import train_step
 from tiedgpt.train.storage import RunDirectory
 
+LABELLED = {name: load_objective(OBJECTIVES[name].home) for name in ("classify", "choose")}
 ANIMALS, THINGS = ("cat", "dog", "cow", "owl"), ("cup", "hat", "box", "pen")
 
 
@@ -47,7 +48,8 @@ def open_run(path, kind, *, n=240, context=None, plan=None, **sizes):
     shape = {"n_positions": 48, "n_embd": 32, "n_layer": 2, "n_head": 2} | sizes
     config = GPTConfig(vocab_size=len(tokenizer), **shape, eos_token_id=tokenizer.eos_token_id)
     options = TrainOptions(task=kind, data=(lines,), context=context)
-    pair = sources.make(RunDirectory(path), options, Basis(config, tokenizer))
+    setup = ModelSetup(config, tokenizer)
+    pair = LABELLED[kind].make(sources, RunDirectory(path), options, setup)
     return Trial(RunDirectory(path), *pair, plan or PLAN)
 
 

@@ -11,9 +11,8 @@ from tiedgpt.cli.main import main
 from tiedgpt.data import plan_preparation, prepare_data
 from tiedgpt.data import prepare as preparation
 from tiedgpt.errors import CorruptInputError, UserError
-from tiedgpt.train import TrainOptions, train
+from tiedgpt.train import TrainOptions, dataset, train
 from tiedgpt.train.events import AlreadyFinished, Ended
-from tiedgpt.train.objectives import prepared
 
 TEXTS = [f"Document {n} says that {n} times {n} is {n * n}." for n in range(400)]
 TINY = {"size": "nano", "context": 16, "batch_size": 2, "steps": 2, "dtype": "fp32"}
@@ -31,9 +30,9 @@ def text(tmp_path, monkeypatch) -> Path:
 @pytest.fixture
 def large(text, monkeypatch) -> Path:
     """The same text, which counts as large."""
-    for module in (preparation, prepared):
+    for module in (preparation, dataset):
         monkeypatch.setattr(module, "LARGE_BYTES", 1)
-    monkeypatch.setattr(prepared, "count_cores", lambda: 1)
+    monkeypatch.setattr(dataset, "count_cores", lambda: 1)
     return text
 
 
@@ -123,7 +122,7 @@ def test_an_interrupted_preparation_goes_on_unless_other_things_are_asked_for(la
     assert Tokenizer.from_pretrained("other/data/tokenizer").kind == "char"
     interrupt("small", large)
     Path("small.txt").write_text("\n".join(TEXTS))
-    prepared.LARGE_BYTES = 10**9
+    dataset.LARGE_BYTES = 10**9
     assert isinstance(run("small", "small.txt"), Ended)
     assert (tmp_path / "small" / "data" / "counts.json").exists()
 

@@ -14,7 +14,7 @@ from tiedgpt.cli.main import main
 from tiedgpt.data import documents, encode_corpus, plan_split
 from tiedgpt.errors import UserError
 from tiedgpt.train import train
-from tiedgpt.train.objectives.language import open_text
+from tiedgpt.train.dataset import open_text
 from tiedgpt.train.options import TrainOptions
 
 

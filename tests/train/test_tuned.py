@@ -18,11 +18,10 @@ from tiedgpt.cli.main import main
 from tiedgpt.data import read_template
 from tiedgpt.infer import Engine
 from tiedgpt.train.objective import Pretrained
-from tiedgpt.train.objectives import open_sources
+from tiedgpt.train.objectives import open_objective
 from tiedgpt.train.options import TrainOptions
 from tiedgpt.train.parallel import World, join_world
-from tiedgpt.train.prepare import prepare
-from tiedgpt.train.run import make_plan
+from tiedgpt.train.run import make_plan, prepare_fresh
 from tiedgpt.train.storage import RunDirectory
 from tiedgpt.tune import load_adapter, lora, save_adapter
 from tiedgpt.weights.containers import SafetensorsFile
@@ -77,7 +76,7 @@ def open_run(path, options, world=None):
     """Return the run of these options."""
     run = RunDirectory(path)
     run.path.mkdir(exist_ok=True)
-    pair = prepare(run, options, open_sources(options))
+    pair = prepare_fresh(options, run)
     return Trial(run, *pair, make_plan(options, *pair, CPU, world=world))
 
 
@@ -114,12 +113,13 @@ def test_the_context_is_that_of_the_header_and_no_weights_are_read_for_it(
 
     for name in ("native", "rows", "tensor"):
         monkeypatch.setattr(StoredTensor, name, refuse)
-    assert open_sources(options("completion")).context == 64
+    assert open_objective(options("completion")).open(options("completion")).context == 64
     other = shutil.copytree(place / "base", tmp_path / "other")
     config = json.loads((other / "config.json").read_text()) | {"n_positions": 400, "n_ctx": 400}
     (other / "config.json").write_text(json.dumps(config))
     wrong = replace(options("completion"), start=str(other))
-    assert open_sources(wrong).context == 64  # as the model is loaded: its rows decide
+    sources = open_objective(wrong).open(wrong)
+    assert sources.context == 64  # the model's rows decide, as when it is loaded
 
 
 def test_packing_can_be_switched_off_for_examples_and_on_for_text(make):
@@ -366,7 +366,7 @@ def test_bad_lines_can_be_skipped(tmp_path, options):
     (tmp_path / "mixed.jsonl").write_text("{\n" + (tmp_path / "mixed.jsonl").read_text())
     start = options("text").start
     asked = TrainOptions(recipe="tune", data=(path,), start=start, skip_bad=True, steps=1)
-    examples = open_sources(asked)
+    examples = open_objective(asked).open(asked)
     assert len(examples.train) == len(examples.held_out) == 40 and not examples.holds_out
     assert "bad lines that were skipped: 1" in examples.notes[0]
 

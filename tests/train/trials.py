@@ -20,7 +20,7 @@ import torch._dynamo  # which the optimizers import when they are made
 
 import tiedgpt.cli.main
 import tiedgpt.cli.show_training
-import tiedgpt.train.prepare
+import tiedgpt.train.dataset
 import tiedgpt.train.run
 from tests.train.conftest import metrics, reopen_trial
 from tiedgpt.train.checkpoint import list_checkpoints, verify

@@ -5,13 +5,10 @@ from __future__ import annotations
 import contextlib
 import json
 import math
-import shlex
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from pathlib import Path
 
 import torch
-from rich.console import Console
 from rich.progress import (
     BarColumn,
     MofNCompleteColumn,
@@ -25,25 +22,16 @@ from rich.text import Text
 from tiedgpt.cli.console import console, fact, note
 from tiedgpt.cli.source import program
 from tiedgpt.core.config import GPTConfig
-from tiedgpt.infer import Engine
 from tiedgpt.train import events
 from tiedgpt.train.blocks import decide_compile
 from tiedgpt.train.objective import Data, Objective
-from tiedgpt.train.objectives.labelled import Labelled
-from tiedgpt.train.objectives.language import TextData
-from tiedgpt.train.objectives.replies import Replies, ReplyData
 from tiedgpt.train.options import format_count
 from tiedgpt.train.parallel import World
 from tiedgpt.train.plan import Plan
 from tiedgpt.train.planning import describe_memory
-from tiedgpt.weights.formats.transformers import TIEDGPT, model_type_of
 
-FINAL_SAMPLE_TOKENS, FINAL_SAMPLE_LINES = 160, 8
 FEW_STEPS = 100
 """Runs with fewer steps say so."""
-FIRST_WORDS = 3
-LONGEST_PROMPT = 60
-"""Characters of a question that is proposed as it is, for further commands."""
 MEMORIZED_NATS = 0.1
 """A loss on the examples trained on below which they are called memorized: nine of ten tokens."""
 READABLE = 500_000
@@ -232,26 +220,19 @@ class Display:
             counts["trained"] = objective.n_trained or config.parameter_count()
             print(json.dumps(where | counts | ended.metrics))
             return
-        here = shlex.quote(str(directory.path))
-        if isinstance(objective, Labelled):
-            theirs = objective.head_class.class_in_transformers(config) is not None
-            steps = _write_python(objective, directory.model)
-        else:
-            config, words = _show_samples(out, self.planned)
-            theirs = model_type_of(config) is not TIEDGPT
-            chats = isinstance(objective, Replies) and objective.template is not None
-            first = f"chat {here}" if chats else f"generate {here} --prompt={shlex.quote(words)}"
-            verbs = first, f"export {here} page.html", f"tie show {here}"
-            steps = "\n".join(f"  {program()} {verb}" for verb in verbs)
-            seen = ended.step * self._batch_units
-            if seen < READABLE and options.start is None:
-                self.say(f"the model was trained on only {seen:,} tokens: its texts may be poor")
+        showcase = objective.show(directory, data, options)
+        for title, text in showcase.samples:
+            out.print(Text(f"--- {title}", "bold"))
+            out.print(Text(f"{text}\n"))
+        seen = ended.step * self._batch_units
+        if data.text_tokens is not None and seen < READABLE and options.start is None:
+            self.say(f"the model was trained on only {seen:,} tokens: its texts may be poor")
         part = "all held-out data"
         if ended.scored is not None:
             scored = format_count(ended.scored, data.unit.removesuffix("s"))
             part = f"{scored} of the held-out data; --score all takes all"
         score = f"validation {_format_scores(ended.metrics, 4)}, on {part}"
-        if isinstance(data, ReplyData) and not data.holds_out:
+        if data.memorizes:
             memorized = ended.metrics["val_loss"] < MEMORIZED_NATS
             score = f"{_format_scores(ended.metrics, 4)} on the examples trained on, which are "
             score += "memorized" if memorized else "not memorized yet: train for more --steps"
@@ -260,10 +241,13 @@ class Display:
             score += f"; {part} on the part scored during training"
         fact("score", score, to=out)
         fact("model", _count_parameters(config, objective), to=out)
-        loads = ", which transformers loads too" if theirs else ""
+        loads = ", which transformers loads too" if objective.transformers_class else ""
         fact("saved in", f"{directory.model}{loads}", to=out)
-        out.print(Text("\nnext", "bold"))
-        out.print(steps)
+        steps = [f"{program()} {command}" for command in showcase.commands]
+        steps += showcase.python.splitlines()
+        if steps:
+            out.print(Text("\nnext", "bold"))
+            out.print("\n".join(f"  {step}" for step in steps))
         if ended.step < FEW_STEPS and options.steps is None:
             self.say(
                 f"only {format_count(ended.step, 'step')} fit into the time: the same command "
@@ -279,51 +263,3 @@ def _count_parameters(config: GPTConfig, objective: Objective) -> str:
 def _format_scores(metrics: Mapping[str, float], digits: int) -> str:
     names = {key: key.removeprefix("val_").replace("_", " ") for key in metrics}
     return ", ".join(f"{names[key]} {value:.{digits}f}" for key, value in metrics.items())
-
-
-def _write_python(objective: Labelled, model: Path) -> str:
-    """Return how the head is used."""
-    head = objective.head_class.__name__
-    return (
-        "  from tiedgpt import Tokenizer\n"
-        f"  from tiedgpt.heads import {head}, pad\n"
-        f"  head = {head}.from_pretrained({str(model)!r})\n"
-        f"  tokenizer = Tokenizer.from_pretrained({str(model)!r})\n"
-        f"  {objective.use}"
-    )
-
-
-def _show_samples(out: Console, planned: events.Planned) -> tuple[GPTConfig, str]:
-    """Show the first lines of two texts that the model wrote, or replies.
-
-    Returns its config, and words that a text may begin with.
-    """
-    objective, data, options = planned.objective, planned.data, planned.options
-    engine = Engine(planned.directory.model, backend="torch", slots=1)
-    config = engine.model.config
-    if isinstance(objective, Replies) and isinstance(data, ReplyData):
-        sides = {"trained on": data.examples, "held out": data.validation}
-        for side, examples in sides.items() if data.holds_out else [*sides.items()][:1]:
-            for number in range(min(2, len(examples))):
-                reply, asked = objective.reply(engine.model, examples, number)
-                out.print(Text(f"--- reply to {asked!r}, {side}", "bold"))
-                out.print(Text(f"{reply.rstrip()}\n"))
-        is_short = len(asked) <= LONGEST_PROMPT and asked.isprintable()
-        return config, asked if is_short else " ".join(asked.split()[:FIRST_WORDS])
-    assert isinstance(data, TextData) and objective.tokenizer is not None
-    words = data.find_words(objective.tokenizer) if options.data else "Return a new"
-    prompt = options.sample_prompt or words
-    for number, begin in enumerate(("", prompt)):
-        text = engine.generate(
-            begin or [config.bos_token_id or 0],
-            max_new_tokens=min(FINAL_SAMPLE_TOKENS, config.n_positions),
-            temperature=0.7,
-            top_k=40,
-            seed=number,
-            context_end="slide",
-        ).text
-        title = f"sample {number + 1}" + (f": from {begin!r}" if begin else "")
-        out.print(Text(f"--- {title}", "bold"))
-        lines = f"{begin}{text}".strip().splitlines()
-        out.print("\n".join(lines[:FINAL_SAMPLE_LINES]) + "\n")
-    return config, prompt

@@ -12,7 +12,7 @@ from huggingface_hub import ModelCard, ModelCardData
 from tiedgpt.files import replacing
 from tiedgpt.heads import Head
 from tiedgpt.train.objective import Model, body_of, predicts_tokens
-from tiedgpt.train.objectives import LABELLED
+from tiedgpt.train.objectives import find_record
 from tiedgpt.train.options import format_count
 from tiedgpt.train.storage import RunDirectory, format_toml
 from tiedgpt.weights.formats.transformers import TIEDGPT, model_type_of
@@ -50,10 +50,10 @@ def model_card(
 ) -> ModelCard:
     """Return the card of a run with these tables of run.toml and these final scores."""
     config, options = body_of(model).config, tables["options"]
-    model_type, task, start = model_type_of(config), options.get("task", "lm"), options.get("start")
+    model_type, start = model_type_of(config), options.get("start")
     front = ModelCardData(
         library_name="tiedgpt" if model_type is TIEDGPT else "transformers",
-        pipeline_tag=LABELLED[task].pipeline if task in LABELLED else "text-generation",
+        pipeline_tag=find_record(options).pipeline,
         tags=list(dict.fromkeys((model_type.name, "tiedgpt"))),
         base_model=start if _is_hub_name(start) else None,
     )

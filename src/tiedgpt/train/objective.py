@@ -23,7 +23,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, Self
+from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple, Protocol, Self
 
 import torch
 from numpy.typing import NDArray
@@ -188,6 +188,11 @@ class Data:
     notes: Sequence[str] = ()
     """What is worth telling of the data."""
 
+    @property
+    def memorizes(self) -> bool:
+        """Whether the examples are so few that none is held out."""
+        return self.n_examples > 0 and self.n_held_out == 0
+
     def with_context(self, context: int) -> Self:
         """Return the same data in rows for another context; only a text can be cut anew."""
         raise NotImplementedError
@@ -199,6 +204,59 @@ class Score(Protocol):
     @property
     def nats(self) -> float:
         """The mean loss."""
+
+
+class ModelSetup(NamedTuple):
+    """The first fields of every objective, in their order."""
+
+    config: GPTConfig
+    tokenizer: Tokenizer
+    start: Pretrained | None = None
+    frozen: str = ""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Showcase:
+    """Samples of a published model, and what to do with it next."""
+
+    samples: Sequence[tuple[str, str]] = ()
+    """Titles and texts."""
+    commands: Sequence[str] = ()
+    """Further commands of `tiedgpt`."""
+    python: str = ""
+    """Code that uses the model."""
+
+
+class Sources(ABC):
+    """The data of a run as they were read; `Objective.make` makes rows of them."""
+
+    tokenizer: Tokenizer | None = None
+    """The tokenizer of the data, if they need one of their own."""
+    start: Pretrained | None = None
+    """The model to start from, if the data need rows for new tokens."""
+    memorizes: bool = False
+    """Whether the examples are so few that they are memorized, because none is held out."""
+
+    @abstractmethod
+    def digest(self) -> str:
+        """Return a sha256 of all data, which detects changed data."""
+
+    def texts(self) -> tuple[Iterable[str], Iterable[str]]:
+        """Return the training texts, and all texts, to train a tokenizer on."""
+        return (), ()
+
+    def vocabulary_size(self, options: TrainOptions) -> int:
+        """Return the size of the vocabulary to train on the texts."""
+        return options.vocab_size or options.shape.vocab_size
+
+    def is_encoded(self, run: RunDirectory) -> bool:
+        """Return whether an earlier call made the tokenizer and encoded the texts."""
+        return run.tokenizer.exists()
+
+    def encode(  # noqa: B027
+        self, tokenizer: Tokenizer, run: RunDirectory, progress: Progress | None
+    ) -> None:
+        """Write the texts as tokens, unless they are held in memory."""
 
 
 @dataclass(eq=False)
@@ -216,7 +274,24 @@ class Objective(Loss, ABC):
     frozen: str = ""
     """What stays as it is (`--freeze`)."""
     n_trained: int | None = None
-    """How many parameters are trained; None: all."""
+    """Number of trained parameters; None: all."""
+    keeps_head: ClassVar[bool] = True
+    """Whether the head over the vocabulary of a model to start from is needed."""
+
+    @classmethod
+    def open(cls, options: TrainOptions) -> Sources:
+        """Read the data of the options; `train` and `--objective` call this."""
+        raise UserError(
+            f"{cls.__name__} does not say how its data are opened",
+            hint="give it a classmethod `open(options)`, and `make` beside it",
+        )
+
+    @classmethod
+    def make(
+        cls, sources: Any, run: RunDirectory, options: TrainOptions, setup: ModelSetup
+    ) -> tuple[Self, Data]:
+        """Return the objective, and the rows of the sources that `open` returned."""
+        raise NotImplementedError
 
     @abstractmethod
     def build(self) -> Any:
@@ -257,62 +332,20 @@ class Objective(Loss, ABC):
         """Return in words what predicts in a model of this config; it may have been untied."""
         return ""
 
+    @property
+    def transformers_class(self) -> str | None:
+        """The class of transformers that loads the published model, or None."""
+        return None
+
+    def show(self, directory: RunDirectory, data: Any, options: TrainOptions) -> Showcase:
+        """Return samples of the published model, and what to do next, for the command line."""
+        return Showcase()
+
     def publish(self, model: Any, directory: Path) -> None:
         """Write the model as others load it, and the tokenizer."""
         model.save_pretrained(directory)
         if self.tokenizer is not None:
             save_tokenizer(self.tokenizer, body_of(model).config, directory)
-
-
-Pair = tuple[Objective, Data]
-
-
-class Basis(NamedTuple):
-    """What every objective begins with, in the order of its first fields."""
-
-    config: GPTConfig
-    tokenizer: Tokenizer
-    start: Pretrained | None = None
-    frozen: str = ""
-
-
-class Sources(ABC):
-    """What a run is to be trained on, as it was read; data and objective are made of it."""
-
-    labels: tuple[str, ...] = ()
-    tokenizer: Tokenizer | None = None
-    """Its own, where it needs one."""
-    start: Pretrained | None = None
-    """The model that is begun with, where it must have rows for tokens of its own."""
-    memorizes: bool = False
-    """Whether the examples are so few that they are memorized, because none is held out."""
-    keeps_head: bool = True
-    """Whether the head over the vocabulary of a model that is begun with is needed."""
-
-    @abstractmethod
-    def digest(self) -> str:
-        """Return a sha256 of everything that was read, to know changed data by."""
-
-    @abstractmethod
-    def texts(self) -> tuple[Iterable[str], Iterable[str]]:
-        """Return the texts that are trained on, and all of them, to make a tokenizer of."""
-
-    @abstractmethod
-    def make(self, run: RunDirectory, options: TrainOptions, basis: Basis) -> Pair:
-        """Return what a run by these options trains, and on what."""
-
-    def vocabulary_size(self, options: TrainOptions) -> int:
-        """Return how many tokens a vocabulary has that is trained on the texts."""
-        return options.vocab_size or options.shape.vocab_size
-
-    def is_encoded(self, run: RunDirectory) -> bool:
-        """Whether an earlier call made the tokenizer and encoded the texts."""
-        return run.tokenizer.exists()
-
-    def encode(  # noqa: B027
-        self, tokenizer: Tokenizer, run: RunDirectory, progress: Progress | None
-    ) -> None:
-        """Write the texts as tokens, where they are not kept in memory."""
 
 
 def describe_tokens(tokenizer: Tokenizer) -> str:

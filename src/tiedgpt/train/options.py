@@ -23,6 +23,7 @@ from tiedgpt.options import (
     option,
     option_of_verb,
 )
+from tiedgpt.train.objectives import ObjectiveRecord, find_record
 from tiedgpt.train.plan import Keep, Rule, Schedule, scale_lr_to_width
 
 if TYPE_CHECKING:
@@ -35,12 +36,8 @@ DEFAULT_SIZE = "mini"
 DEFAULT_MINUTES = 3.0
 DEFAULT_COOLDOWN = 0.4
 """Hägele et al. 2024 (arXiv 2405.18392), section 4: longer falls gain little."""
-DEFAULT_EPOCHS = 3
-"""Over labelled examples; as Radford et al. 2018, section 4.1."""
-LABELLED_BATCH = 32
-"""Examples in a step, as there."""
-LEAST_STEPS = 100
-"""Minimum number of steps over few labelled examples by default."""
+TUNE_EPOCHS = 3
+"""Epochs of fine-tuning by default, as Radford et al. 2018, section 4.1."""
 MAX_EPOCHS = 40
 """Maximum number of epochs in such a minimum of steps."""
 START_BATCH = 8
@@ -337,6 +334,13 @@ class TrainOptions(  # the help lists the options of the last one first
         "data",
         verbs=TRAIN,
     )
+    objective: str | None = option(
+        None,
+        "An objective of your own, instead of --task: the class CLASS of the file MODULE.py.",
+        "data",
+        metavar="MODULE:CLASS",
+        verbs=TRAIN,
+    )
     tokenizer: str = option(
         "bpe",
         "bpe: trained on the data (with --start: the model's own); char: the data's "
@@ -451,8 +455,9 @@ class TrainOptions(  # the help lists the options of the last one first
         if self.task not in get_args(TaskName):
             remedy = REMOVED_VALUES.get(("task", self.task), f"use {', '.join(get_args(TaskName))}")
             raise UserError(f"there is no --task {self.task}", hint=remedy)
-        if self.task != "lm" and not self.data:
-            raise UserError(f"--task {self.task} needs examples", hint="name a .jsonl file")
+        if not self.objective_record.reads_text and not self.data:
+            task = self.objective or f"--task {self.task}"
+            raise UserError(f"{task} needs examples", hint="name a .jsonl file")
         if self.recipe == "tune" and not self.data:
             raise UserError("DATA is missing", hint="give a .jsonl file of examples, or text")
         if self.size not in (AUTO, *SIZES):
@@ -494,7 +499,7 @@ class TrainOptions(  # the help lists the options of the last one first
                 continue
             if not is_option_of(each, self.recipe):
                 raise UserError(f"{flag(each)} is not an option of tiedgpt {self.recipe}")
-            if self.task != "lm" and name in TEXT_ONLY:
+            if not self.objective_record.reads_text and name in TEXT_ONLY:
                 raise UserError(f"{flag(each)} {value} is for --task lm")
             may_differ = name == "tokenizer" and value != "char"
             if self.start and name in FRESH_ONLY and not may_differ:
@@ -544,10 +549,21 @@ class TrainOptions(  # the help lists the options of the last one first
         return differences
 
     @property
+    def objective_record(self) -> ObjectiveRecord:
+        """The record of --objective or --task."""
+        return find_record({"objective": self.objective, "task": self.task})
+
+    @property
     def chooses(self) -> bool:
         """Whether the size of a fresh model is to be chosen: see `planning.py`."""
-        fresh = self.task == "lm" and self.recipe == "train" and self.start is None
-        return fresh and self.size == AUTO and self.width is None and self.steps is None
+        reads_text = self.objective_record.reads_text and self.recipe == "train"
+        return (
+            reads_text
+            and self.start is None
+            and self.size == AUTO
+            and self.width is None
+            and self.steps is None
+        )
 
     @property
     def duration(self) -> Duration:
@@ -556,17 +572,18 @@ class TrainOptions(  # the help lists the options of the last one first
             if getattr(self, unit) is not None:
                 return Duration(unit, getattr(self, unit))
         if self.recipe == "tune":
-            return Duration("epochs", DEFAULT_EPOCHS, TUNE_LEAST_STEPS)
-        if self.task == "lm":
+            return Duration("epochs", TUNE_EPOCHS, TUNE_LEAST_STEPS)
+        record = self.objective_record
+        if record.epochs is None:
             return Duration("minutes", DEFAULT_MINUTES)
-        return Duration("epochs", DEFAULT_EPOCHS, LEAST_STEPS)
+        return Duration("epochs", record.epochs, record.min_steps)
 
     @property
     def evaluations(self) -> int:
         """Number of evaluations in a run, not counting the final one."""
         if self.recipe == "train":
             return EVALUATIONS_PER_RUN
-        return max(1, round(TUNE_EVALUATIONS_PER_EPOCH * (self.epochs or DEFAULT_EPOCHS)))
+        return max(1, round(TUNE_EVALUATIONS_PER_EPOCH * (self.epochs or TUNE_EPOCHS)))
 
     @property
     def named_size(self) -> str:
@@ -606,7 +623,7 @@ class TrainOptions(  # the help lists the options of the last one first
         return {
             "optimizer": rule,
             "lr": rate if is_fresh else START_RATE / config.n_embd,
-            "batch_size": batch if self.task == "lm" else LABELLED_BATCH,
+            "batch_size": self.objective_record.batch_size or batch,
             "weight_decay": size.weight_decay if is_fresh else 0.1,
             "patience": None,
         }

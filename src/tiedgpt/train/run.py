@@ -11,7 +11,6 @@
 from __future__ import annotations
 
 import contextlib
-import functools
 import math
 import tempfile
 import time
@@ -24,6 +23,7 @@ import torch
 
 from tiedgpt.core.config import GPTConfig
 from tiedgpt.errors import NoRoomError, TiedGPTError, UserError
+from tiedgpt.train.dataset import prepare
 from tiedgpt.train.events import AlreadyFinished, Event, Note, Planned
 from tiedgpt.train.loop import Trainer
 from tiedgpt.train.machine import (
@@ -34,7 +34,7 @@ from tiedgpt.train.machine import (
     training_device,
 )
 from tiedgpt.train.objective import Data, Objective, Progress
-from tiedgpt.train.objectives import open_sources
+from tiedgpt.train.objectives import open_objective
 from tiedgpt.train.options import DURATIONS, TrainOptions
 from tiedgpt.train.parallel import Parallel, World, join_world
 from tiedgpt.train.plan import Plan
@@ -47,7 +47,6 @@ from tiedgpt.train.planning import (
     prolong,
     seconds_left,
 )
-from tiedgpt.train.prepare import prepare
 from tiedgpt.train.storage import (
     RunDirectory,
     compare_duration,
@@ -91,7 +90,8 @@ def train(
         world = stack.enter_context(join_world(parallel, device))
         if out is not None:
             world.on_main(lambda: require_same(options, RunDirectory(Path(out))))
-        sources = world.main_first(lambda: open_sources(options))
+        kind = open_objective(options)
+        sources = world.main_first(lambda: kind.open(options))
         digest = world.on_main(sources.digest) if options.data else None
         directory = RunDirectory(Path(out or world.on_main(lambda: find_run(options, digest))))
         if world.is_main:
@@ -104,9 +104,8 @@ def train(
             return
         yield from _hub_notes(options)
         objective, data = world.main_first(
-            functools.partial(prepare, directory, options, sources, config, progress)
+            lambda: prepare(kind, sources, directory, options, config, progress)
         )
-        del sources  # the text, which may be held in memory
         if plan is None:
             prepared = world.on_main(lambda: time.perf_counter() - began)
             yield Note("measuring this machine")
@@ -150,6 +149,14 @@ def _plan(
     warnings = find_warnings(options, config, facts, plan)
     plan = replace(plan, threads=threads or speed.threads)
     return config, plan, [*speed.notes, *warnings]
+
+
+def prepare_fresh(
+    options: TrainOptions, run: RunDirectory, progress: Progress | None = None
+) -> tuple[Objective, Data]:
+    """Return the objective and the data of these options, encoded in a new run's directory."""
+    objective = open_objective(options)
+    return prepare(objective, objective.open(options), run, options, None, progress)
 
 
 def make_plan(
@@ -207,10 +214,7 @@ def dry_run(
     """
     world = World(training_device(options.device))
     with tempfile.TemporaryDirectory() as temporary, cpu_threads(threads):
-        sources = open_sources(options)
-        objective, data = prepare(
-            RunDirectory(Path(temporary) / "run"), options, sources, None, progress
-        )
+        objective, data = prepare_fresh(options, RunDirectory(Path(temporary) / "run"), progress)
         machine, speed = measure_machine(options, objective, data, world, threads=threads)
         config, facts, problem = objective.config, find_facts(objective, data), None
         try:

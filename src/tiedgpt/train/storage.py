@@ -26,6 +26,7 @@ from tiedgpt.core.config import GPTConfig
 from tiedgpt.errors import CorruptInputError, TiedGPTError, UserError
 from tiedgpt.files import PREPARED, lock_file, remove, remove_leftovers, replacing, sync, writing
 from tiedgpt.train.metrics import PART, History, read_history, read_metrics
+from tiedgpt.train.objectives import find_record
 from tiedgpt.train.options import AUTO, DURATIONS, TrainOptions
 from tiedgpt.train.plan import Plan
 
@@ -280,7 +281,8 @@ def name_run(options: TrainOptions) -> str:
     first = options.data[0] if options.data else "python-docs"
     stem = "stdin" if first == "-" else Path(os.path.abspath(first)).stem
     name = "".join(c if c.isalnum() or c in "-_." else "-" for c in stem).strip("-.") or "data"
-    kind = options.size if options.task == "lm" and options.start is None else options.task
+    is_fresh_text = options.objective_record.reads_text and options.start is None
+    kind = options.size if is_fresh_text else (options.objective or options.task).partition(":")[0]
     kind = "tuned" if options.recipe == "tune" else kind
     return name if kind == AUTO else f"{name}-{kind}"
 
@@ -364,7 +366,8 @@ def list_runs(folder: Path = RUNS) -> Iterator[Standing]:
     for changed, path in sorted(metrics):
         tables = _tables(RunDirectory(path))
         steps = tables.get("training", {}).get("steps")
-        task = str(tables.get("options", {}).get("task", "lm"))
+        options = tables.get("options", {})
+        task = str(options.get("objective") or options.get("task", "lm"))
         yield Standing(path, task, read_history(path), steps, changed)
 
 
@@ -372,7 +375,7 @@ def can_generate(run: Path) -> bool:
     """Whether a run's model writes texts: by its record, or of one without it by its config."""
     try:
         if tables := RunDirectory(run).read_record():
-            return bool(tables.get("options", {}).get("task", "lm") == "lm")
+            return find_record(tables.get("options", {})).pipeline == "text-generation"
         described = json.loads((run / "model" / "config.json").read_text(encoding="utf-8"))
         return any("LMHead" in name for name in described["architectures"])
     except (OSError, ValueError, TypeError, KeyError, CorruptInputError):

@@ -1,27 +1,85 @@
-"""The objectives: language modelling, replies to examples, labels and choices."""
+"""The objectives by name: records that need no torch, and the classes that they name.
+
+objective = open_objective(options)      # a class
+sources = objective.open(options)        # its data, as they were read
+made, data = objective.make(sources, run, options, setup)
+"""
+
+from __future__ import annotations
+
+import sys
+from dataclasses import dataclass
+from importlib import import_module
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 from tiedgpt.errors import UserError
-from tiedgpt.train.objective import Sources
-from tiedgpt.train.objectives.choose import Choose
-from tiedgpt.train.objectives.classify import Classify
-from tiedgpt.train.objectives.labelled import Labelled, LabelSources
-from tiedgpt.train.objectives.prepared import is_prepared, open_texts
-from tiedgpt.train.objectives.replies import ReplySources, has_examples
-from tiedgpt.train.options import TrainOptions
 
-LABELLED: dict[str, type[Labelled]] = {"classify": Classify, "choose": Choose}
-"""The objectives on labelled examples, by the name of their --task."""
+if TYPE_CHECKING:
+    from tiedgpt.train.objective import Objective
+    from tiedgpt.train.options import TrainOptions
 
 
-def open_sources(options: TrainOptions) -> Sources:
-    """Open what is to be trained on: examples, texts, or Python's documentation."""
-    if options.task in LABELLED:
-        return LabelSources(LABELLED[options.task], options.data, options.val)
-    if options.recipe == "tune":
+@dataclass(frozen=True, kw_only=True)
+class ObjectiveRecord:
+    """Facts about an objective that options, runs and model cards need without torch."""
+
+    home: str
+    """Module and class, as `my_module:MyObjective`."""
+    reads_text: bool = False
+    """Whether the data are text, for which the size of a model can be chosen."""
+    pipeline: str | None = None
+    """Task of the published model on the Hugging Face hub."""
+    epochs: float | None = 3
+    """Default training duration, as Radford et al. 2018, section 4.1; None: minutes."""
+    min_steps: int = 100
+    """Minimum number of steps over few examples by default."""
+    batch_size: int | None = 32
+    """Default number of examples per step, as there; None: that of the size."""
+
+
+HOME = "tiedgpt.train.objectives"
+OBJECTIVES = {
+    "lm": ObjectiveRecord(
+        home=f"{HOME}.language:LanguageModelling", reads_text=True, pipeline="text-generation",
+        epochs=None, min_steps=1, batch_size=None,
+    ),
+    "replies": ObjectiveRecord(home=f"{HOME}.replies:Replies", pipeline="text-generation"),
+    "classify": ObjectiveRecord(home=f"{HOME}.classify:Classify", pipeline="text-classification"),
+    "choose": ObjectiveRecord(home=f"{HOME}.choose:Choose", pipeline="multiple-choice"),
+}  # fmt: skip
+"""The objectives by the name of their --task; `tune` chooses `replies` for examples."""
+
+
+def find_record(options: dict[str, Any]) -> ObjectiveRecord:
+    """Return the record of the objective in a run's options by name."""
+    if home := options.get("objective"):
+        return ObjectiveRecord(home=home)
+    return OBJECTIVES.get(options.get("task", "lm"), OBJECTIVES["lm"])
+
+
+def open_objective(options: TrainOptions) -> type[Objective]:
+    """Return the class of the objective of these options; for `tune`, the data decide."""
+    if options.recipe == "tune" and options.objective is None:
+        from tiedgpt.train.objectives.replies import has_examples
+
         if options.start is None:
             raise UserError("name the model to tune: --from MODEL")
-        examples = not is_prepared(options.data) and has_examples(options)
+        examples = has_examples(options)
         options.check_data(examples=examples)
-        if examples:
-            return ReplySources(options)
-    return open_texts(options)
+        return load_objective(OBJECTIVES["replies" if examples else "lm"].home)
+    return load_objective(options.objective_record.home)
+
+
+def load_objective(home: str) -> Any:
+    """Import the class MODULE:CLASS, of an installed module or of one in the working directory."""
+    module, _, name = home.partition(":")
+    if (here := str(Path.cwd())) not in sys.path:
+        sys.path.append(here)
+    try:
+        return getattr(import_module(module), name)
+    except (ImportError, AttributeError, ValueError) as error:
+        raise UserError(
+            f"there is no objective {home!r}: {error}",
+            hint="give MODULE:CLASS of a file in this directory, as --objective my_module:Mine",
+        ) from None

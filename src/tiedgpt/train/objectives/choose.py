@@ -25,7 +25,6 @@ class Choose(Labelled):
 
     fields = '{"text": ..., "choices": [...], "answer": 0}'
     head_class = MultipleChoice
-    pipeline = "multiple-choice"
     keeps_head = True
     use = 'head(*(x[None] for x in pad([tokenizer.encode(t) for t in ("a b", "a c")]))).argmax()'
 

@@ -20,7 +20,6 @@ class Classify(Labelled):
 
     fields = '{"text": ..., "label": ...}'
     head_class = SequenceClassifier
-    pipeline = "text-classification"
     use = 'head.labels[head(*pad([tokenizer.encode("a text")])).argmax()]'
 
     @staticmethod

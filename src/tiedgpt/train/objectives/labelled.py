@@ -13,7 +13,7 @@ from abc import abstractmethod
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Self
 
 import torch
 from torch import Tensor
@@ -29,10 +29,10 @@ from tiedgpt.runtime import eval_mode
 from tiedgpt.text import Tokenizer
 from tiedgpt.train.objective import (
     Arrays,
-    Basis,
     Data,
+    ModelSetup,
     Objective,
-    Pair,
+    Showcase,
     Sources,
     body_of,
     describe_tokens,
@@ -105,12 +105,23 @@ class Labelled(Objective):
     """The fields of a line, for messages."""
     head_class: ClassVar[type[Head]]
     """The head on the body."""
-    pipeline: ClassVar[str]
-    """Name of the task on the Hugging Face hub."""
     use: ClassVar[str]
     """Python code that calls the trained `head`."""
     keeps_head: ClassVar[bool] = False
-    """Whether training uses an untied head over the vocabulary of the start model."""
+
+    @classmethod
+    def open(cls, options: TrainOptions) -> LabelSources:
+        """Open the labelled examples of the options."""
+        return LabelSources(cls, options.data, options.val)
+
+    @classmethod
+    def make(
+        cls, sources: Any, run: RunDirectory, options: TrainOptions, setup: ModelSetup
+    ) -> tuple[Self, Data]:
+        """Return the objective, and the examples as ids."""
+        objective = cls(*setup, labels=sources.labels)
+        context = options.context or setup.config.n_positions
+        return objective, encode_examples(objective, sources.train, sources.held_out, context)
 
     @functools.cached_property
     def numbers(self) -> dict[str, int]:
@@ -180,6 +191,22 @@ class Labelled(Objective):
         """Return a description of the head."""
         return f"a {self.head_class.__name__} on the states of the body"
 
+    @property
+    def transformers_class(self) -> str | None:
+        """The class of transformers that loads the published head, or None."""
+        return self.head_class.class_in_transformers(self.config)
+
+    def show(self, directory: RunDirectory, data: Any, options: TrainOptions) -> Showcase:
+        """Return code that uses the head."""
+        head, path = self.head_class.__name__, str(directory.model)
+        return Showcase(
+            python="from tiedgpt import Tokenizer\n"
+            f"from tiedgpt.heads import {head}, pad\n"
+            f"head = {head}.from_pretrained({path!r})\n"
+            f"tokenizer = Tokenizer.from_pretrained({path!r})\n"
+            f"{self.use}"
+        )
+
 
 class LabelSources(Sources):
     """Lines of .jsonl for one objective; without --val, a tenth of them is held out.
@@ -192,7 +219,6 @@ class LabelSources(Sources):
     def __init__(
         self, kind: type[Labelled], sources: Sequence[str], validation: str | None = None
     ) -> None:
-        self.kind, self.keeps_head = kind, kind.keeps_head
         examples = [example for source in sources for example in _read(kind, source)]
         if validation is not None:
             self.held_out = list(_read(kind, validation))
@@ -222,12 +248,6 @@ class LabelSources(Sources):
         sides = self.train, self.train + self.held_out
         train, everything = ((text for e in side for text in e.texts) for side in sides)
         return train, everything
-
-    def make(self, run: RunDirectory, options: TrainOptions, basis: Basis) -> Pair:
-        """Return the objective, and the examples as ids."""
-        objective = self.kind(*basis, labels=self.labels)
-        context = options.context or basis.config.n_positions
-        return objective, encode_examples(objective, self.train, self.held_out, context)
 
 
 def encode_examples(

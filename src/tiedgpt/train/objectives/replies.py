@@ -6,9 +6,10 @@ Only the replies are trained. Batches are packed examples (`data/packing.py`).
 from __future__ import annotations
 
 import hashlib
+import shlex
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, Self
 
 import numpy as np
 import torch
@@ -28,13 +29,14 @@ from tiedgpt.errors import UserError
 from tiedgpt.evaluate.perplexity import totals
 from tiedgpt.infer import Engine
 from tiedgpt.text import Tokenizer
+from tiedgpt.train.dataset import is_prepared
 from tiedgpt.train.objective import (
     Arrays,
-    Basis,
     Data,
+    ModelSetup,
     Objective,
-    Pair,
     Pretrained,
+    Showcase,
     Sources,
     describe_tokens,
 )
@@ -45,12 +47,17 @@ from tiedgpt.weights.sources import local_directory
 
 HELD_OUT, AT_LEAST, AT_MOST = 20, 50, 10
 """One example in 20 is held out, but 50 where that is not more than one in 10."""
+FIRST_WORDS = 3
+LONGEST_PROMPT = 60
+"""Characters of a question that is proposed unchanged in a further command."""
 FEW = 100
 """Fewer different examples are all trained on: the score of a handful held out says nothing."""
 
 
 def has_examples(options: TrainOptions) -> bool:
     """Return whether the data are examples with replies; `CorruptInputError` for other records."""
+    if is_prepared(options.data):
+        return False
     if options.packing == "on":
         return True
     corpus = documents(options.data)
@@ -131,22 +138,7 @@ class ReplySources(Sources):
                 whole.update(len(array).to_bytes(8, "little") + array.tobytes())
         return whole.hexdigest()
 
-    def texts(self) -> tuple[Iterable[str], Iterable[str]]:
-        """Return none: the tokenizer is that of the model that is tuned."""
-        return (), ()
-
-    def make(self, run: RunDirectory, options: TrainOptions, basis: Basis) -> Pair:
-        """Return the model that learns the replies, and packed batches of the examples."""
-        adapters = Adapters.from_options(options, self.new_ids)
-        if adapters is not None and not adapters.has_peft_format:
-            self.notes.append(
-                "PEFT's format has no place for adapters of W beside whole new rows: the merged "
-                "model is written, and no adapter"
-            )
-        objective = Replies(*basis, adapters=adapters, template=self.template)
-        return objective, self._pack(options.packing != "off")
-
-    def _pack(self, packing: bool) -> ReplyData:
+    def pack(self, packing: bool) -> ReplyData:
         """Return rows of ids, targets and `document_starts`, each (B, T)."""
 
         def pack(side: EncodedExamples, batch_size: int = 1, seed: int = 0) -> PackedBatches:
@@ -240,11 +232,6 @@ class ReplyData(Data):
     examples: EncodedExamples
     validation: EncodedExamples
 
-    @property
-    def holds_out(self) -> bool:
-        """Whether other examples are validated on than those that are trained on."""
-        return self.n_held_out > 0
-
 
 @dataclass(frozen=True)
 class ReplyScore:
@@ -257,6 +244,25 @@ class ReplyScore:
 @dataclass(eq=False)
 class Replies(LanguageModelling):
     """Predict the replies of examples; a batch has ids, targets, document starts (B, T)."""
+
+    @classmethod
+    def open(cls, options: TrainOptions) -> ReplySources:  # type: ignore[override]
+        """Open the examples of the options."""
+        return ReplySources(options)
+
+    @classmethod
+    def make(
+        cls, sources: Any, run: RunDirectory, options: TrainOptions, setup: ModelSetup
+    ) -> tuple[Self, Data]:
+        """Return the model that learns the replies, and packed batches of the examples."""
+        adapters = Adapters.from_options(options, sources.new_ids)
+        if adapters is not None and not adapters.has_peft_format:
+            sources.notes.append(
+                "PEFT's format has no place for adapters of W beside whole new rows: the merged "
+                "model is written, and no adapter"
+            )
+        objective = cls(*setup, adapters=adapters, template=sources.template)
+        return objective, sources.pack(options.packing != "off")
 
     def loss(self, model: GPT, batch: Sequence[Tensor]) -> Tensor:
         """Return the mean loss () of the trained tokens."""
@@ -298,3 +304,22 @@ class Replies(LanguageModelling):
         if self.template is not None:
             question = self.template.last_message(question)
         return reply.text, question.strip()
+
+    def show(self, directory: RunDirectory, data: ReplyData, options: TrainOptions) -> Showcase:  # type: ignore[override]
+        """Return replies of the published model to prompts of both sides."""
+        model = Engine(directory.model, backend="torch", slots=1).model
+        sides = {"trained on": data.examples, "held out": data.validation}
+        samples, question = [], ""
+        for side, examples in [*sides.items()][: 1 if data.memorizes else 2]:
+            for number in range(min(2, len(examples))):
+                reply, question = self.reply(model, examples, number)
+                samples.append((f"reply to {question!r}, {side}", reply.rstrip()))
+        if len(question) > LONGEST_PROMPT or not question.isprintable():
+            question = " ".join(question.split()[:FIRST_WORDS])
+        return Showcase(samples=samples, commands=self.commands(directory, question))
+
+    def commands(self, directory: RunDirectory, prompt: str) -> list[str]:
+        """Return further commands: a model of conversations chats."""
+        generate, *others = super().commands(directory, prompt)
+        chat = f"chat {shlex.quote(str(directory.path))}"
+        return [generate if self.template is None else chat, *others]
