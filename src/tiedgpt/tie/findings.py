@@ -12,7 +12,7 @@ from typing import Any
 
 from tiedgpt.files import format_bytes
 from tiedgpt.weights.checkpoint import TIE_KEY
-from tiedgpt.weights.comparison import Comparison, count_nonzero_rows, recognize_initialization
+from tiedgpt.weights.comparison import Comparison, count_nonzero_rows, detect_initialization
 from tiedgpt.weights.decision import TieDecision
 from tiedgpt.weights.tensors import StoredTensor, printable
 
@@ -228,7 +228,7 @@ def _describe_difference(reads: StoredTensor, head: StoredTensor, comparison: Co
     n_items = comparison.rows_compared * reads.shape[1]
     if comparison.cosine is None or abs(comparison.cosine) > 0.02 + 5 / n_items**0.5:
         return  # they are related
-    looks = {matrix.name: recognize_initialization(matrix) for matrix in (head, reads)}
+    looks = {matrix.name: detect_initialization(matrix) for matrix in (head, reads)}
     fresh = {name: values for name, values in looks.items() if values}
     if fresh:
         numbers = " ".join(

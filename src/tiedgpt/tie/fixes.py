@@ -307,7 +307,10 @@ def _is_complete_gpt(checkpoint: Checkpoint) -> bool:
         gpt = to_gpt(checkpoint)
     except TiedGPTError:
         return False
-    return checkpoint.format.recognizes(checkpoint) and "n_head" in {**gpt.assumed, **gpt.fields}
+    return checkpoint.format.detect_checkpoint(checkpoint) and "n_head" in {
+        **gpt.assumed,
+        **gpt.fields,
+    }
 
 
 def _save_gpt(checkpoint: Checkpoint, plan: Plan, directory: Path) -> None:

@@ -1,4 +1,4 @@
-"""Heads of a GPT: find out whether W predicts, and find matrices (V, D) in a larger head.
+"""Find out whether W predicts, and find matrices (V, D) inside the head of a GPT.
 
 A head that is h W^T and nothing else needs no module: `model.head` is None. Inside a larger head
 (dropout before it, a bias after it) `Unembed` calls the embedding's `unembed`. It has no matrix of

@@ -183,8 +183,9 @@ def _find_tables(model: GPT) -> dict[str, nn.Parameter]:
 
 @torch.no_grad()
 def _grow_table(name: str, old: Tensor, n: int, seed: int) -> Tensor:
-    """Return a table of n rows: the old rows, then rows drawn around their mean (a bias: the mean).
+    """Return a table of n rows: the old rows, then rows drawn around their mean.
 
+    A bias gets the mean itself.
     On the meta device only shapes are made. Raises as `resize_vocab` does.
     """
     n_old = len(old)

@@ -28,7 +28,7 @@ ADAPTER = re.compile(r"lora_A|\.lora_")
 
 @dataclass(frozen=True)
 class Claim:
-    """Claim of a checkpoint that its head is tied or untied, and the claim's source.
+    """Claim that the head is tied or untied, and the source of the claim.
 
     The file itself takes precedence over a config.json beside it, and both over the convention of
     the format.
@@ -71,7 +71,7 @@ class Checkpoint:
     """Container of the tensors, for messages: safetensors, torch, GGUF, ONNX, or module."""
     tensors: Mapping[str, StoredTensor]
     config: Mapping[str, Any] = field(default_factory=dict)
-    """Values in the file itself, then those of a config.json beside it."""
+    """Values of the file, which override those of a config.json beside it."""
     claim: Claim = Claim()
     files: tuple[Path, ...] = ()
     usage: Usage = Usage()

@@ -56,7 +56,7 @@ def find_load_error(decision: TieDecision) -> str | None:
     """
     checkpoint = decision.checkpoint
     format = checkpoint.format
-    if checkpoint.in_memory or format is None or not format.recognizes(checkpoint):
+    if checkpoint.in_memory or format is None or not format.detect_checkpoint(checkpoint):
         return None
     try:
         gpt = to_gpt(checkpoint)

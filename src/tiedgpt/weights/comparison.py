@@ -1,7 +1,7 @@
-"""Two matrices compared where they are stored, a block of rows at a time, without torch.
+"""Compare two matrices block by block in their files, without torch.
 
     comparison = compare(a, b)      equal, or how many rows differ, by how much, at which cosine
-    recognize_initialization(a)     its mean, deviation and "N(0, 0.02)" if it looks untrained
+    detect_initialization(a)     its mean, deviation and "N(0, 0.02)" if it looks untrained
 
 Memory: a few blocks, whatever the size of the matrices.
 """
@@ -36,10 +36,10 @@ class Comparison:
     first_rows: tuple[int, ...]
     """The first rows that differ: token ids."""
     largest: float | None
-    """The largest finite difference of two elements, 0 where none is finite; None where only bytes
-    could be compared."""
+    """Largest finite difference of two elements; 0 if none is finite, None if only bytes could be
+    compared."""
     cosine: float | None
-    """Of the two matrices as vectors; None where one of them is zero or not finite."""
+    """Cosine of the two matrices as vectors; None if one is zero or not finite."""
     not_finite_rows: int
     """Rows in which one of the matrices holds an infinity or NaN."""
     within_rounding: bool
@@ -51,7 +51,7 @@ class Comparison:
         return self.differing_rows == 0
 
     def __str__(self) -> str:
-        """Say how far apart they are: `differ in 3 of 97 rows (largest difference 1, ...)`."""
+        """Return the difference in words: `differ in 3 of 97 rows (largest difference 1, ...)`."""
         if self.equal:
             return f"are equal in all {self.rows_compared:,} rows"
         largest = f"largest difference {self.largest:.3g}" if self.largest else ""
@@ -111,10 +111,10 @@ def compare(a: StoredTensor, b: StoredTensor) -> Comparison | None:
     )
 
 
-def recognize_initialization(tensor: StoredTensor) -> tuple[float, float, str] | None:
-    """Return the mean, the deviation and the initialization that a matrix looks like, in words.
+def detect_initialization(tensor: StoredTensor) -> tuple[float, float, str] | None:
+    """Return the mean, the deviation and the likely initialization of a matrix.
 
-    It is judged by about a million elements; None where they look trained or cannot be decoded.
+    A sample of about a million elements decides; None if it looks trained or cannot be decoded.
     Kurtosis is 3 for a normal distribution, 1.8 for a uniform one; trained matrices have heavier
     tails, and rows whose norms differ more.
     """

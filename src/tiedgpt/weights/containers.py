@@ -1,7 +1,6 @@
-"""Containers of named tensors that several formats share: safetensors, torch.save, shard indexes.
+"""Open containers of named tensors that several formats share: safetensors, torch.save, indexes.
 
-Such a file holds little more than names and shapes. `Format.recognizes` decides by these, or by a
-config.json beside it, which format it has.
+`Format.detect_checkpoint` selects the format by names and shapes, or by a config.json beside it.
 
 Layout of safetensors (huggingface/safetensors, README): 8 bytes little-endian header length, a JSON
 header of `name: {dtype, shape, data_offsets}`, then the tensors' bytes without holes. The library
@@ -57,7 +56,7 @@ def open_container(path: Path) -> Checkpoint:
 
 
 def _open_index(path: Path) -> Checkpoint:
-    """Open the shards that an index lists beside it."""
+    """Open the shards of an index; they are beside it."""
     weight_map = read_json(path).get("weight_map")
     if not isinstance(weight_map, dict) or not weight_map:
         raise CorruptInputError(f"{path} has no weight_map")
@@ -122,7 +121,7 @@ class SafetensorsFile:
         return cls(path, entries, metadata)
 
     def read(self, name: str) -> Tensor:
-        """Return a tensor in memory of its own."""
+        """Return a copy of a tensor in memory."""
         return self.entries[name].tensor()
 
 

@@ -46,15 +46,15 @@ N_SEQUENCES, N_TOKENS = 2, 48
 
 @dataclass(frozen=True)
 class Written:
-    """What was written, and how it compares."""
+    """Facts about a written file, and its difference from the model."""
 
     path: Path
     n_bytes: int
-    """Of the file, or of all files in the directory."""
+    """Size of the file, or of all files in the directory."""
     matrix_bytes: int
-    """Of W in it."""
+    """Size of W in it."""
     copies: int
-    """How often W, or a head's matrix of the same size, stands in it."""
+    """Number of matrices over the vocabulary: W, and a head's own."""
     exact: bool
     """Whether every weight came back bit for bit."""
     difference: float
@@ -94,11 +94,11 @@ def convert(
     progress: Progress | None = None,
     **options: Any,
 ) -> Written:
-    """Write a model that was loaded to `path` in the format `to`, and prove it.
+    """Write a loaded model to `path` in the format `to`, open it again and compare the two.
 
-    `precision` None keeps the model's own where the format has it, else takes fp32. Raises
-    `UserError`, before anything is written, for what the format cannot express or where `path` is
-    taken; `CheckFailedError` where what was written is not the model: then `path` is as before.
+    `precision` None keeps the model's precision if the format supports it, else uses fp32. Raises
+    `UserError`, before anything is written, for a model that the format cannot express or a `path`
+    that exists, `CheckFailedError` if the written model differs: then `path` is unchanged.
     """
     model, writer = loaded.model, writer_named(to)
     precision = _chosen_precision(to, writer, precision, model.wte.weight.dtype)
@@ -159,7 +159,7 @@ def _chosen_precision(to: str, writer: Writer, precision: str | None, dtype: tor
 
 
 def require_place(path: Path, to: str, *, overwrite: bool = False) -> None:
-    """Raise `UserError` where something is at `path` that would be lost, or it is no name."""
+    """Raise `UserError` if `path` exists and would be lost, or is no name."""
     if path.name in ("", ".."):
         raise UserError(f"{path} names nothing new", hint="give DEST a name")
     if not writer_named(to).is_directory(path):
@@ -187,7 +187,7 @@ def _require_file_place(path: Path, *, overwrite: bool) -> None:
 
 
 def _remove_leftovers(path: Path) -> None:
-    """Remove what a killed conversion to the same place left."""
+    """Remove the files of a killed conversion to the same place."""
     for left in path.parent.glob(f".{glob.escape(path.name)}.tmp-*"):
         pid = left.name.rpartition(".tmp-")[2].partition("-")[0]
         if pid.isdecimal() and not is_running(int(pid)):
@@ -210,9 +210,9 @@ def _move(hidden: Path, path: Path, overwrite: bool) -> None:
 def _compare(
     loaded: Loaded, made: Path, path: Path, tokenizer: Tokenizer | None, precisions: tuple[str, ...]
 ) -> Written:
-    """Open what was made for `path`; `CheckFailedError` where it is another model.
+    """Open the written model again, and raise `CheckFailedError` if it is another one.
 
-    The coarsest of the precisions that it has decides how near it must be.
+    The coarsest of its precisions determines the tolerance.
     """
     try:
         again = load(made)
@@ -255,13 +255,15 @@ def _compare(
 
 
 def are_equal(ours: Tensor | None, theirs: Tensor | None) -> bool:
-    """Whether two parameters are equal bit for bit; one that is not there holds zeros."""
+    """Whether two parameters are equal bit for bit; a missing one counts as zeros."""
     bits = []
     for parameter in (ours, theirs):
         if parameter is None:
             continue
-        wide = torch.promote_types(parameter.dtype, torch.float32)  # exact: 16 bits compare with 32
-        bits.append(parameter.detach().to("cpu", wide).contiguous().flatten().view(torch.uint8))
+        upcast = torch.promote_types(
+            parameter.dtype, torch.float32
+        )  # exact: 16 bits compare with 32
+        bits.append(parameter.detach().to("cpu", upcast).contiguous().flatten().view(torch.uint8))
     return torch.equal(*bits) if len(bits) > 1 else not bits[0].any()
 
 

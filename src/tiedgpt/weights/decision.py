@@ -48,7 +48,7 @@ TABLE: dict[str, tuple[Outcome, Outcome]] = {
     "computed head": (BROKEN, ("untied as claimed", None)),
     "no head": (("no head", "tied"), ("no head", None)),
 }
-"""Kind and loaded model by the matrices and the claim; None is an error without a choice.
+"""Kind and loaded model by the matrices and the claim; with None a choice is needed.
 
 The claim is the file's own, else that of the config.json beside it, else the convention of the
 format: minGPT is untied by design. In GGUF, and in a module without a config, two different
@@ -69,7 +69,7 @@ class TieDecision:
     """Matrices that may be kept of two; empty if there is nothing to choose."""
     roles: Roles
     checkpoint: Checkpoint
-    """The checkpoint, with the caller's claim if it has none."""
+    """Checkpoint, with the caller's claim if it has none of its own."""
 
     @property
     def claim(self) -> Claim:
@@ -99,9 +99,9 @@ def decide_tie(
 ) -> TieDecision:
     """Compare the claim with the matrices, by `TABLE`.
 
-    `gpt` are the tensors by our names if the caller has read them; `is_tied` is the caller's claim,
-    used if the checkpoint has none; the names are those of `find_roles`. Matrices are read only if
-    there are two and the decision depends on their numbers.
+    `gpt` are the tensors by our names if the caller has read them. `is_tied` is the caller's claim
+    about a checkpoint without one. The names are those of `find_roles`. Two matrices are read only
+    if the decision depends on their numbers.
     """
     if gpt is None and checkpoint.format is not None:
         try:

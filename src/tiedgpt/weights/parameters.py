@@ -1,4 +1,4 @@
-"""What every writer requires of a model: the parameters of a plain GPT under our names, no others.
+"""Check a model for every writer: it must have the parameters of a plain GPT and no others.
 
 Parameters inside torch's wrappers (compiled or checkpointed blocks, DDP) are found under the
 module's own names. Everything else is refused by name before a byte is written.
@@ -26,10 +26,10 @@ ADDED = {
     "remove_parametrizations first",
     r"_orig$": "is pruned: call torch.nn.utils.prune.remove first",
 }
-"""What the name of a parameter tells of where it comes from."""
+"""Origins of foreign parameters, by their names."""
 GELUS = ("gelu", "gelu_new")
 MEANINGS = {"attention_windows": "dense attention", "n_inner": "MLPs of width 4 D"}
-"""What a program computes where None is the one value of a field that it knows."""
+"""Meaning of None for fields of which a program supports only None."""
 HOOKS = (
     "forward",
     "_forward_hooks",
@@ -56,7 +56,7 @@ def parameters_for(
     *,
     approximate_gelu: bool = False,
 ) -> tuple[dict[str, Tensor], str]:
-    """Return what is written of a model, by our names, and in which precision.
+    """Return the parameters to write, by our names, and their precision.
 
     Without `precision` it is the model's own. Raises `UserError`, before anything is written, for
     what the format's program does not compute.

@@ -35,7 +35,7 @@ HEAD_BYTES = 32
 
 @dataclass(frozen=True, kw_only=True)
 class TokenizerFile:
-    """Tokenizer of a format, in the file of the weights or in a file beside it."""
+    """Tokenizer of a format, inside the file of the weights or beside it."""
 
     read: Callable[[Path], Tokenizer]
     """Function that reads the tokenizer."""
@@ -102,10 +102,10 @@ class Format:
     """Function that opens a model in memory and raises `UserError` for any other."""
     to_gpt: Callable[[Checkpoint], GPTCheckpoint]
     """Function that translates names and layout into ours."""
-    recognizes: Callable[[Checkpoint], bool] = lambda checkpoint: True
+    detect_checkpoint: Callable[[Checkpoint], bool] = lambda checkpoint: True
     """Whether a checkpoint in a shared container (safetensors, torch.save) has this format."""
     claim: Callable[[Checkpoint], Claim | None] = lambda checkpoint: None
-    """Meaning of two matrices if neither the file nor a config.json beside it says it."""
+    """Convention of the format for two matrices without any claim."""
     suffixes: tuple[str, ...] = ()
     """Suffixes of its files."""
     is_model_file: Callable[[Path, bytes], bool] = lambda path, head: True

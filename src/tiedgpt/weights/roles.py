@@ -64,7 +64,7 @@ class Roles:
 
     @property
     def matrix(self) -> StoredTensor:
-        """The input, or the output where there is no input."""
+        """The input, or the output if there is no input."""
         matrix = self.input or self.output
         assert matrix is not None
         return matrix
@@ -99,7 +99,7 @@ class Roles:
 
     @cached_property
     def comparison(self) -> Comparison | None:
-        """Difference of two matrices of one width, read once; None if there are no such two."""
+        """Difference of the two matrices, read once; None unless they have one width."""
         if self.pair is None or not self.has_one_width or self.is_shared:
             return None
         return compare(*self.pair)
@@ -120,8 +120,8 @@ def find_roles(
     """Return the matrices that read and predict; one that is stored as (D, V) is transposed.
 
     `gpt` are the tensors by our names if the format found a GPT. `input_name` and `output_name`
-    name a tensor or the module that holds it. Raises `UserError` with the candidates if there are
-    none or several.
+    name a tensor or its module. Raises `UserError` with the candidates if there are none or
+    several.
     """
     tensors = gpt or checkpoint.tensors
     by_name = {

@@ -1,4 +1,4 @@
-"""SOURCE -> Checkpoint: where it lies, which format it has, and what config.json beside it says.
+"""Open a checkpoint: find its file, its format, and the config.json beside it.
 
 SOURCE: a path that exists, else a name on the Hugging Face hub. A path is a file of any format in
 `registry.py`, a directory with one, or a run directory, which stands for the model in it. A format
@@ -28,8 +28,7 @@ BODIES = re.compile(r"(Model|For[A-Z]\w*)$")
 PREDICTING = re.compile(
     r"LMHead|ForCausalLM|ForConditionalGeneration|ForMaskedLM|DoubleHeads|ForPreTraining|MTModel"
 )
-"""Architectures that end as bodies and classifiers do, and those that predict tokens all the same;
-of any other name nothing is known."""
+"""Names of architectures that predict tokens, although they end as those of bodies do."""
 CONFIGS = ("config.json", "generation_config.json")
 NO_WEIGHTS = ("training_args.bin", "optimizer.*", "scheduler.*", "rng_state*", "adapter_model.*")
 
@@ -40,14 +39,14 @@ def open_checkpoint(
     revision: str | None = None,
     cache_dir: str | os.PathLike[str] | None = None,
 ) -> Checkpoint:
-    """Return what a checkpoint holds, without reading its tensors.
+    """Return the tensors, config and claim of a checkpoint, without reading the tensors.
 
-    A file is asked of each format by its first bytes. Formats that share a container open it
-    together, and names and shapes tell whose it is; one that nobody recognizes is read as the
-    first's, which says what is missing. `revision` and `cache_dir` are of a repository of the hub.
+    The first bytes of a file select its formats. Formats with one container share the opened file,
+    and names and shapes select one of them; if none fits, the first reports what is missing.
+    `revision` and `cache_dir` are those of a hub repository.
 
-    Raises `CorruptInputError` for files that are damaged or of no known format, `UserError` where
-    there is nothing at `source` or it is unclear what is meant.
+    Raises `CorruptInputError` for files that are damaged or of no known format, `UserError` if
+    `source` does not exist or is ambiguous.
     """
     if not isinstance(source, (str, os.PathLike)):
         raise UserError(
@@ -69,7 +68,7 @@ def open_checkpoint(
             if format.open not in opened:
                 opened[format.open] = _add_config(format.open(file), path, directory)
             checkpoint = replace(opened[format.open], format=format)
-            if format.recognizes(checkpoint):
+            if format.detect_checkpoint(checkpoint):
                 if checkpoint.claim.is_tied is None and (own := format.claim(checkpoint)):
                     return replace(checkpoint, claim=own)
                 return checkpoint
@@ -85,13 +84,13 @@ def open_checkpoint(
 
 
 def open_module(module: nn.Module) -> Checkpoint:
-    """Return a model in memory as a checkpoint; `UserError` where no format knows such a model."""
+    """Return a model in memory as a checkpoint, or raise `UserError` for an unknown class."""
     openers = (format.open_module for format in formats())
     return next(filter(None, openers))(module)
 
 
 def _add_config(checkpoint: Checkpoint, source: Path, directory: Path) -> Checkpoint:
-    """Add the source, and what config.json says; what the file says of itself holds."""
+    """Add the source and config.json, whose values the file itself overrides."""
     checkpoint = replace(checkpoint, source=source)
     path = directory / "config.json"
     if not path.is_file():
@@ -110,7 +109,7 @@ def _add_config(checkpoint: Checkpoint, source: Path, directory: Path) -> Checkp
 
 
 def _only_file(directory: Path) -> Path:
-    """Return the one file of weights in a directory that has none of the usual names."""
+    """Return the only file of weights in a directory without any of the usual names."""
     with reading(directory, "directory of a model"):
         files = [f for f in sorted(directory.iterdir()) if f.is_file() and _has_weights(f)]
     if len(files) == 1:
@@ -152,12 +151,12 @@ def local_directory(
     revision: str | None = None,
     cache_dir: str | os.PathLike[str] | None = None,
 ) -> Path:
-    """Return the directory or file that `source` names, fetched from the hub if need be.
+    """Return the path of `source`, downloaded from the hub if necessary.
 
-    A path that exists wins over a hub name; a run directory stands for the model in it. Of a hub
-    repository only files that match `patterns` are fetched; None means config.json and the weights
-    in one of the formats that the repository has. `revision` is a branch, a tag or a commit of it.
-    Raises `UserError` where there is neither a path nor a repository.
+    A path that exists wins over a hub name; a run directory stands for the model in it. Only files
+    of a hub repository that match `patterns` are fetched; None means config.json and the weights in
+    one format. `revision` is a branch, a tag or a commit. Raises `UserError` if there is neither a
+    path nor a repository.
     """
     name = str(source)
     try:
@@ -202,7 +201,7 @@ def _fetch(name: str, patterns: Iterable[str] | None, **options: Any) -> Path:
 def select_files(name: str, files: Sequence[str]) -> list[str]:
     """Return the files of a repository to fetch: configs, and weights in one format.
 
-    Raises `UserError` where it holds several models in that format.
+    Raises `UserError` if it holds several models in that format.
     """
 
     def matching(patterns: Sequence[str]) -> list[str]:

@@ -1,4 +1,4 @@
-"""A tensor where it lies: what is known without reading it, and its rows a block at a time.
+"""Stored tensors: name, shape and place without reading them, and rows in blocks.
 
 Every format's reader makes `StoredTensor`s; whoever compares, counts or copies them needs to know
 no format. Bytes come out as unsigned integers of the item's width ("native") and are decoded to
@@ -89,7 +89,7 @@ class StoredTensor:
     owner: int | None = None
     """In memory, the id of the parameter: two parameters can lie on the same bytes."""
     strides: tuple[int, ...] | None = None
-    """Elements from one index to the next of each axis; None where it lies row by row."""
+    """Elements from one index to the next of each axis; None if stored row by row."""
 
     @property
     def count(self) -> int:
@@ -114,7 +114,7 @@ class StoredTensor:
         return [(n, step if n > 1 else 0) for n, step in zip(self.shape, strides, strict=True)]
 
     def transpose(self) -> StoredTensor:
-        """Return the transpose of a matrix, without reading it; anything else as it is."""
+        """Return the transpose of a matrix without reading it, or any other tensor unchanged."""
         if len(self.shape) != 2:
             return self
         rows, columns = self.shape
@@ -157,7 +157,7 @@ class StoredTensor:
         return decode(np.ascontiguousarray(self.native(start, stop)), self.dtype)
 
     def tensor(self) -> Tensor:
-        """Return it in memory of its own, row by row; what is quantized or packed as float32."""
+        """Return a copy in memory; quantized and packed types become float32."""
         import torch
 
         native, dtype = self.native(0, self.matrix_shape[0]), self.dtype
@@ -183,7 +183,7 @@ class StoredTensor:
         return self.read(start, stop, left, self.matrix_shape[1] if right is None else right)
 
     def blocks(self) -> Iterator[Native]:
-        """Yield what is stored, a few megabytes of rows at a time."""
+        """Yield the stored rows, a few megabytes at a time."""
         rows = self.matrix_shape[0]
         step = max(1, BLOCK_BYTES * rows // max(1, self.n_bytes))
         for start in range(0, rows, step):
@@ -210,7 +210,7 @@ def decode(native: Native, dtype: str) -> NDArray[np.floating[Any]]:
 
 
 def file_reader(path: Path, start: int, columns: int, width: int) -> Read:
-    """Return a reader of a row-major matrix that lies in a file from byte `start` on.
+    """Return a reader of a row-major matrix in a file, from byte `start`.
 
     `columns` elements of `width` bytes make a row. What is missing is a `CorruptInputError`.
     """

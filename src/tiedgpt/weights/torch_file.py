@@ -133,7 +133,7 @@ def _base_address(state: Mapping[str, Tensor], places: Mapping[int, int]) -> int
 
 
 def _state_dict(path: Path, value: Any) -> dict[str, Tensor]:
-    """Return the state dict in a saved value.
+    """Return the state dict of a saved value.
 
     Raises `CorruptInputError` if there is none or a tensor does not fit its storage or the file,
     `UserError` for tensors that are not dense.

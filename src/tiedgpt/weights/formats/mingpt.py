@@ -28,7 +28,7 @@ LOGGED = ("n_layer", "n_head", "n_embd", "embd_pdrop", "attn_pdrop", "resid_pdro
 """Fields in minGPT's config.json."""
 
 
-def recognizes(checkpoint: Checkpoint) -> bool:
+def detect_checkpoint(checkpoint: Checkpoint) -> bool:
     """Return whether it has minGPT's masks, biases and two matrices, which nanoGPT's has not."""
     if "model_args" in checkpoint.config or not has_prefix(checkpoint):
         return False
@@ -63,6 +63,6 @@ FORMAT = Format(
     open=open_container,
     to_gpt=to_gpt,
     is_copied_by_fix=True,
-    recognizes=recognizes,
+    detect_checkpoint=detect_checkpoint,
     claim=claim,
 )

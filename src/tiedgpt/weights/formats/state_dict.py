@@ -46,7 +46,7 @@ def has_biases(tensors: Mapping[str, StoredTensor]) -> bool:
     return any(name.endswith(".bias") for name in tensors)
 
 
-def recognizes(checkpoint: Checkpoint) -> bool:
+def detect_checkpoint(checkpoint: Checkpoint) -> bool:
     """Whether it is a state dict of tiedgpt's own."""
     own_names = EMBEDDING in checkpoint.tensors and not has_prefix(checkpoint)
     return own_names and has_linear_layout(checkpoint)
@@ -80,6 +80,6 @@ FORMAT = Format(
     open=open_container,
     to_gpt=to_gpt,
     is_copied_by_fix=True,
-    recognizes=recognizes,
+    detect_checkpoint=detect_checkpoint,
     claim=claim,
 )

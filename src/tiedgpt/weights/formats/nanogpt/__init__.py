@@ -38,7 +38,7 @@ NO_LOSS = 1e9
 """nanoGPT's own best_val_loss before the first evaluation."""
 
 
-def recognizes(checkpoint: Checkpoint) -> bool:
+def detect_checkpoint(checkpoint: Checkpoint) -> bool:
     """Whether it has nanoGPT's "model_args", or its names and a c_attn of (3 D, D)."""
     args = _mapping(checkpoint, "model_args").keys() >= {"n_embd", "block_size"}
     return args or (has_prefix(checkpoint) and has_linear_layout(checkpoint))
@@ -200,7 +200,7 @@ FORMAT = Format(
     open=open_container,
     to_gpt=to_gpt,
     is_copied_by_fix=True,
-    recognizes=recognizes,
+    detect_checkpoint=detect_checkpoint,
     tokenizer=TokenizerFile(
         read=read_tokenizer, detect=_is_tokenizer, pattern="meta.pkl", hub_name="meta.pkl"
     ),

@@ -68,7 +68,7 @@ class PackedModel:
     config: GPTConfig
     precision: Precision
     arrays: dict[str, NDArray[Any]]
-    """As `layout` lists them."""
+    """Arrays by the names of `layout`."""
     path: Path | None = None
     mapped: mmap.mmap | None = None
 
@@ -78,7 +78,7 @@ class PackedModel:
         return sum(array.nbytes for array in self.arrays.values())
 
     def require_whole(self) -> None:
-        """Raise `CorruptInputError` where the mapped file was cut short."""
+        """Raise `CorruptInputError` if the mapped file was cut short."""
         if self.mapped is not None and self.mapped.size() < len(self.mapped):
             raise CorruptInputError(
                 f"{self.path} was cut short while it was in use",
@@ -129,7 +129,7 @@ def place_of(name: str) -> tuple[str, tuple[int, ...]]:
 
 
 def find_packed(source: str | os.PathLike[str]) -> Path | None:
-    """Return the packed directory that a path names, itself or by its file; else None."""
+    """Return the packed directory of a path to it or to its file, or None."""
     path = Path(source)
     path = path.parent if path.name == FILE else path
     return path if (path / FILE).is_file() else None
@@ -138,8 +138,8 @@ def find_packed(source: str | os.PathLike[str]) -> Path | None:
 def open_packed(path: str | os.PathLike[str]) -> PackedModel:
     """Open a packed directory: its arrays are read-only views of the mapped file.
 
-    Raises `UserError` where there is no packed model or a later version wrote it,
-    `CorruptInputError` where it is damaged, cut off, or contradicts its config.
+    Raises `UserError` if there is no packed model or a later version wrote it, `CorruptInputError`
+    if it is damaged, cut off, or contradicts its config.
     """
     path = Path(path)
     if not (path / FILE).is_file():

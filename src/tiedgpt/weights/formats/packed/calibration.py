@@ -1,4 +1,4 @@
-"""4-bit rounding that is calibrated on text: within a row, later weights make up for earlier ones.
+"""Round to 4 bits, calibrated on text: later weights of a row correct the errors of earlier ones.
 
 Plain rounding takes each weight to the nearest value. Here the columns of a matrix are rounded one
 after the other, and each error e is spread over the columns to come, so that the output error
@@ -100,9 +100,9 @@ def _hessians(model: GPT, windows: Tensor) -> Iterator[tuple[str, Tensor]]:
 
 
 def sample_ids(model: GPT, n_tokens: int = N_TOKENS) -> Tensor:
-    """Return ids (N,) that a model draws itself, for a calibration without text.
+    """Return ids (N,) that a model samples, for a calibration without text.
 
-    Windows begin with the token that begins a document, or with a random one if there is none.
+    Windows begin with the first token of a document, or a random one if none is defined.
     """
     model, generator = _copy(model), torch.Generator().manual_seed(0)
     config, length = model.config, min(model.config.n_positions, n_tokens)

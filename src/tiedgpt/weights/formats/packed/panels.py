@@ -28,7 +28,7 @@ PANEL = 64
 GROUP_SIZE = 32
 """4-bit weights that share a scale."""
 SCALE_FACTORS = (1.0, 0.92, 0.85, 1.08, 8 / 7)
-"""Tried scales of 4-bit weights, as multiples of the one that makes the largest number -8."""
+"""Candidate scales of 4-bit weights, as multiples of the scale that maps the largest to -8."""
 CHUNK = 64
 """Panels that are packed or unpacked at a time."""
 Layout = tuple[tuple[int, ...], Any]
@@ -72,9 +72,9 @@ def layouts(precision: Precision, rows: int, width: int) -> tuple[Layout, Layout
 def pack(
     matrix: NDArray[Any], precision: Precision, given: NDArray[np.float32] | None = None
 ) -> Panels:
-    """Pack a float32 matrix (rows, width); raise `UserError` where a weight is not finite.
+    """Pack a float32 matrix (rows, width); raise `UserError` if a weight is not finite.
 
-    `given` (rows, groups) are the scales of int4's groups, where they are known.
+    `given` (rows, groups) are known scales of int4's groups.
     """
     if precision not in PRECISIONS:
         raise UserError(

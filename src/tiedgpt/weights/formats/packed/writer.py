@@ -69,12 +69,11 @@ def _parameters(model: GPT) -> dict[str, Tensor]:
 def pack_gpt(
     model: GPT, precision: Precision, *, calibration: Any = None, progress: Progress | None = None
 ) -> PackedModel:
-    """Pack a model, one tensor at a time; the model stays as it is.
+    """Pack a model, one tensor at a time; the model is not modified.
 
-    `calibration` is for int4: ids (N,) of some 32,000 tokens, on which rounding errors make up for
-    one another (`calibration.py`); `progress` hears of the bytes that are rounded. Raises
-    `UserError` for a model that is not plain, or whose weights are not finite, and for ids that do
-    not suit.
+    `calibration` is for int4: ids (N,) of some 32,000 tokens to correct rounding errors
+    (`calibration.py`). `progress` receives the rounded bytes. Raises `UserError` for a model that
+    is not a plain GPT or not finite, and for ids outside the vocabulary.
     """
     _parameters(model)
     scales: dict[str, NDArray[np.float32]] = {}

@@ -33,7 +33,7 @@ if TYPE_CHECKING:
 FIELDS = tuple(GPTConfig.__dataclass_fields__)
 BODY_PREFIX, LM_HEAD = "transformer.", "lm_head.weight"
 MASK_BUFFERS = re.compile(r"h\.\d+\.attn\.(bias|masked_bias)")
-"""Causal masks that old versions saved beside the weights; they are no parameters."""
+"""Causal masks in files of old versions; they are no parameters."""
 CONV1D = re.compile(r"h\.\d+\.(attn|mlp)\.c_\w+\.weight")
 """Our names of the matrices that transformers stores as (in, out)."""
 BODY_BIAS = re.compile(r"(h\.\d+\..+|ln_f)\.bias")
@@ -47,13 +47,13 @@ class ModelType:
     name: str
     architecture: str
     activations: dict[str, str]
-    """Ours -> theirs."""
+    """Names of activations by ours."""
     norm: str | None
     """Which norm the class has; None where the config says it."""
     tensor_names: Mapping[str, str] = field(default_factory=dict)
-    """Ours -> theirs, where they differ (after the prefix)."""
+    """Different names of tensors by ours, without the prefix."""
     config_names: Mapping[str, str] = field(default_factory=dict)
-    """Ours -> theirs, where they differ."""
+    """Different names of config keys by ours."""
     fields: tuple[str, ...] = tuple(n for n in FIELDS if n not in ("norm", "attention_windows"))
     """Our fields that its config.json can hold."""
 
@@ -95,7 +95,7 @@ SAME_ACTIVATIONS = {"gelu_pytorch_tanh": "gelu_new", "gelu_fast": "gelu_new", "s
 
 
 def model_type_of(config: GPTConfig) -> ModelType:
-    """Return the class of transformers that computes what this config describes, else our own."""
+    """Return the class of transformers for a config, or our own if there is none."""
     if config.attention_windows is not None:
         return TIEDGPT
     if config.norm == "pre":
@@ -119,7 +119,7 @@ def to_file(name: str, model_type: ModelType) -> str:
     return LM_HEAD if name == HEAD else BODY_PREFIX + model_type.tensor_names.get(name, name)
 
 
-def recognizes(checkpoint: Checkpoint) -> bool:
+def detect_checkpoint(checkpoint: Checkpoint) -> bool:
     """Whether config.json names a model type, and the file itself says nothing else (nanoGPT's)."""
     name = checkpoint.config.get("model_type", PACKED.name)
     return isinstance(name, str) and name != PACKED.name and "model_args" not in checkpoint.config
@@ -255,7 +255,7 @@ FORMAT = Format(
     open_module=open_module,
     to_gpt=to_gpt,
     is_copied_by_fix=True,
-    recognizes=recognizes,
+    detect_checkpoint=detect_checkpoint,
     suffixes=SUFFIXES,
     file_names=(
         "model.safetensors", "model.safetensors.index.json", "pytorch_model.bin",
