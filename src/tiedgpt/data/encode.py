@@ -186,7 +186,7 @@ def open_encoded(directory: str | Path) -> EncodedCorpus:
 
 
 def note_split_characters(encoded: EncodedCorpus, tokenizer: Tokenizer) -> list[str]:
-    """Return a note if most characters of the training text have no token of their own."""
+    """Return a note if most characters of the training text take several tokens."""
     shards = encoded.open_shards("train")
     sample = shards.read(0, min(SAMPLE_TOKENS, len(shards))).tolist()
     counts = Counter(tokenizer.decode(id for id in sample if id != tokenizer.eos_token_id))

@@ -1,10 +1,10 @@
-"""Examples to fine-tune on: `.jsonl` lines -> ids, and which of them are trained.
+"""Examples for fine-tuning: `.jsonl` lines -> ids and a mask of the trained ones.
 
-A line's fields are its kind, and all lines of a run are of one kind:
+The fields of a line determine its kind, which must be the same for all lines of a run:
 
     {"text": ...}                                         every token is trained
     {"prompt": ..., "completion": ...}                    the completion is trained
-    {"messages": [{"role": ..., "content": ...}, ...]}    what the template trains: replies
+    {"messages": [{"role": ..., "content": ...}, ...]}    the replies are trained
 
 The first two end on the tokenizer's end of text, which is trained. A text file is one `text`.
 """
@@ -52,31 +52,31 @@ class Example:
     """One example, encoded."""
 
     place: str
-    """Where it comes from: `path:line`."""
+    """Origin: `path:line`."""
     ids: list[int]
     """(N,)"""
     counted: list[bool]
-    """(N,): whether a token is trained. The first has nothing before it and never is."""
+    """(N,): whether a token is trained. The first never is, since nothing precedes it."""
     turns: int = 1
     """Number of replies, trained or not."""
 
 
 @dataclass(frozen=True, slots=True)
 class Remark:
-    """Something that was found in several examples."""
+    """A problem of some examples."""
 
     count: int
     first: str
-    """Where first; for a skipped line, with what is wrong with it."""
+    """Place of the first one, with the error of a skipped line."""
 
 
 class ExampleReader:
     """The examples of files, encoded; it can be iterated any number of times.
 
-    `tokenizer` has the special tokens that the kind of the examples needs. They may be new: the
-    model then needs rows for them (`tie.add_tokens`). `template` may be the tokenizer's directory:
-    what is written there is used, or ChatML. `remarks` tells, by the names in `REMARKS`, what the
-    last iteration left out or found odd; `max_turns`, the largest number of replies in an example.
+    The attribute `tokenizer` adds the special tokens of the kind; the model then needs rows for
+    them (`tie.add_tokens`). `template` may be the tokenizer's directory, whose template is read,
+    with ChatML as the default. `remarks` counts the problems of the last iteration by the names in
+    `REMARKS`; `max_turns` is the largest number of replies in an example.
 
     Raises:
         UserError: an example is longer than `context`, with `too_long="error"`; or none is left.

@@ -70,11 +70,11 @@ def _draw(n: int, seed: int, epoch: int) -> NDArray[np.uint64]:
 
 
 class LargePermutation:
-    """The order in which an epoch visits n > 1 items, computed for each place, without a table.
+    """A pseudorandom permutation of n > 1 items, computed item by item, without a table.
 
-    A Feistel network permutes the numbers of as many bits as n - 1 has. Where it leads to a number
-    from n on it is applied again, until it does not (Black and Rogaway 2002, "Ciphers with
-    arbitrary finite domains", section 3: cycle walking). It never changes.
+    A Feistel network permutes the numbers with as many bits as n - 1, and is applied again to
+    results of n or more (cycle walking: Black and Rogaway 2002, "Ciphers with arbitrary finite
+    domains", section 3). The permutation never changes.
     """
 
     def __init__(self, n: int, *, seed: int, epoch: int) -> None:
@@ -111,10 +111,10 @@ def _mix(word: int) -> int:
 def in_order(
     tokens: Shards, *, batch_size: int, n_positions: int, at_most: int | None = None
 ) -> Iterator[Batch]:
-    """Yield every window once, from the first, for evaluation: int64 (B, T), the last (<= B, T).
+    """Yield every window once, in order, for evaluation: int64 (B, T), the last (<= B, T).
 
-    With `at_most`, yield so many windows, spread evenly over the text: always the same ones. A text
-    shorter than the context makes one window of its own length.
+    `at_most` limits the number of windows, which are spread evenly over the text. A text shorter
+    than the context is one short window.
 
     Raises:
         UserError: there are fewer than two tokens, so there is nothing to predict.

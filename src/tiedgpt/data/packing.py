@@ -28,8 +28,8 @@ PackedBatch = tuple[NDArray[np.int64], NDArray[np.int64], NDArray[np.int64]]
 def best_fit(lengths: Sequence[int], room: int) -> list[list[int]]:
     """Return the rows, each of numbers of items whose lengths add up to at most `room`.
 
-    A row takes the first item that is left, then again and again the longest one that fits, the
-    first of equal ones, among the first `BUFFER` that are left. No length is above `room`.
+    A row takes the first remaining item, then repeatedly the longest one that fits among the first
+    `BUFFER` remaining items, and the first of equal ones. No length is above `room`.
     """
     rows: list[list[int]] = []
     waiting: list[tuple[int, int]] = []  # (length, -number), sorted

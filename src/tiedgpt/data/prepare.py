@@ -1,4 +1,4 @@
-"""Texts of any size as token shards, encoded in parts by any number of processes.
+"""Encode texts of any size as token shards, in parts, by any number of processes.
 
     plan = plan_preparation(["texts"])     the sources, and the parts that they are divided into
     prepare_data(plan, DIR, workers=8)     encodes the parts that are not in DIR yet
@@ -46,7 +46,7 @@ from tiedgpt.data.readers import (
     ending,
     has_records,
 )
-from tiedgpt.data.shards import Shards, require_vocabulary
+from tiedgpt.data.shards import require_vocabulary
 from tiedgpt.data.split import SIDES, TARGET_SHARE, Side, Split, plan_split
 from tiedgpt.errors import (
     CheckFailedError,
@@ -77,6 +77,10 @@ HELD_OUT_BYTES = 64_000_000
 """Maximum size of the validation side of a large text."""
 Progress = Callable[[str, int, int], None]
 """Receives the stage (tokenizer, merging, encoding, verifying), the bytes done and their total."""
+
+
+def _ignore(stage: str, done: int, total: int) -> None:
+    """Show no progress."""
 
 
 class Source(NamedTuple):
@@ -127,6 +131,7 @@ class Plan:
 
     def sample(self, characters: int, progress: Progress | None = None) -> Iterator[str]:
         """Yield training texts from all parts, at most `characters` together."""
+        report = progress or _ignore
         parts = [part for part in self.parts if part.side == "train"]
         total = min(characters, self.n_bytes)
         for number, part in enumerate(parts, 1):
@@ -137,10 +142,8 @@ class Plan:
                     rest -= len(document.text)
                 if rest <= 0:
                     break
-            if progress is not None:
-                progress("tokenizer", total * number // len(parts), total)
-        if progress is not None:
-            progress("merging", total, total)
+            report("tokenizer", total * number // len(parts), total)
+        report("merging", total, total)
 
     def texts(self) -> Iterator[str]:
         """Yield all texts of both sides."""
@@ -271,12 +274,12 @@ def prepare_data(
     part: tuple[int, int] = (1, 1),
     progress: Progress | None = None,
 ) -> EncodedCorpus | None:
-    """Encode the parts that a directory does not have; return what it holds once it is complete.
+    """Encode the missing parts of a directory; return the corpus if the directory is complete.
 
     `tokenizer` "bpe" or "char" trains one on the text. `workers` is the number of processes; `ray`
-    the address of a Ray cluster that sees the files ("auto", or "local" to start one). With `part`
-    (i, n) it is every n-th part only, from the i-th: other processes encode the others, and the
-    last to end completes the directory.
+    the address of a Ray cluster that sees the files ("auto", or "local" to start one). `part`
+    (i, n) selects every n-th part from the i-th. Other tasks encode the other parts, and the last
+    task completes the directory.
 
     Raises:
         UserError: the directory was begun with other files or options, or holds something else.
@@ -295,12 +298,11 @@ def prepare_data(
     total = sum(plan.parts[number].n_bytes for number in numbers)
     done = total - sum(plan.parts[number].n_bytes for number in missing)
     tasks = [(os.getcwd(), directory, number, plan.parts[number], identity) for number in missing]
-    if progress is not None:
-        progress("encoding", done, total)
+    report = progress or _ignore
+    report("encoding", done, total)
     for number in _run(tasks, workers, ray):
         done += plan.parts[number].n_bytes
-        if progress is not None:
-            progress("encoding", done, total)
+        report("encoding", done, total)
     pins = plan.remarks.pins
     again = {side: [pins.get(name, name) for name in names] for side, names in plan.data.items()}
     if problem := _find_change(plan.sources, _open(again, plan.reading)[1]):
@@ -391,8 +393,11 @@ def _open_tokenizer(
 
 
 def _run(tasks: Sequence[tuple[Any, ...]], workers: int, ray: str | None) -> Iterator[int]:
-    """Encode the parts, and yield their numbers in the order in which they are done."""
-    from joblib import Parallel, delayed, parallel_config
+    """Encode the parts, and yield their numbers in the order of completion."""
+    if ray is None and min(workers, len(tasks)) < 2:
+        yield from (_encode_part(*task) for task in tasks)
+        return
+    from joblib import Parallel, delayed, parallel_config  # 5 MB that one process does not need
 
     if ray is not None:
         try:
@@ -409,9 +414,6 @@ def _run(tasks: Sequence[tuple[Any, ...]], workers: int, ray: str | None) -> Ite
         register_ray()
         with parallel_config(backend="ray"):
             yield from Parallel(n_jobs=-1, batch_size=1)(delayed(_encode_part)(*t) for t in tasks)
-        return
-    if min(workers, len(tasks)) < 2:
-        yield from (_encode_part(*task) for task in tasks)
         return
     pool = Parallel(min(workers, len(tasks)), batch_size=1, return_as="generator_unordered")
     try:
@@ -479,14 +481,7 @@ def _finish(directory: Path, plan: Plan, records: Sequence[dict[str, Any]]) -> E
     for number, record in enumerate(records):
         place = directory / f"{number:06d}"
         for side in SIDES:
-            part = Counts(**record["counts"][side])
-            shards = Shards(sorted(place.glob(f"{side}_*.bin")))
-            if len(shards) != part.tokens:
-                raise CorruptInputError(
-                    f"{place} has {len(shards):,} {side} tokens and {part.tokens:,} were written",
-                    hint="delete it, and give the same command again",
-                )
-            counts[side] += part
+            counts[side] += Counts(**record["counts"][side])
         files |= {f"{place.name}/{name}": each for name, each in record["files"].items()}
         remarks.add(record["remarks"])
         paths.append(place / RECORD)
@@ -531,8 +526,7 @@ def verify_data(directory: str | Path, progress: Progress | None = None) -> Enco
         if not path.is_file() or _identify(path) != identity:
             damaged.append(name)
         done += identity[0]
-        if progress is not None:
-            progress("verifying", done, total)
+        (progress or _ignore)("verifying", done, total)
     if damaged:
         names = ", ".join(damaged[:3]) + ", ..." * (len(damaged) > 3)
         tops = sorted({name.partition("/")[0] for name in damaged})

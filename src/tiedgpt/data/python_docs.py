@@ -230,7 +230,7 @@ def clean(text: str) -> str:
 
 
 def _prose(paragraph: str) -> str:
-    """Return a paragraph without rulers, "" for tables, legal notices and what is not ASCII."""
+    """Return a paragraph without rulers; "" for tables, legal notices and text beyond ASCII."""
     lines = paragraph.strip("\n").split("\n")
     shown = [line for line in lines if not RULER.match(line)]
     is_heading = len(lines) == 2 and shown == lines[:1]  # whose underline stays

@@ -39,7 +39,7 @@ PARQUET_ROWS = 1024
 ZSTD_BYTES = 1 << 20
 """Compressed bytes that are read at a time."""
 LARGEST_LINE = 1 << 28
-"""Bytes of a line of .jsonl, or characters of a field of a table: more is no text for a model."""
+"""Maximum bytes of a line of .jsonl, and characters of a field of a table."""
 LARGEST_PART = 1 << 20
 """Bytes of a document in a text that is read in parts; of longer ones each part is a document."""
 OnBad = Callable[[CorruptInputError], None] | None
@@ -118,7 +118,7 @@ DECOMPRESSORS: dict[str, Callable[[BinaryIO], Any]] = {
 
 
 def ending(path: str) -> str:
-    """Return the ending of a file's name that says what it holds: ".csv" of "a.CSV.gz"."""
+    """Return the ending of a file's format: ".csv" for "a.CSV.gz"."""
     suffixes = [suffix.lower() for suffix in PurePath(path).suffixes]
     if suffixes and suffixes[-1] in DECOMPRESSORS:
         suffixes.pop()
@@ -146,9 +146,9 @@ def open_stream(file: BinaryIO, name: str) -> Iterator[BinaryIO]:
 
 
 def open_section(file: BinaryIO, section: Section, mark: bytes = b"") -> BinaryIO:
-    """Return what of a file begins in a section of it, in bytes: lines, or documents.
+    """Open the lines, or the documents, that begin in a section of a file, in bytes.
 
-    The sections of a file hold it all, and nothing twice, however it is divided.
+    Every line or document is in exactly one section, for any division of the file.
     """
     size = file.seek(0, os.SEEK_END)
     start, stop = (_find_cut(file, at, size, mark) for at in section)
@@ -156,9 +156,9 @@ def open_section(file: BinaryIO, section: Section, mark: bytes = b"") -> BinaryI
 
 
 def _find_cut(file: BinaryIO, at: int, size: int, mark: bytes) -> int:
-    """Return the first place from `at` on, in bytes, where a line or a document begins.
+    """Return the first position from `at`, in bytes, where a line or a document begins.
 
-    With a mark, that is after one, if there is one nearby, or after a newline, or at a character.
+    A document begins after a mark, or, without one nearby, after a newline or at a character.
     """
     if at <= 0 or at >= size:
         return max(0, min(at, size))
@@ -218,8 +218,8 @@ def read_records(
 ) -> Iterator[tuple[str, dict[str, Any]]]:
     """Yield (place, record) for each record of an open file whose name `has_records`.
 
-    `expected` says in messages what a line of .jsonl should look like. `on_bad` is given the error
-    of a bad line of it, which is passed over then. Of a Parquet file some row groups may be read.
+    `expected` describes a line of .jsonl in messages. `on_bad` receives the error of each bad line,
+    which is skipped. `row_groups` selects row groups of a Parquet file.
     """
     suffix = ending(name)
     if suffix in JSON_LINES:
@@ -231,7 +231,7 @@ def read_records(
 
 
 def _lines(file: IO[AnyStr], name: str) -> Iterator[AnyStr]:
-    """Yield the lines of a file; `CorruptInputError` for one that is too long to be one."""
+    """Yield the lines of a file; raise `CorruptInputError` for one above `LARGEST_LINE`."""
     for number in count(1):
         line = file.readline(LARGEST_LINE + 1)
         if len(line) > LARGEST_LINE:
@@ -289,7 +289,7 @@ def _read_parquet(
 
 @contextlib.contextmanager
 def _reading_parquet(name: str) -> Iterator[Any]:
-    """Give pyarrow's reader, and turn what is wrong with a file into `CorruptInputError`."""
+    """Yield pyarrow's reader; convert its errors to `CorruptInputError`."""
     parquet = _import("pyarrow.parquet", PARQUET)
     arrow_error = import_module("pyarrow").ArrowException
     try:

@@ -76,7 +76,7 @@ class ShardWriter:
                 remove(self.paths.pop())
 
     def write(self, ids: NDArray[Any]) -> None:
-        """Append ids (n,) of any integer dtype. A shard is finished as soon as it is full."""
+        """Append ids (n,) of any integer dtype, and close each full shard."""
         if ids.size and not 0 <= int(ids.min()) <= int(ids.max()) < self.vocab_size:
             raise UserError(
                 f"ids {ids.min()} to {ids.max()} are outside a vocabulary of {self.vocab_size:,}"
@@ -113,8 +113,8 @@ class ShardWriter:
 class Shards:
     """Token files as one sequence of uint16: `len(shards)` tokens, read by position.
 
-    The files are mapped, not loaded. A file must not change while it is open: that is checked
-    before every read, because reading a mapped page that is gone would kill the process.
+    The files are memory-mapped. Every read first checks that its file is unchanged, because
+    reading a mapped page beyond the end of a file would kill the process.
 
     Raises:
         UserError: a file is missing.

@@ -78,10 +78,10 @@ def plan_split(
 ) -> Split:
     """Return a split of a corpus into training and validation, by document.
 
-    Documents go to validation in the order of their SHA-256 until they have a tenth of all
-    characters. A document that would make it more than a fifth is passed over. If the result is
-    less than a twentieth (one long text, a few equal ones), the last tenth of every document
-    validates, cut at a line break if one is near. Equal documents are always on the same side.
+    Documents join validation in the order of their SHA-256, up to a tenth of all characters, except
+    those that would make it more than a fifth. If the result is below a twentieth (one long text, a
+    few equal ones), the last tenth of every document validates, cut near a line break. Equal
+    documents are always on the same side.
     With `validation`, the whole corpus trains, except documents that are also in `validation`.
     With `share`, the corpus is not read: the documents with the lowest digests validate.
 

@@ -1,6 +1,6 @@
-"""Chat templates: messages -> pieces of text, and which of them are trained.
+"""Chat templates: messages -> pieces of text, marked as trained or not.
 
-A template is data: for each role, what stands around its messages, and whether they are trained.
+A template is data: for each role, the text around its messages, and whether they are trained.
 It is rendered here without Jinja. `write_template` writes it as `chat_template.jinja`, from which
 transformers makes the same ids and the same mask, unless content spells a special token (ordinary
 text here), or a reply begins with several blanks (a token may reach across the seam there).
@@ -40,7 +40,7 @@ class Piece(NamedTuple):
 
 @dataclass(frozen=True)
 class Role:
-    """What stands around the messages of a role: `prefix before CONTENT after suffix`."""
+    """The text around the messages of a role: `prefix before CONTENT after suffix`."""
 
     prefix: str = ""
     before: str = ""
@@ -53,15 +53,15 @@ class Role:
 
 @dataclass(frozen=True)
 class Template:
-    """How a conversation becomes text. `<|endoftext|>` stands for the tokenizer's end of text.
+    """The text of a conversation. `<|endoftext|>` stands for the tokenizer's end of text.
 
-    Raises `UserError` where no role is trained, or a trained one has no end token.
+    Raises `UserError` if no role is trained, or a trained one has no end token.
     """
 
     name: str
     roles: Mapping[str, Role]
     begin: str = ""
-    """What begins a conversation."""
+    """Text at the beginning of a conversation."""
     tokens: tuple[str, ...] = ()
     """The special tokens in it, beside `<|endoftext|>`; a tokenizer may lack them."""
     max_turns: int | None = None
@@ -245,9 +245,9 @@ def write_template(template: Template, tokenizer: Tokenizer, directory: str | Pa
 
 
 def read_template(path: str | Path) -> Template | None:
-    """Return the template that `write_template` wrote into a directory; None where there is none.
+    """Return the template of a directory, or of a file's directory; None without one.
 
-    A file stands for its directory. Raises `UserError` for a template of another program, which
+    Raises `UserError` for a template of another program, which
     would have to be executed.
     """
     path, text = Path(path), None

@@ -135,16 +135,16 @@ def lora(
     *,
     tokens: Iterable[int] = (),
 ) -> TrainableParameters:
-    """Freeze a model and put adapters on it, in place; return the trainable parameters.
+    """Freeze a model and attach adapters, in place; return the trainable parameters.
 
     `targets` are names of layers, or their ends: "attn.c_attn", "h.0.mlp.c_fc", "h.1*.c_proj"; the
-    default is the four matrices of each block. "wte" adapts W with one pair for both sides, "head"
-    an untied head. `alpha` is 2 `rank` by default; what is added is scaled by alpha / rank. The
-    rows of `tokens`, ids such as those that `add_tokens` added, are trained whole, in an untied
-    head too. A head of `tiedgpt.heads` trains its own layers whole.
+    default is the four matrices of each block. "wte" adapts W with one pair for input and output,
+    "head" an untied head. The product B A is scaled by alpha / rank; `alpha` is 2 `rank` by
+    default. The rows of `tokens`, such as the ids of `add_tokens`, are trained in full, in an
+    untied head too. The layers of a head of `tiedgpt.heads` are trained in full.
 
-    A is drawn from torch's global random stream. Parameters of half precision get adapters in fp32.
-    Raises `UserError`, with nothing changed, for targets that are not there or are adapted already.
+    A is drawn from torch's global random stream. Adapters of half-precision parameters are fp32.
+    Raises `UserError`, with nothing changed, for missing and for already adapted targets.
     """
     gpt, alpha = gpt_of(model), 2 * rank if alpha is None else alpha
     if isinstance(rank, bool) or not isinstance(rank, int) or not 1 <= rank <= gpt.config.n_embd:
@@ -252,7 +252,7 @@ def merge(model: Model) -> float:
 
 
 def _find_targets(gpt: GPT, targets: Sequence[str]) -> list[str]:
-    """Return the names of the layers that the targets mean; `UserError` where one means none."""
+    """Return the names of the target layers; raise `UserError` for a target without one."""
     if isinstance(targets, str):
         raise UserError(f"must be a list of names, got the string {targets!r}", option="targets")
     known = [name for name, m in gpt.h.named_modules(prefix="h") if isinstance(m, nn.Linear)]
@@ -290,7 +290,7 @@ def _attach_lora(layer: nn.Module, size: Size) -> None:
 
 
 def _fixed_ids(gpt: GPT, layers: Mapping[str, LoRALinear | LoRAEmbedding]) -> Tensor:
-    """Return ids (2, T) that are the same each time, with those of trained rows among them."""
+    """Return fixed ids (2, T) that include those of trained rows."""
     length = min(32, gpt.config.n_positions)
     draw = torch.Generator().manual_seed(0)
     ids = torch.randint(gpt.config.vocab_size, (2 * length,), generator=draw)

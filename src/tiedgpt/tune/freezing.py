@@ -64,10 +64,10 @@ class TrainableParameters:
 def freeze(model: Model, patterns: str | Sequence[str]) -> TrainableParameters:
     """Freeze parameters, in place; return the counts of trained and frozen ones.
 
-    A pattern is a parameter's name or the beginning of one, up to a dot; `*` stands for anything,
-    `body` for all but the head: "wte", "h.0", "h.*.attn". With a "+" before it, its parameters are
-    trained: "body,+h.11". Patterns come in one string with commas, or in a list; where several fit
-    a parameter, the last decides. A parameter that no pattern matches is left as it was.
+    A pattern is a parameter's name or its beginning up to a dot: "wte", "h.0", "h.*.attn". `*`
+    matches anything, `body` everything but the head. A pattern with "+" trains its parameters
+    instead: "body,+h.11". Patterns are a list, or a string with commas; the last match decides.
+    Parameters without a match do not change.
 
     Raises `UserError`, with nothing changed, for a pattern that fits no parameter, for a choice
     that leaves nothing to train, and for a head to train alone in a tied model, which has none.

@@ -261,7 +261,7 @@ def _read(
 
 
 def _fits(pattern: str, name: str) -> bool:
-    """Whether a config's regex matches a name; `UserError` for one that could take forever."""
+    """Whether a config's regex matches a name; `UserError` for one with exponential time."""
     if re.search(r"\)[*+{]", pattern) or len(re.findall("[*+{]", pattern)) > MAX_REPETITIONS:
         raise UserError(f"the pattern {pattern[:60]!r} of the adapter has too many repetitions")
     return re.fullmatch(pattern, name) is not None
