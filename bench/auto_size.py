@@ -28,12 +28,12 @@ from typing import Any
 
 import torch
 
+from tiedgpt.train.distributed import Processes
 from tiedgpt.train.events import Ended
 from tiedgpt.train.loop import Trainer
 from tiedgpt.train.machine import SpeedMeasurement, find_facts, measure_machine, training_device
 from tiedgpt.train.machine import resize as resize_run
 from tiedgpt.train.options import TrainOptions
-from tiedgpt.train.parallel import World
 from tiedgpt.train.planning import (
     MAX_AUTO_EPOCHS,
     candidate_sizes,
@@ -79,7 +79,7 @@ def trained(options: TrainOptions, run: RunDirectory, scratch: Path) -> float:
         for name in ("data", "tokenizer"):
             os.symlink(run.path / name, fresh.path / name)
         pair = prepare_fresh(options, fresh)
-        machine, _ = measure_machine(options, *pair, World(training_device()))
+        machine, _ = measure_machine(options, *pair, Processes(training_device()))
         config, plan = plan_run(options, pair[0].config, find_facts(*pair), machine)
         pair = resize_run(*pair, config)
         *_, ended = Trainer(fresh, *pair, plan, training_device()).run()
@@ -95,9 +95,9 @@ def choice(name: str, minutes: float, speeds: dict[str, float], scratch: Path) -
     objective, text = prepare_fresh(options, run)
     text_tokens = text.text_tokens
     assert text_tokens is not None
-    world = World(training_device())
-    machine, _ = measure_machine(options, objective, text, world)
-    measure = SpeedMeasurement(objective, text, world, MEASURED_SECONDS, load=None)
+    processes = Processes(training_device())
+    machine, _ = measure_machine(options, objective, text, processes)
+    measure = SpeedMeasurement(objective, text, processes, MEASURED_SECONDS, load=None)
     facts = find_facts(objective, text)
     expected, asked = {}, {}
     for size in candidate_sizes(text_tokens):

@@ -12,12 +12,12 @@ from tests.train.conftest import CPU
 from tiedgpt.cli.main import main
 from tiedgpt.errors import NoRoomError
 from tiedgpt.train import train
+from tiedgpt.train.distributed import Processes
 from tiedgpt.train.events import Replanned, Stepped
 from tiedgpt.train.machine import SpeedMeasurement, find_facts, measure_machine
 from tiedgpt.train.objectives.language import LanguageModelling
 from tiedgpt.train.optim import make_optimizers
 from tiedgpt.train.options import TrainOptions
-from tiedgpt.train.parallel import World
 from tiedgpt.train.planning import estimate_memory
 from tiedgpt.train.step import train_step
 from tiedgpt.train.storage import format_toml, make_record, read_plan
@@ -50,7 +50,7 @@ def test_the_estimate_is_within_a_quarter_of_what_a_step_allocates(trial, tmp_pa
             batch = run.data.batches(8, 0)(0)
             train_step(model, optimizers, batch, plan, objective=run.objective)
 
-    machine, _ = measure_machine(TrainOptions(), run.objective, run.data, World(CPU))
+    machine, _ = measure_machine(TrainOptions(), run.objective, run.data, Processes(CPU))
     facts = find_facts(run.objective, run.data)
     parts = estimate_memory(run.objective.config, plan, facts, machine)
     expected = sum(parts.values()) - parts["allocator"]
@@ -73,7 +73,9 @@ def test_a_busy_machine_trains_with_the_faster_number_of_threads(trial):
     run, threads = trial(), torch.get_num_threads()
     try:
         torch.set_num_threads(2)
-        speed = TwoSpeeds(run.objective, run.data, World(CPU), 0.1, load=6.4, compares_threads=True)
+        speed = TwoSpeeds(
+            run.objective, run.data, Processes(CPU), 0.1, load=6.4, compares_threads=True
+        )
         assert speed(run.objective.config, run.plan) == 900.0
     finally:
         torch.set_num_threads(threads)

@@ -11,8 +11,7 @@ from tests.train.conftest import CPU, PLAN, assert_same
 from tiedgpt import GPT, GPTConfig
 from tiedgpt.heads import MultipleChoice, SequenceClassifier
 from tiedgpt.train.measures import (
-    EVERY,
-    GradientsOfW,
+    GradientNorms,
     describe,
     is_due,
     model_flops,
@@ -50,17 +49,17 @@ def test_the_two_norms_are_those_of_w_taken_apart(tiny_config, batch, micro_batc
     torch.manual_seed(2)
     model = GPT(dataclasses.replace(tiny_config, tie_word_embeddings=tied)).eval()
     expected = two_gradients(model, *batch)
-    gradients = GradientsOfW(model)
+    gradients = GradientNorms(model)
     clipped = dataclasses.replace(PLAN, micro_batch=micro_batch, grad_clip=1e-3)
     with gradients.watching():
         train_step(model, [], batch, clipped)
-    found = gradients.norms()
+    found = gradients.metrics()
     assert list(found) == ["grad_norm_w_input", "grad_norm_w_output"]
     assert list(found.values()) == pytest.approx(expected, rel=1e-4)
 
 
 def test_watching_changes_no_bit_of_a_step(tiny, batch):
-    gradients = GradientsOfW(tiny)
+    gradients = GradientNorms(tiny)
     seen = []
     for watched in (False, True):
         if watched:
@@ -77,15 +76,15 @@ def test_watching_changes_no_bit_of_a_step(tiny, batch):
 def test_a_head_that_predicts_no_tokens_has_one_gradient_of_w_and_a_frozen_w_none(tiny):
     head = SequenceClassifier(tiny, labels=["a", "b"])
     ids, lengths = np.ones((2, 8), np.int64), np.array([8, 5])
-    gradients, unclipped = GradientsOfW(head), dataclasses.replace(PLAN, grad_clip=1e9)
+    gradients, unclipped = GradientNorms(head), dataclasses.replace(PLAN, grad_clip=1e9)
     with gradients.watching():
         train_step(head, [], (ids, lengths, np.array([0, 1])), unclipped)
     whole = pytest.approx(float(tiny.wte.weight.grad.norm()), rel=1e-5)
-    assert gradients.norms() == {"grad_norm_w_input": whole}
+    assert gradients.metrics() == {"grad_norm_w_input": whole}
     tiny.wte.weight.requires_grad_(False)
     with gradients.watching():
         train_step(head, [], (ids, lengths, np.array([0, 1])), unclipped)
-    assert gradients.norms() == {}
+    assert gradients.metrics() == {}
 
 
 def test_flops_follow_the_convention():
@@ -101,7 +100,7 @@ def test_flops_follow_the_convention():
 
 
 def test_every_tenth_step_is_measured_and_the_first():
-    assert [step for step in range(1, 31) if is_due(step)] == [1, EVERY, 2 * EVERY, 3 * EVERY]
+    assert [step for step in range(1, 31) if is_due(step)] == [1, 10, 20, 30]
 
 
 def test_this_machine_has_a_name_a_peak_and_a_memory():
@@ -111,7 +110,7 @@ def test_this_machine_has_a_name_a_peak_and_a_memory():
 
 
 def test_a_run_that_stopped_measures_what_one_that_never_stopped_does(trial, monkeypatch):
-    monkeypatch.setattr("tiedgpt.train.measures.EVERY", 2)
+    monkeypatch.setattr("tiedgpt.train.measures.MEASURE_EVERY_STEPS", 2)
     whole, parts = trial("whole"), trial("parts")
     whole.train()
     parts.train(stop_after=3)

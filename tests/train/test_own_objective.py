@@ -13,9 +13,9 @@ from torch.nn.utils import parametrize
 from tests.train.conftest import CPU, PLAN, Trial, assert_same
 from tiedgpt import GPT, GPTConfig
 from tiedgpt.errors import DivergedError
+from tiedgpt.train.distributed import Processes
 from tiedgpt.train.events import Ended, Evaluated, Started
 from tiedgpt.train.objective import Data, Loss, Objective
-from tiedgpt.train.parallel import World
 from tiedgpt.train.step import train_step
 from tiedgpt.train.storage import RunDirectory
 from tiedgpt.weights.containers import SafetensorsFile
@@ -188,9 +188,9 @@ def test_a_batch_without_targets_changes_nothing_and_says_so(tiny):
 def test_of_several_processes_each_computes_as_many_parts_that_count():
     shares = []
     for rank in range(2):
-        world = World(CPU)
-        world.rank, world.size = rank, 2
-        parts = world.micro_batches(Loss(), masked(0, 1, 2), 1)
+        processes = Processes(CPU)
+        processes.rank, processes.size = rank, 2
+        parts = processes.micro_batches(Loss(), masked(0, 1, 2), 1)
         assert len(parts) == 3 and [part.last for part in parts] == [False, False, True]
         assert all((part.rows[1] != -100).all() for part in parts), "no mean of nothing"
         shares += [part.shares[0] for part in parts]

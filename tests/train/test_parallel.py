@@ -17,10 +17,10 @@ from tiedgpt import GPT, GPTConfig
 from tiedgpt.cli.train import run as train_command
 from tiedgpt.errors import EXIT_INTERRUPTED, DivergedError, UserError
 from tiedgpt.heads import SequenceClassifier
+from tiedgpt.train.distributed import Processes, Shards, is_launched, join_processes
 from tiedgpt.train.events import Ended
 from tiedgpt.train.objective import Loss
 from tiedgpt.train.optim import optimizers, parameter_groups
-from tiedgpt.train.parallel import Shards, World, is_launched, join_world
 from tiedgpt.train.plan import Plan
 from tiedgpt.train.step import train_step
 from tiedgpt.train.storage import RunDirectory
@@ -85,15 +85,15 @@ def whole(tensor):
     return tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor
 
 
-def three_steps(world, make):
+def three_steps(processes, make):
     """Return losses, norms, the first step's gradients and the weights after three steps."""
     torch.manual_seed(7)
     model, batch = make()
-    model = world.place(model)
+    model = processes.place(model)
     rules = optimizers(parameter_groups(model, matrices="adamw", weight_decay=0.1), lr=1e-3)
     results, gradients = [], {}
     for step in range(3):
-        results.append(train_step(model, rules, batch, PLAN, world))
+        results.append(train_step(model, rules, batch, PLAN, processes))
         if step == 0:
             gradients = {name: whole(p.grad).clone() for name, p in model.named_parameters()}
     weights = {name: whole(p.detach()) for name, p in model.named_parameters()}
@@ -101,18 +101,18 @@ def three_steps(world, make):
     return {"losses": losses, "norms": norms, "gradients": gradients, "weights": weights}
 
 
-def exchanges(world):
+def exchanges(processes):
     """Return how often DDP exchanges gradients in a step of three parts."""
     from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
 
     count = []
     model, batch = language_model()
-    world.place(model)
-    world.loss_module(model).register_comm_hook(
+    processes.place(model)
+    processes.loss_module(model).register_comm_hook(
         None, lambda state, bucket: (count.append(1), allreduce_hook(None, bucket))[1]
     )
-    train_step(model, [], batch, PLAN, world)
-    train_step(model, [], batch, PLAN, world)
+    train_step(model, [], batch, PLAN, processes)
+    train_step(model, [], batch, PLAN, processes)
     return len(count)
 
 
@@ -123,26 +123,26 @@ class Poisoned(Loss):
         return super().loss(model, batch) * float("nan")
 
 
-def skipped(world):
+def skipped(processes):
     """Return whether weights stay where the loss is not finite in the last process alone."""
     torch.manual_seed(7)
     model, batch = language_model()
-    world.place(model)
+    processes.place(model)
     rules = optimizers(parameter_groups(model, matrices="adamw", weight_decay=0.1), lr=1e-3)
     before = {name: p.detach().clone() for name, p in model.named_parameters()}
-    objective = Poisoned() if not world.is_main else Loss()
+    objective = Poisoned() if not processes.is_main else Loss()
     try:
-        train_step(model, rules, batch, PLAN, world, objective=objective)
+        train_step(model, rules, batch, PLAN, processes, objective=objective)
     except DivergedError:
         same = (bool((before[name] == p).all()) for name, p in model.named_parameters())
         return all([*same])
     return False
 
 
-def muon(world):
+def muon(processes):
     """Return matrices after Muon on parts, and after Muon on the same matrices whole."""
     found = []
-    for place in (world, World(CPU)):
+    for place in (processes, Processes(CPU)):
         torch.manual_seed(7)
         model = place.place(GPT(GPTConfig(**SHAPE)))
         groups = parameter_groups(model, matrices="muon", weight_decay=0.1)
@@ -157,17 +157,17 @@ def muon(world):
 
 
 def do_steps(path):
-    with join_world("ddp", CPU) as replicas:
+    with join_processes("ddp", CPU) as replicas:
         found = {}
-        for kind, world in (("ddp", replicas), ("fsdp", Shards(CPU))):
-            found[f"{kind} lm"] = three_steps(world, language_model)
-            found[f"{kind} classify"] = three_steps(world, classifier)
-            found[f"{kind} skipped"] = skipped(world)
+        for kind, processes in (("ddp", replicas), ("fsdp", Shards(CPU))):
+            found[f"{kind} lm"] = three_steps(processes, language_model)
+            found[f"{kind} classify"] = three_steps(processes, classifier)
+            found[f"{kind} skipped"] = skipped(processes)
             if kind == "ddp":
-                found["exchanges"] = exchanges(world)
+                found["exchanges"] = exchanges(processes)
             else:
-                found["muon"] = muon(world)
-            world.release()
+                found["muon"] = muon(processes)
+            processes.release()
         torch.save(found, f"{path}-{replicas.rank}")
     return 0
 
@@ -182,7 +182,7 @@ def stepped(tmp_path_factory):
 @pytest.mark.parametrize("make", [language_model, classifier])
 @pytest.mark.parametrize("kind", ["ddp", "fsdp"])
 def test_two_processes_with_uneven_shares_in_parts_step_as_one_process(stepped, kind, make):
-    here = three_steps(World(CPU), make)
+    here = three_steps(Processes(CPU), make)
     what = "lm" if make is language_model else "classify"
     there = stepped[0][f"{kind} {what}"]
     torch.testing.assert_close(there["losses"], here["losses"], atol=1e-6, rtol=1e-6)
@@ -211,8 +211,8 @@ def test_muon_on_parts_updates_each_matrix_as_a_whole(stepped):
 
 def go_on(path, kind, stop_after):
     """Train the run at `path` up to a step, in however many processes there are."""
-    with join_world(kind, CPU) as world:
-        ended = reopen_trial(path).train(stop_after, world=world)[-1]
+    with join_processes(kind, CPU) as processes:
+        ended = reopen_trial(path).train(stop_after, processes=processes)[-1]
         assert isinstance(ended, Ended)
     return 0 if ended.finished else EXIT_INTERRUPTED
 
@@ -250,7 +250,7 @@ def test_a_run_goes_on_in_fewer_and_in_more_processes(ready):
 def lose_a_process(path, rank):
     """Train in two processes, of which one is killed at its fourth batch."""
     os.dup2(os.open(f"{path}.log-{os.environ['RANK']}", os.O_WRONLY | os.O_CREAT), 2)
-    with join_world("ddp", CPU) as world:
+    with join_processes("ddp", CPU) as processes:
         trial = reopen_trial(path)
         batches = trial.data.batches
 
@@ -258,9 +258,9 @@ def lose_a_process(path, rank):
             batch = batches(batch_size, seed)
             return lambda step: os.kill(os.getpid(), 9) if step == 3 else batch(step)
 
-        if world.rank == rank:
+        if processes.rank == rank:
             trial.data = replace(trial.data, batches=read_batch)
-        trial.train(world=world)
+        trial.train(processes=processes)
     return 0
 
 
@@ -285,10 +285,10 @@ def test_what_cannot_be_run_in_parallel_is_refused(monkeypatch, tmp_path, text_f
     assert not is_launched()
     with pytest.raises(UserError, match="torchrun --nproc-per-node"):
         train_command([str(text_file), "--parallel", "fsdp", "--out", str(tmp_path / "run")])
-    world = World(CPU)
-    world.size = 6
+    processes = Processes(CPU)
+    processes.size = 6
     with pytest.raises(UserError, match="a batch of 5 rows for 6 processes"):
-        world.require_work(PLAN)
+        processes.require_work(PLAN)
     monkeypatch.setenv("TORCHELASTIC_RUN_ID", "test")
     monkeypatch.setenv("WORLD_SIZE", "2")
     monkeypatch.setenv("RANK", "1")

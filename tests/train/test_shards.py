@@ -15,8 +15,8 @@ from tests.train.test_parallel import copy_run, go_on, together
 from tests.train.trials import Fault, left
 from tiedgpt.errors import EXIT_INTERRUPTED, NoRoomError
 from tiedgpt.train.checkpoint import list_checkpoints, verify
+from tiedgpt.train.distributed import join_processes
 from tiedgpt.train.events import Ended
-from tiedgpt.train.parallel import join_world
 from tiedgpt.train.storage import RunDirectory
 
 PARTS = 4
@@ -28,11 +28,11 @@ def go_on_until(path, fault, rank, stop_after=None):
     if fault is not None and os.environ["RANK"] == str(rank):
         fault(path)
     with contextlib.ExitStack() as stack:
-        world = stack.enter_context(join_world("fsdp", CPU))
-        if world.is_main:
+        processes = stack.enter_context(join_processes("fsdp", CPU))
+        if processes.is_main:
             stack.enter_context(RunDirectory(path).lock())
-        world.on_main(lambda: None)
-        ended = reopen_trial(path).train(stop_after, world=world)[-1]
+        processes.on_main(lambda: None)
+        ended = reopen_trial(path).train(stop_after, processes=processes)[-1]
         assert isinstance(ended, Ended)
     return 0
 

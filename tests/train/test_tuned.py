@@ -17,10 +17,10 @@ from tiedgpt import GPT, GPTConfig, Tokenizer
 from tiedgpt.cli.main import main
 from tiedgpt.data import read_template
 from tiedgpt.infer import Engine
+from tiedgpt.train.distributed import Processes, join_processes
 from tiedgpt.train.objective import Pretrained
 from tiedgpt.train.objectives import open_objective
 from tiedgpt.train.options import TrainOptions
-from tiedgpt.train.parallel import World, join_world
 from tiedgpt.train.run import make_plan, prepare_fresh
 from tiedgpt.train.storage import RunDirectory
 from tiedgpt.tune import load_adapter, lora, save_adapter
@@ -72,12 +72,12 @@ def make(tmp_path, options):
     return lambda kind, name="run", **more: open_run(tmp_path / name, options(kind, **more))
 
 
-def open_run(path, options, world=None):
+def open_run(path, options, processes=None):
     """Return the run of these options."""
     run = RunDirectory(path)
     run.path.mkdir(exist_ok=True)
     pair = prepare_fresh(options, run)
-    return Trial(run, *pair, make_plan(options, *pair, CPU, world=world))
+    return Trial(run, *pair, make_plan(options, *pair, CPU, processes=processes))
 
 
 REPLIES = {
@@ -174,9 +174,9 @@ def test_a_run_that_stopped_and_went_on_equals_one_that_never_stopped(make, kind
 
 def tune_in_parallel(path, kind, options):
     """Be one of several processes that tune."""
-    with join_world(kind, CPU) as world:
-        run = world.main_first(lambda: open_run(path, options, World(CPU)))
-        *_, ended = run.train(world=world)
+    with join_processes(kind, CPU) as processes:
+        run = processes.main_first(lambda: open_run(path, options, Processes(CPU)))
+        *_, ended = run.train(processes=processes)
     return 0 if ended.finished else 1
 
 

@@ -24,9 +24,9 @@ from tiedgpt.cli.source import program
 from tiedgpt.core.config import GPTConfig
 from tiedgpt.train import events
 from tiedgpt.train.blocks import decide_compile
+from tiedgpt.train.distributed import Processes
 from tiedgpt.train.objective import Data, Objective
 from tiedgpt.train.options import format_count
-from tiedgpt.train.parallel import World
 from tiedgpt.train.plan import Plan
 from tiedgpt.train.planning import describe_memory
 
@@ -72,7 +72,7 @@ class Display:
     def _show_plan(self, event: events.Planned) -> None:
         """Show what is trained, and how long that will take."""
         self.planned, self.steps = event, event.plan.steps
-        options, plan, data, world = event.options, event.plan, event.data, event.world
+        options, plan, data, processes = event.options, event.plan, event.data, event.processes
         self.say(*data.notes)
         self._unit, self._batch_units = data.unit, plan.batch_size * data.row_units
         objective, config = event.objective, event.objective.config
@@ -85,7 +85,7 @@ class Display:
             + _count_parameters(config, objective)
             + ("" if objective.n_trained is None else f"; {objective.n_trained:,} are trained"),
             "chosen": plan.reason,
-            "training": self._describe_training(plan, data, world),
+            "training": self._describe_training(plan, data, processes),
             "run": f"{event.directory.path}; Ctrl-C saves and stops, the same command resumes",
             "memory": "" if plan.memory is None else describe_memory(plan),
         }
@@ -103,21 +103,21 @@ class Display:
             if text:
                 fact(label, text, to=self.err)
         one_shape = data.unit == "tokens"
-        _, lacks = decide_compile(options.compile, world.device, one_shape=one_shape)
+        _, lacks = decide_compile(options.compile, processes.device, one_shape=one_shape)
         if lacks is not None:
             self.say(lacks)
 
-    def _describe_training(self, plan: Plan, data: Data, world: World) -> str:
+    def _describe_training(self, plan: Plan, data: Data, processes: Processes) -> str:
         """Return in words how long is trained, on what, and what is unusual about it."""
-        where = str(world.device)
-        if world.device.type == "cpu":
+        where = str(processes.device)
+        if processes.device.type == "cpu":
             where = format_count(torch.get_num_threads(), "CPU thread")
-        if world.size > 1:
-            where += f" in each of {world.size} processes"
+        if processes.size > 1:
+            where += f" in each of {processes.size} processes"
         rows = f" x {data.row_units}" if data.row_units > 1 else ""
         takes = "" if plan.minutes is None else f", about {format_count(plan.minutes, 'minute')}"
         epochs = plan.steps * plan.batch_size / data.epoch_rows
-        parts = math.ceil(world.share(plan.batch_size) / plan.micro_batch)
+        parts = math.ceil(processes.share(plan.batch_size) / plan.micro_batch)
         changes = {
             f"each batch in {parts} micro-batches": parts > 1,
             "activation checkpointing": plan.recompute == "blocks",
@@ -209,7 +209,7 @@ class Display:
 
     def show_end(self, ended: events.Ended | events.AlreadyFinished) -> None:
         """Show how good the model is, samples, its size, and what to do next."""
-        if isinstance(ended, events.AlreadyFinished) or not self.planned.world.is_main:
+        if isinstance(ended, events.AlreadyFinished) or not self.planned.processes.is_main:
             return
         directory, options = self.planned.directory, self.planned.options
         objective, data = self.planned.objective, self.planned.data

@@ -73,7 +73,7 @@ class RunArguments:
                 hint="docs/guides/scale.md has the arithmetic for several",
             )
         if not self.dry_run and (PROCESSES in os.environ or self.parallel is not None):
-            from tiedgpt.train.parallel import require_launch
+            from tiedgpt.train.distributed import require_launch
 
             require_launch(self.parallel)
 

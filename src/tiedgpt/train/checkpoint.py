@@ -25,8 +25,8 @@ from torch import Tensor, nn
 
 from tiedgpt.errors import CorruptInputError, TiedGPTError
 from tiedgpt.files import read_json, reading, remove, replacing, require_room, write_json, writing
+from tiedgpt.train.distributed import Processes
 from tiedgpt.train.objective import Objective
-from tiedgpt.train.parallel import World
 from tiedgpt.train.storage import checkpoint_path
 from tiedgpt.weights.containers import write_safetensors
 from tiedgpt.weights.torch_file import stored_tensor
@@ -48,7 +48,7 @@ def save_checkpoint(
     model: nn.Module,
     optimizers: Sequence[torch.optim.Optimizer],
     state: dict[str, Any],
-    world: World,
+    processes: Processes,
     *,
     spared: int | None = None,
 ) -> None:
@@ -58,8 +58,8 @@ def save_checkpoint(
     deleted, other than the newest before it and that of the step `spared`. All processes must call
     this. The first writes, and of a sharded model each its parts.
     """
-    weights, moments = world.state(objective, model, optimizers)
-    held = {**moments, **(_random_state(model) if world.is_main else {})}
+    weights, moments = processes.state(objective, model, optimizers)
+    held = {**moments, **(_random_state(model) if processes.is_main else {})}
     path = checkpoint_path(directory, step)
     with contextlib.ExitStack() as stack:
 
@@ -81,12 +81,12 @@ def save_checkpoint(
                 if spared is None or old != checkpoint_path(directory, spared):
                     remove(old)
 
-        temporary = world.on_main(begin)
-        if world.n_shards > 1:
-            _write_shards(temporary, {**weights, **held}, world)
+        temporary = processes.on_main(begin)
+        if processes.n_shards > 1:
+            _write_shards(temporary, {**weights, **held}, processes)
         else:
-            world.on_main(lambda: _write_files(temporary, weights, held))
-        world.on_main(finish)
+            processes.on_main(lambda: _write_files(temporary, weights, held))
+        processes.on_main(finish)
 
 
 def _write_files(
@@ -99,7 +99,7 @@ def _write_files(
         write_safetensors(directory / f"{name}.safetensors", stored, metadata)
 
 
-def _write_shards(directory: Path, tensors: dict[str, Any], world: World) -> None:
+def _write_shards(directory: Path, tensors: dict[str, Any], processes: Processes) -> None:
     """Write the shards of this process; if one process fails, all do.
 
     The first process must see what all have written: a directory of its own machine is refused.
@@ -112,7 +112,7 @@ def _write_shards(directory: Path, tensors: dict[str, Any], world: World) -> Non
         with writing(directory), _first_failure():
             save(dict(sorted(tensors.items())), storage_writer=writer)
     except TiedGPTError as error:
-        world.leave_to_main(error.exit_code)
+        processes.leave_to_main(error.exit_code)
         raise
 
     def require_all() -> None:
@@ -120,7 +120,7 @@ def _write_shards(directory: Path, tensors: dict[str, Any], world: World) -> Non
         if missing:
             raise CorruptInputError(f"{directory} lacks {min(missing)}")
 
-    world.on_main(require_all)
+    processes.on_main(require_all)
 
 
 def set_aside(path: Path) -> Path:

@@ -13,8 +13,8 @@ from tiedgpt.train.plan import Plan
 if TYPE_CHECKING:
     from pathlib import Path
 
+    from tiedgpt.train.distributed import Processes
     from tiedgpt.train.options import TrainOptions
-    from tiedgpt.train.parallel import World
     from tiedgpt.train.storage import RunDirectory
 
 
@@ -41,7 +41,7 @@ class Planned:
     objective: Objective
     data: Data
     plan: Plan
-    world: World
+    processes: Processes
 
 
 @dataclass(frozen=True)

@@ -26,6 +26,7 @@ from tiedgpt.train.checkpoint import (
     save_checkpoint,
     verify,
 )
+from tiedgpt.train.distributed import Processes
 from tiedgpt.train.events import (
     Ended,
     Evaluated,
@@ -39,7 +40,6 @@ from tiedgpt.train.measures import Measures
 from tiedgpt.train.metrics import PART
 from tiedgpt.train.objective import Arrays, Data, Model, Objective, Progress, Score, body_of
 from tiedgpt.train.optim import make_optimizers, set_rate
-from tiedgpt.train.parallel import World
 from tiedgpt.train.plan import Plan
 from tiedgpt.train.planning import PaceChecks, halve_micro_batch, replan
 from tiedgpt.train.step import (
@@ -67,9 +67,9 @@ class Trainer:
 
     `track` receives each line of metrics.jsonl. `stop_requested` is called between steps and
     between the batches of an evaluation. `progress` receives the number of scored batches of the
-    final score, and their total. In a `world` of several processes, all make a trainer and see the
-    same events; rank 0 writes. A plan with minutes ends at the `deadline`, in seconds of the
-    `clock`; default: from now.
+    final score, and their total. Each of several `processes` makes a trainer and sees the same
+    events; rank 0 writes. A plan with minutes ends at the `deadline`, in seconds of the `clock`;
+    default: from now.
     """
 
     def __init__(
@@ -82,7 +82,7 @@ class Trainer:
         *,
         stop_requested: Callable[[], bool] = lambda: False,
         track: Callable[[Mapping[str, Any]], None] | None = None,
-        world: World | None = None,
+        processes: Processes | None = None,
         deadline: float | None = None,
         progress: Progress | None = None,
         clock: Callable[[], float] = time.perf_counter,
@@ -92,21 +92,23 @@ class Trainer:
         self.stop_requested, self.track, self.progress = stop_requested, track, progress
         self.clock, self.deadline = clock, deadline
         self.checks: PaceChecks | None = None
-        self.world = world or World(device)
+        self.processes = processes or Processes(device)
         self.step = self.saved_at = 0
         self.notes: list[str] = []
         self.state = RunState()
         self.batch_units = plan.batch_size * data.row_units
         self.batch_of = data.batches(plan.batch_size, plan.seed)
-        self.world.on_main(lambda: self.world.require_work(plan))
+        self.processes.on_main(lambda: self.processes.require_work(plan))
         torch.manual_seed(plan.seed)
         model = objective.build().train()
         if not list_checkpoints(run.checkpoints):
             objective.begin(model)
-        self.model: Model = self.world.place(prepare_blocks(model, plan))
+        self.model: Model = self.processes.place(prepare_blocks(model, plan))
         self.groups, optimizers = make_optimizers(objective, self.model, plan)
-        self.optimizers = self.world.optimizers(optimizers)
-        self.measures = Measures(self.model, data, plan, self.world)
+        self.optimizers = self.processes.optimizers(optimizers)
+        self.measures = Measures(
+            self.model, data, plan.dtype, self.processes.device, self.processes.size
+        )
 
     def run(self) -> Iterator[Event]:
         """Train to the end of the plan, from the newest checkpoint of the run's directory.
@@ -119,7 +121,7 @@ class Trainer:
             yield from self._begin()
             if self.state.evaluation_due:
                 yield from self._pause()
-            while not self._is_done() and not self.world.any(self.stop_requested()):
+            while not self._is_done() and not self.processes.any(self.stop_requested()):
                 yield from self._next_step()
                 self.state.require_sound(self.step)
                 yield from self._pause()
@@ -130,24 +132,24 @@ class Trainer:
 
     def _begin(self) -> Iterator[Started | Replanned]:
         """Load the newest checkpoint, or begin at step 0."""
-        world, plan, run = self.world, self.plan, self.directory
-        state, notes = world.main_first(
+        processes, plan, run = self.processes, self.plan, self.directory
+        state, notes = processes.main_first(
             lambda: load_newest(
                 run.checkpoints,
                 self.objective,
                 self.model,
                 self.optimizers,
-                is_verified=not world.is_main,
+                is_verified=not processes.is_main,
             )
         )
         if state is not None:
             self.state = RunState.from_saved(state)
             self.step = self.saved_at = state["step"]
-            if (last_loss := world.on_main(lambda: run.read_end_loss(self.step))) is not None:
+            if (last_loss := processes.on_main(lambda: run.read_end_loss(self.step))) is not None:
                 self.state.reopen(self.step, last_loss)
         is_evaluated = not self.state.evaluation_due
-        world.on_main(lambda: run.cut_metrics(self.step, is_evaluated=is_evaluated))
-        if plan.compile == "on" and world.size == 1 and self.step < plan.steps:
+        processes.on_main(lambda: run.cut_metrics(self.step, is_evaluated=is_evaluated))
+        if plan.compile == "on" and processes.size == 1 and self.step < plan.steps:
             seconds = compile_now(self.objective, self.model, self.batch_of(self.step), plan)
             notes.append(f"compiled the blocks in {seconds:.1f} s")
         yield Started(self.model, self.groups, self.step, notes)
@@ -170,7 +172,8 @@ class Trainer:
     def _start_clock(self) -> None:
         """Compare a plan with minutes with the clock from now on."""
         if self.plan.minutes is not None:
-            self.checks = PaceChecks(self.plan, self.step, self.clock(), self.deadline)
+            now, deadline = self.processes.broadcast((self.clock(), self.deadline))
+            self.checks = PaceChecks(self.plan, self.step, now, deadline)
 
     def _replan(self) -> Iterator[Replanned]:
         """Change the plan where a later one begins, or the steps would not end with the time."""
@@ -181,12 +184,12 @@ class Trainer:
             self._start_clock()
         if checks is None or self._is_done():
             return
-        now = self.world.on_main(self.clock)
-        pace = self.world.on_main(lambda: checks.measure(before, self.step, now))
+        now = self.processes.broadcast(self.clock())
+        pace = checks.measure(before, self.step, now)
         if pace is None:
             return
-        left = self.world.on_main(lambda: checks.deadline - now)
-        plan = replan(before, self.data.held_out_rows, self.step, left, pace, self.world.size)
+        left, n_processes = checks.deadline - now, self.processes.size
+        plan = replan(before, self.data.held_out_rows, self.step, left, pace, n_processes)
         if plan is None:
             return
         note = f"slower than planned: {plan.steps:,} of {before.steps:,} steps fit into the time"
@@ -198,7 +201,7 @@ class Trainer:
         """Go on by another plan: save it in a checkpoint, then in run.toml."""
         self.plan = plan
         self._save()
-        if self.world.is_main and (tables := self.directory.read_record()):
+        if self.processes.is_main and (tables := self.directory.read_record()):
             self.directory.write_record(tables | plan_tables(plan))
         return Replanned(self.step, plan, notes)
 
@@ -212,8 +215,8 @@ class Trainer:
 
     def _halve_micro_batch(self) -> Replanned:
         """Go on with half of the rows at a time."""
-        before, device = self.plan, self.world.device
-        if before.micro_batch == 1 or self.world.size > 1:
+        before, device = self.plan, self.processes.device
+        if before.micro_batch == 1 or self.processes.size > 1:
             raise NoRoomError(
                 f"{device} has no room for {before.micro_batch} sequences at a time",
                 hint="use a smaller --micro-batch, --recompute blocks, or a smaller model",
@@ -229,15 +232,20 @@ class Trainer:
 
     def _try_step(self) -> Stepped | Skipped | None:
         """Do a step, or skip it if its loss or gradient is not finite; None if out of memory."""
-        began, world = self.clock(), self.world
+        began, processes = self.clock(), self.processes
         set_rate(self.optimizers, self.plan.rate(self.step))
         batch = self.batch_of(self.step)
-        world.reseed(self.plan.seed, self.step)
+        processes.reseed(self.plan.seed, self.step)
         self.step += 1
         try:
             with self.measures.watching(self.step):
                 result = train_step(
-                    self.model, self.optimizers, batch, self.plan, world, objective=self.objective
+                    self.model,
+                    self.optimizers,
+                    batch,
+                    self.plan,
+                    processes,
+                    objective=self.objective,
                 )
         except DivergedError as error:
             return self._skip_step(str(error))
@@ -290,7 +298,7 @@ class Trainer:
 
     def _evaluate(self, n_batches: int | None, progress: Progress | None = None) -> Score | None:
         """Score held-out data, all for None; return None if a stop was requested meanwhile."""
-        require_finite(self.model, self.world)
+        require_finite(self.model, self.processes)
         plan = self.plan
         total = n_batches or math.ceil(self.data.held_out_rows / plan.micro_batch)
 
@@ -379,8 +387,8 @@ class Trainer:
     def _save(self) -> None:
         """Write a checkpoint, unless this step has one."""
         if self.step > self.saved_at:
-            require_finite(self.model, self.world)
-            self.world.on_main(self.directory.sync_metrics)
+            require_finite(self.model, self.processes)
+            self.processes.on_main(self.directory.sync_metrics)
             self._write_checkpoint()
             self.saved_at = self.step
 
@@ -392,7 +400,7 @@ class Trainer:
             self.model,
             self.optimizers,
             {"run": self.state.to_save(), "plan": asdict(self.plan)},
-            self.world,
+            self.processes,
             spared=self.state.best_step,
         )
 
@@ -406,17 +414,17 @@ class Trainer:
         """Write the model card; `last` is the final line of the metrics, not yet written."""
         config = body_of(self.model).config
         described = self.data.description | {"predicts": self.objective.describe(config)}
-        self.world.on_main(lambda: write_card(self.directory, self.model, described, last))
+        self.processes.on_main(lambda: write_card(self.directory, self.model, described, last))
 
     def _write(self, line: Mapping[str, Any]) -> None:
-        if self.world.is_main:
+        if self.processes.is_main:
             self.directory.write_metrics(line)
             if self.track is not None:
                 self.track(line)
 
     def _on_full_model(self, act: Callable[[Model], T]) -> T:
         """Run `act` on the unsharded model on rank 0; return its result."""
-        return self.world.with_full_model(self.model, self.objective, act)
+        return self.processes.with_full_model(self.model, self.objective, act)
 
     def _diagnose(self, error: DivergedError) -> DivergedError:
         """Add the step, the last losses and a remedy to the error."""

@@ -17,10 +17,10 @@ from tiedgpt.core.config import GPTConfig
 from tiedgpt.errors import UserError
 from tiedgpt.runtime import count_cores, free_memory, has_bf16
 from tiedgpt.train.blocks import find_missing, prepare_blocks
+from tiedgpt.train.distributed import Processes
 from tiedgpt.train.objective import Data, Objective, predicts_tokens
 from tiedgpt.train.optim import make_optimizers
 from tiedgpt.train.options import DEFAULT_MINUTES, TrainOptions, format_count
-from tiedgpt.train.parallel import World
 from tiedgpt.train.plan import Dtype, Plan
 from tiedgpt.train.planning import MIN_TEXT_BYTES, Facts, Machine
 from tiedgpt.train.step import train_step
@@ -86,20 +86,20 @@ def measure_machine(
     options: TrainOptions,
     objective: Objective,
     data: Data,
-    world: World,
+    processes: Processes,
     *,
     threads: int | None = None,
 ) -> tuple[Machine, SpeedMeasurement]:
     """Return the machine as a plan sees it, and the measurement of its speed.
 
-    All processes of a `world` must call this, and get equal numbers.
+    All processes must call this, and get equal numbers.
     """
-    device = world.device
-    load = world.on_main(measure_load) if world.size == 1 and device.type == "cpu" else None
-    speed = SpeedMeasurement(objective, data, world, _measure_seconds(options), load)
-    free = world.on_main(lambda: free_memory(device))
+    device = processes.device
+    load = processes.on_main(measure_load) if processes.size == 1 and device.type == "cpu" else None
+    speed = SpeedMeasurement(objective, data, processes, _measure_seconds(options), load)
+    free = processes.on_main(lambda: free_memory(device))
     if free is not None and device.type == "cpu":
-        free = (free - LIBRARY_BYTES) // world.n_local
+        free = (free - LIBRARY_BYTES) // processes.n_local
     used = used_memory(device) + (LIBRARY_BYTES if device.type == "cpu" else 0)
     if load is not None and threads is None and torch.get_num_threads() > 1:
         speed.compares_threads = True
@@ -108,11 +108,11 @@ def measure_machine(
         device=str(device),
         dtype=choose_dtype(device),
         free_bytes=math.inf if free is None else free,
-        used_bytes=world.on_main(lambda: used),
+        used_bytes=processes.broadcast(used),
         threads=threads,
         can_compile=find_missing(device) is None,
-        n_processes=world.size,
-        n_shards=world.n_shards,
+        n_processes=processes.size,
+        n_shards=processes.n_shards,
     )
     return machine, speed
 
@@ -128,7 +128,7 @@ class SpeedMeasurement:
 
     objective: Objective
     data: Data
-    world: World
+    processes: Processes
     seconds: float
     """Duration of one measurement."""
     load: float | None
@@ -170,15 +170,15 @@ class SpeedMeasurement:
         The lower quartile ignores moments in which another program ran. On a busy machine these
         are typical, and the median counts.
         """
-        world, seconds = self.world, list[float]()
+        processes, seconds = self.processes, list[float]()
         objective, data = resize(self.objective, self.data, config)
-        model = world.place(prepare_blocks(objective.build().train(), plan))
+        model = processes.place(prepare_blocks(objective.build().train(), plan))
         _, rules = make_optimizers(objective, model, replace(plan, lr=1e-5))
-        optimizers = world.optimizers(rules)
+        optimizers = processes.optimizers(rules)
         batch_of = data.batches(plan.batch_size, plan.seed)
 
         def measure_step() -> float:
-            if world.device.type == "cuda":
+            if processes.device.type == "cuda":
                 torch.cuda.synchronize()
             return time.perf_counter() - began
 
@@ -191,8 +191,10 @@ class SpeedMeasurement:
 
         while not seconds or not is_enough():
             began = time.perf_counter()
-            train_step(model, optimizers, batch_of(len(seconds)), plan, world, objective=objective)
-            seconds.append(world.on_main(measure_step))
+            train_step(
+                model, optimizers, batch_of(len(seconds)), plan, processes, objective=objective
+            )
+            seconds.append(processes.on_main(measure_step))
         later = seconds[1:] or seconds  # the first step loads libraries
         step = statistics.median(later)
         if self.load is None and len(later) > 2:

@@ -1,7 +1,7 @@
-"""Measurements beside the loss: the two gradients of W, the use of the machine, its memory.
+"""Measurements besides the loss: the norms of W's two gradients, FLOP/s utilization, peak memory.
 
-Names that begin with `machine_` or end in `_per_second` tell of the machine and of the moment;
-everything else in metrics.jsonl is the same whenever the run is repeated.
+Keys that begin with `machine_` or end in `_per_second` depend on the machine and its load. All
+other keys of metrics.jsonl are equal whenever a run is repeated.
 """
 
 from __future__ import annotations
@@ -23,8 +23,6 @@ from torch import Tensor, nn
 
 from tiedgpt.runtime import count_cores
 from tiedgpt.train.objective import Data, Model, body_of, predicts_tokens
-from tiedgpt.train.parallel import World
-from tiedgpt.train.plan import Plan
 from tiedgpt.weights.parameters import head_matrix
 
 PEAK_FLOPS = {
@@ -32,48 +30,54 @@ PEAK_FLOPS = {
     "A10G": 70e12, "A10": 125e12, "L40S": 362e12, "L4": 121e12, "RTX 4090": 165e12,
     "RTX 3090": 71e12,
 }  # fmt: skip
-"""Dense bf16 operations a second by NVIDIA's names; the first that is part of a name counts."""
-EVERY = 10
+"""Dense bf16 operations per second by part of NVIDIA's device name; the first match counts."""
+MEASURE_EVERY_STEPS = 10
 """Steps between measurements; the first step is measured, too."""
 
 
 def is_due(step: int) -> bool:
-    """Whether a step, counted from 1, is measured."""
-    return step == 1 or step % EVERY == 0
+    """Return whether a step, counted from 1, is measured."""
+    return step == 1 or step % MEASURE_EVERY_STEPS == 0
 
 
 class Measures:
-    """Measurements of every `EVERY`-th step, as additional metrics of the step."""
+    """Measurements of every `MEASURE_EVERY_STEPS`-th step, as additional metrics of the step."""
 
-    def __init__(self, model: Model, data: Data, plan: Plan, world: World) -> None:
-        self._world, self._gradients = world, GradientsOfW(model)
-        peak = peak_flops(world.device, plan.dtype) if data.unit == "tokens" else None
-        self._flops = model_flops(model, data.row_tokens) / peak if peak else None
+    def __init__(
+        self, model: Model, data: Data, dtype: str, device: torch.device, n_processes: int = 1
+    ) -> None:
+        self._device, self._n_processes = device, n_processes
+        self._norms = GradientNorms(model)
+        peak = peak_flops(device, dtype) if data.unit == "tokens" else None
+        self._peak_share = model_flops(model, data.row_tokens) / peak if peak else None
 
     def watching(self, step: int) -> AbstractContextManager[None]:
-        """Watch a step, counted from 1, if it is due; several processes have no whole gradient."""
-        if is_due(step) and self._world.size == 1:
-            return self._gradients.watching()
+        """Measure the gradients of a step, counted from 1, if it is due.
+
+        With several processes, none of them has the whole gradient, and nothing is measured.
+        """
+        if is_due(step) and self._n_processes == 1:
+            return self._norms.watching()
         return contextlib.nullcontext()
 
     def metrics(self, step: int, units_per_second: float) -> dict[str, float]:
         """Return the measurements of a step, or {} if none was due."""
         if not is_due(step):
             return {}
-        measured = self._gradients.norms()
-        if self._flops is not None:
-            measured["machine_flops_use"] = units_per_second / self._world.size * self._flops
-        if (peak := peak_memory(self._world.device)) is not None:
-            measured["machine_memory_bytes"] = peak
-        return measured
+        metrics = self._norms.metrics()
+        if self._peak_share is not None:
+            metrics["machine_flops_use"] = units_per_second / self._n_processes * self._peak_share
+        if (peak := peak_memory(self._device)) is not None:
+            metrics["machine_memory_bytes"] = peak
+        return metrics
 
 
-class GradientsOfW:
-    """The norms of the two gradients of W, from reading and predicting, in one backward pass.
+class GradientNorms:
+    """The norms of W's two gradients, from reading and from predicting, in one backward pass.
 
     dL/dW = (from reading: a sum over the batch's tokens, each into its row) + (from predicting:
-    dense). The first is dL/d(what the embedding returned), added up by id; the second is the
-    difference. With a head of its own W only reads, and the second is that of the head's matrix.
+    dense). The first is dL/d(output of the embedding), summed by id; the second is the difference.
+    In a model with a head of its own, W only reads, and the second norm is that of the head.
     """
 
     def __init__(self, model: Model) -> None:
@@ -84,56 +88,55 @@ class GradientsOfW:
 
     @contextlib.contextmanager
     def watching(self) -> Iterator[None]:
-        """Measure a training step inside the block, which begins without gradients."""
+        """Measure the training step inside the block, which starts without gradients."""
         self._read, self._norms = [], {}
         wte, head = self._gpt.wte, self._gpt.head
-        hooks: dict[Tensor, Callable[[Tensor], None]] = {wte.weight: self._arrived}
+        hooks: dict[Tensor, Callable[[Tensor], None]] = {wte.weight: self._measure_w}
         matrix = head_matrix(head) if head is not None and self._predicts else None
         if matrix is not None:
-            hooks[matrix] = self._head_arrived
-        with contextlib.ExitStack() as watched:
-            watched.enter_context(wte.register_forward_hook(self._reads))
+            hooks[matrix] = self._measure_head
+        with contextlib.ExitStack() as stack:
+            stack.enter_context(wte.register_forward_hook(self._watch_output))
             for weight, hook in hooks.items():
                 if weight.requires_grad:
-                    watched.enter_context(weight.register_post_accumulate_grad_hook(hook))
+                    stack.enter_context(weight.register_post_accumulate_grad_hook(hook))
             yield
         self._read = []
 
-    def norms(self) -> dict[str, float]:
-        """Return them as they stand in metrics.jsonl, before clipping; {} where W is frozen."""
+    def metrics(self) -> dict[str, float]:
+        """Return the norms before clipping, by key of metrics.jsonl; {} if W is frozen."""
         return {name: float(norm) for name, norm in sorted(self._norms.items())}
 
-    def _reads(self, module: nn.Module, inputs: tuple[Tensor, ...], output: Tensor) -> None:
+    def _watch_output(self, module: nn.Module, inputs: tuple[Tensor, ...], output: Tensor) -> None:
         if output.requires_grad:
-            output.register_hook(functools.partial(self._keep, inputs[0].flatten()))
+            output.register_hook(functools.partial(self._add_read, inputs[0].flatten()))
 
-    def _keep(self, ids: Tensor, gradient: Tensor) -> None:
-        self._read.append(_by_id(ids, gradient.flatten(0, -2)))
+    def _add_read(self, ids: Tensor, gradient: Tensor) -> None:
+        self._read.append(_sum_by_id(ids, gradient.flatten(0, -2)))
 
-    def _arrived(self, matrix: Tensor) -> None:
-        """W has its gradient of all parts of the batch up to now."""
+    def _measure_w(self, matrix: Tensor) -> None:
+        """Measure W's accumulated gradient after a micro-batch."""
         if not self._read or matrix.grad is None:
             return
-        parts = zip(*self._read, strict=True)
-        ids, read = _by_id(*(torch.cat(part) for part in parts))
+        ids, read = _sum_by_id(*(torch.cat(tensors) for tensors in zip(*self._read, strict=True)))
         self._read = [(ids, read)]
         self._norms["grad_norm_w_input"] = torch.linalg.vector_norm(read)
         if self._predicts and self._gpt.head is None:
-            whole = matrix.grad[ids]
-            matrix.grad[ids] = whole - read
+            rows = matrix.grad[ids]
+            matrix.grad[ids] = rows - read
             self._norms["grad_norm_w_output"] = torch.linalg.vector_norm(matrix.grad)
-            matrix.grad[ids] = whole  # bit for bit what it was
+            matrix.grad[ids] = rows  # the same bits as before
 
-    def _head_arrived(self, matrix: Tensor) -> None:
+    def _measure_head(self, matrix: Tensor) -> None:
         if matrix.grad is not None:
             self._norms["grad_norm_w_output"] = torch.linalg.vector_norm(matrix.grad)
 
 
-def _by_id(ids: Tensor, rows: Tensor) -> tuple[Tensor, Tensor]:
-    """Add up the rows (N, D) of equal ids (N,); return the ids (U,) and sums (U, D)."""
+def _sum_by_id(ids: Tensor, rows: Tensor) -> tuple[Tensor, Tensor]:
+    """Sum the rows (N, D) of equal ids (N,); return the ids (U,) and the sums (U, D)."""
     unique, place = torch.unique(ids, return_inverse=True)
     sums = rows.new_zeros(len(unique), rows.shape[1])
-    if rows.is_cuda:  # on either device the one whose order of adding does not change
+    if rows.is_cuda:  # each device has one function with a fixed order of addition
         return unique, sums.index_put_((place,), rows, accumulate=True)
     return unique, sums.index_add_(0, place, rows)
 
@@ -141,8 +144,8 @@ def _by_id(ids: Tensor, rows: Tensor) -> tuple[Tensor, Tensor]:
 def model_flops(model: Model, n_positions: int) -> float:
     """Return the floating-point operations of training on a token: 6 N + 12 L D T.
 
-    N counts what a token is multiplied with: W where it predicts, not where it only reads, and no
-    positions (Kaplan et al. 2020, section 2.1; Chowdhery et al. 2022, appendix B).
+    N counts the parameters that a token is multiplied with: W only if it predicts, and no positions
+    (Kaplan et al. 2020, section 2.1; Chowdhery et al. 2022, appendix B).
     """
     gpt = body_of(model)
     n = sum(parameter.numel() for parameter in model.parameters()) - gpt.wpe.weight.numel()
@@ -153,14 +156,14 @@ def model_flops(model: Model, n_positions: int) -> float:
 
 @functools.lru_cache
 def peak_flops(device: torch.device, dtype: str) -> float | None:
-    """Return the peak operations per second: of NVIDIA's data sheet, or measured on a CPU.
+    """Return the peak operations per second: from NVIDIA's data sheet, or measured on a CPU.
 
-    None where it is not known.
+    Returns None for an unknown GPU.
     """
     if device.type == "cuda":
         name = torch.cuda.get_device_name(device)
-        known = [flops for part, flops in PEAK_FLOPS.items() if part in name]
-        return known[0] if known and dtype == "bf16" else None
+        matches = [flops for part, flops in PEAK_FLOPS.items() if part in name]
+        return matches[0] if matches and dtype == "bf16" else None
     n = 1024
     x = torch.ones(n, n, dtype=torch.bfloat16 if dtype == "bf16" else torch.float32, device=device)
     seconds = min(timeit.repeat(functools.partial(F.linear, x, x), number=1, repeat=5))
@@ -181,14 +184,14 @@ def peak_memory(device: torch.device) -> int | None:
 
 def describe() -> dict[str, Any]:
     """Return facts about the hardware for run.toml."""
-    found: dict[str, Any] = {
+    facts: dict[str, Any] = {
         "processor": _processor(),
         "cores": count_cores(),
         "system": f"{platform.system()} {platform.machine()}",
     }
     if torch.cuda.is_available():
-        found["gpu"] = torch.cuda.get_device_name()
-    return found
+        facts["gpu"] = torch.cuda.get_device_name()
+    return facts
 
 
 def _processor() -> str:

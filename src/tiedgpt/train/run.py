@@ -24,6 +24,7 @@ import torch
 from tiedgpt.core.config import GPTConfig
 from tiedgpt.errors import NoRoomError, TiedGPTError, UserError
 from tiedgpt.train.dataset import prepare
+from tiedgpt.train.distributed import Parallel, Processes, join_processes
 from tiedgpt.train.events import AlreadyFinished, Event, Note, Planned
 from tiedgpt.train.loop import Trainer
 from tiedgpt.train.machine import (
@@ -36,7 +37,6 @@ from tiedgpt.train.machine import (
 from tiedgpt.train.objective import Data, Objective, Progress
 from tiedgpt.train.objectives import open_objective
 from tiedgpt.train.options import DURATIONS, TrainOptions
-from tiedgpt.train.parallel import Parallel, World, join_world
 from tiedgpt.train.plan import Plan
 from tiedgpt.train.planning import (
     draft_plan,
@@ -87,45 +87,45 @@ def train(
     began, deadline = time.perf_counter() if began is None else began, None
     with contextlib.ExitStack() as stack:
         device = training_device(options.device)
-        world = stack.enter_context(join_world(parallel, device))
+        processes = stack.enter_context(join_processes(parallel, device))
         if out is not None:
-            world.on_main(lambda: require_same(options, RunDirectory(Path(out))))
+            processes.on_main(lambda: require_same(options, RunDirectory(Path(out))))
         kind = open_objective(options)
-        sources = world.main_first(lambda: kind.open(options))
-        digest = world.on_main(sources.digest) if options.data else None
-        directory = RunDirectory(Path(out or world.on_main(lambda: find_run(options, digest))))
-        if world.is_main:
+        sources = processes.main_first(lambda: kind.open(options))
+        digest = processes.on_main(sources.digest) if options.data else None
+        directory = RunDirectory(Path(out or processes.on_main(lambda: find_run(options, digest))))
+        if processes.is_main:
             stack.enter_context(directory.lock())
-        tables = world.main_first(lambda: _open_record(options, directory, digest))
+        tables = processes.main_first(lambda: _open_record(options, directory, digest))
         config, plan = read_plan(tables) if tables else (None, None)
-        is_finished = bool(tables) and world.main_first(directory.is_finished)
+        is_finished = bool(tables) and processes.main_first(directory.is_finished)
         if is_finished:
             yield AlreadyFinished(directory.path)
             return
         yield from _hub_notes(options)
-        objective, data = world.main_first(
+        objective, data = processes.main_first(
             lambda: prepare(kind, sources, directory, options, config, progress)
         )
         if plan is None:
-            prepared = world.on_main(lambda: time.perf_counter() - began)
+            prepared = processes.on_main(lambda: time.perf_counter() - began)
             yield Note("measuring this machine")
             stack.enter_context(cpu_threads(threads))
-            config, plan, notes = _plan(options, objective, data, world, threads, began)
+            config, plan, notes = _plan(options, objective, data, processes, threads, began)
             objective, data = resize(objective, data, config)
-            tables = make_record(options, config, plan, data.counts, digest, world)
-            world.on_main(lambda: directory.write_record(tables))
+            tables = make_record(options, config, plan, data.counts, digest, processes.describe())
+            processes.on_main(lambda: directory.write_record(tables))
             if plan.minutes is not None:
-                now = world.on_main(time.perf_counter)
+                now = processes.on_main(time.perf_counter)
                 deadline = now + seconds_left(60 * plan.minutes, now - began)
             if prepared > NOTABLE_SECONDS:
                 minutes, seconds = divmod(round(prepared), 60)
                 notes.insert(0, f"prepared the text in {minutes}:{seconds:02}; kept")
             yield from map(Note, notes)
         stack.enter_context(cpu_threads(threads or plan.threads))
-        yield Planned(directory, options, objective, data, plan, world)
+        yield Planned(directory, options, objective, data, plan, processes)
         yield from Trainer(
-            directory, objective, data, plan, world.device,
-            stop_requested=stop_requested, track=track, world=world, deadline=deadline,
+            directory, objective, data, plan, processes.device,
+            stop_requested=stop_requested, track=track, processes=processes, deadline=deadline,
             progress=scoring,
         ).run()  # fmt: skip
 
@@ -134,17 +134,20 @@ def _plan(
     options: TrainOptions,
     objective: Objective,
     data: Data,
-    world: World,
+    processes: Processes,
     threads: int | None,
     began: float,
 ) -> tuple[GPTConfig, Plan, list[str]]:
     """Return the config and the plan of a new run, and notes; equal in all processes."""
-    machine, speed = measure_machine(options, objective, data, world, threads=threads)
-    facts, spent = find_facts(objective, data), world.on_main(lambda: time.perf_counter() - began)
+    machine, speed = measure_machine(options, objective, data, processes, threads=threads)
+    facts, spent = (
+        find_facts(objective, data),
+        processes.on_main(lambda: time.perf_counter() - began),
+    )
     try:
         config, plan = plan_run(options, objective.config, facts, machine, seconds_spent=spent)
     except TiedGPTError as error:  # in all processes: the first reports it
-        world.leave_to_main(error.exit_code)
+        processes.leave_to_main(error.exit_code)
         raise
     warnings = find_warnings(options, config, facts, plan)
     plan = replace(plan, threads=threads or speed.threads)
@@ -165,10 +168,10 @@ def make_plan(
     data: Data,
     device: torch.device,
     *,
-    world: World | None = None,
+    processes: Processes | None = None,
 ) -> Plan:
     """Return the plan to train an objective on data by these options on this machine."""
-    machine, _ = measure_machine(options, objective, data, world or World(device))
+    machine, _ = measure_machine(options, objective, data, processes or Processes(device))
     _, plan = plan_run(options, objective.config, find_facts(objective, data), machine)
     return plan
 
@@ -212,10 +215,10 @@ def dry_run(
 
     The text is encoded as in `train`, in a temporary directory.
     """
-    world = World(training_device(options.device))
+    processes = Processes(training_device(options.device))
     with tempfile.TemporaryDirectory() as temporary, cpu_threads(threads):
         objective, data = prepare_fresh(options, RunDirectory(Path(temporary) / "run"), progress)
-        machine, speed = measure_machine(options, objective, data, world, threads=threads)
+        machine, speed = measure_machine(options, objective, data, processes, threads=threads)
         config, facts, problem = objective.config, find_facts(objective, data), None
         try:
             config, plan = plan_run(options, config, facts, machine)

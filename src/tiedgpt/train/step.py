@@ -18,9 +18,9 @@ from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
 from tiedgpt.errors import CorruptInputError, DivergedError, NoRoomError
+from tiedgpt.train.distributed import Processes, local_shard
 from tiedgpt.train.fast import fast_training
 from tiedgpt.train.objective import OWN_LOSS, Arrays, Loss, Model, body_of
-from tiedgpt.train.parallel import World, local_shard
 from tiedgpt.train.plan import Plan
 
 MAX_SKIPPED_STEPS, SKIP_WINDOW_STEPS = 10, 200
@@ -51,34 +51,34 @@ def train_step(
     optimizers: Sequence[torch.optim.Optimizer],
     batch: Arrays,
     plan: Plan,
-    world: World | None = None,
+    processes: Processes | None = None,
     *,
     objective: Loss = OWN_LOSS,
 ) -> StepResult:
     """Update the model on a batch, by the loss of an objective or by the model's own.
 
-    Rows without a target are left out. Where the model was placed in a `world` of several
-    processes, each computes its share.
+    Rows without a target are left out. If the model was placed on several `processes`, each
+    computes its share.
 
     Raises `DivergedError`, and leaves the weights as they were, where loss or gradient are not
     finite, or the batch has no targets.
     """
     device = body_of(model).wte.weight.device
-    world = world or World(device)
-    module = world.loss_module(model)
+    processes = processes or Processes(device)
+    module = processes.loss_module(model)
     loss = torch.zeros((), device=device)
     model.zero_grad(set_to_none=True)
     if not any(objective.n_targets(batch)):
         raise DivergedError("the batch has no targets")
     with fast_training(model):
-        for part in world.micro_batches(objective, batch, plan.micro_batch):
-            with world.gradient_sync(part):
+        for part in processes.micro_batches(objective, batch, plan.micro_batch):
+            with processes.gradient_sync(part):
                 with torch.autocast(device.type, plan.autocast, enabled=plan.autocast is not None):
                     part_loss = module(*part.rows, objective=objective, shares=part.shares)
                 part_loss.backward()
             loss += part_loss.detach()
-    loss = world.sum(loss) / world.size
-    norm = world.clip(model.parameters(), plan.grad_clip)
+    loss = processes.sum(loss) / processes.size
+    norm = processes.clip(model.parameters(), plan.grad_clip)
     result = StepResult(float(loss), float(norm))
     if not np.isfinite([result.loss, result.grad_norm]).all():
         model.zero_grad(set_to_none=True)
@@ -184,11 +184,11 @@ class RunState:
         return f"losses before: {losses}; gradient norms before: {norms}"
 
 
-def require_finite(model: Model, world: World) -> None:
+def require_finite(model: Model, processes: Processes) -> None:
     """Raise `DivergedError` in all processes where weights are not finite in any."""
     parts = ((name, local_shard(p)) for name, p in model.named_parameters())
     name = next((name for name, part in parts if not bool(part.isfinite().all())), None)
-    if world.any(name is not None):
+    if processes.any(name is not None):
         raise DivergedError(f"{name or 'a matrix'} is no longer finite")
 
 

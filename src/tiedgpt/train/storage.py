@@ -19,7 +19,7 @@ import tomllib
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import IO, TYPE_CHECKING, Any
+from typing import IO, Any
 
 import tiedgpt
 from tiedgpt.core.config import GPTConfig
@@ -29,9 +29,6 @@ from tiedgpt.train.metrics import PART, History, read_history, read_metrics
 from tiedgpt.train.objectives import find_record
 from tiedgpt.train.options import AUTO, DURATIONS, TrainOptions
 from tiedgpt.train.plan import Plan
-
-if TYPE_CHECKING:
-    from tiedgpt.train.parallel import World
 
 RUNS = Path("runs")
 GOES_ON = "goes_on"
@@ -211,24 +208,20 @@ def make_record(
     plan: Plan,
     counts: Mapping[str, dict[str, Any]],
     text_digest: str | None = None,
-    world: World | None = None,
+    processes: dict[str, Any] | None = None,
 ) -> dict[str, dict[str, Any]]:
-    """Return the tables of run.toml; `counts` are those that tell what the data hold."""
+    """Return the tables of run.toml; `counts` are the tables of the data."""
     import torch
 
     from tiedgpt.train.measures import describe
 
-    processes = {}
-    if world is not None and world.size > 1:
-        parallel = "fsdp" if world.n_shards > 1 else "ddp"
-        processes = {"processes": {"number": world.size, "parallel": parallel}}
     return {
         "options": options.record(),
         "model": asdict(config),
         **plan_tables(plan),
         "text": {"sha256": text_digest},
         **counts,
-        **processes,
+        **({"processes": processes} if processes else {}),
         "machine": describe(),
         "versions": {
             "tiedgpt": tiedgpt.__version__,

@@ -2,7 +2,7 @@
 
 torchrun starts the processes. Each reads the whole batch of a step and computes its share of the
 rows, so a step equals that of one process up to rounding. Rank 0 alone measures, evaluates and
-writes. `World` is one process, or several with a replica each (DDP); in `Shards`, each process
+writes. `Processes` is one process, or several with a replica each (DDP); in `Shards`, each process
 holds a part of every matrix (FSDP2). A process that dies or hangs is torchrun's business: an
 exchange fails when a connection breaks or after `EXCHANGE_TIMEOUT`, and torchrun restarts all.
 """
@@ -45,7 +45,7 @@ class MicroBatch:
     """Whether it is the last one of the step."""
 
 
-class World:
+class Processes:
     """The processes of a run: one, or several with the whole model each (DDP)."""
 
     n_shards = 1
@@ -64,6 +64,11 @@ class World:
     def is_main(self) -> bool:
         """Whether this is the process that evaluates and writes."""
         return self.rank == 0
+
+    def describe(self) -> dict[str, Any]:
+        """Return the table of run.toml; {} for one process."""
+        parallel: Parallel = "fsdp" if self.n_shards > 1 else "ddp"
+        return {"number": self.size, "parallel": parallel} if self.size > 1 else {}
 
     def place(self, model: Model) -> Model:
         """Move a model to its device, before optimizers are made of its parameters."""
@@ -152,6 +157,10 @@ class World:
         """Return whether the flag is set in any process."""
         return bool(self.sum(torch.tensor(int(flag))))
 
+    def broadcast(self, value: T) -> T:
+        """Return rank 0's value in all processes."""
+        return self.on_main(lambda: value)
+
     def on_main(self, act: Callable[[], T]) -> T:
         """Run `act` on rank 0 alone and return its result in all processes.
 
@@ -218,7 +227,7 @@ class World:
             gc.collect()
 
 
-class Shards(World):
+class Shards(Processes):
     """Several processes with a part of each matrix and of its optimizer state (FSDP2)."""
 
     def __init__(self, device: torch.device) -> None:
@@ -334,13 +343,13 @@ def require_launch(parallel: Parallel | None) -> None:
 
 
 @contextlib.contextmanager
-def join_world(parallel: Parallel | None, device: torch.device) -> Iterator[World]:
+def join_processes(parallel: Parallel | None, device: torch.device) -> Iterator[Processes]:
     """Join the processes that torchrun has started, if any, and leave them at the end.
 
     Where the run fails in all of them, rank 0 reports the error and the others exit silently.
     """
     if not is_launched():
-        yield World(device)
+        yield Processes(device)
         return
     backend = "gloo"
     if device.type == "cuda":
@@ -349,21 +358,21 @@ def join_world(parallel: Parallel | None, device: torch.device) -> Iterator[Worl
         torch.cuda.set_device(device)
     with _report_lost_connection():
         dist.init_process_group(backend, timeout=EXCHANGE_TIMEOUT)
-        world = Shards(device) if parallel == "fsdp" else World(device, parallel=True)
+        processes = Shards(device) if parallel == "fsdp" else Processes(device, parallel=True)
         try:
-            yield world
-            world.barrier()
-            world.release()
+            yield processes
+            processes.barrier()
+            processes.release()
             dist.destroy_process_group()
         except BaseException as error:
             if isinstance(error, DivergedError):  # raised in all processes
-                world.barrier()
+                processes.barrier()
             cause: BaseException | None = error
             while cause is not None:  # its frames own tensors that gloo still uses
                 traceback.clear_frames(cause.__traceback__)
                 cause = cause.__context__
-            world.release()
-            if isinstance(error, DivergedError) and not world.is_main:
+            processes.release()
+            if isinstance(error, DivergedError) and not processes.is_main:
                 raise SystemExit(error.exit_code) from None
             raise
 
