@@ -14,7 +14,7 @@ import secrets
 import shutil
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
-from typing import IO, Any
+from typing import IO, Any, TypeVar
 
 from tiedgpt.errors import CorruptInputError, NoRoomError, TiedGPTError, UserError
 
@@ -23,6 +23,7 @@ try:
 except ImportError:  # not on Windows
     fcntl = None  # type: ignore[assignment]
 
+Parsed = TypeVar("Parsed")
 PREPARED = "prepared.json"
 """Name of the file that identifies a directory of prepared data, complete or not."""
 JSON_LINES = (".jsonl", ".ndjson")
@@ -249,6 +250,23 @@ def read_json_lines(
             on_bad(bad)
         else:
             yield place, record
+
+
+def parse_json_lines(
+    path: Path, expected: str, parse: Callable[[dict[str, Any], str], Parsed]
+) -> Iterator[Parsed]:
+    """Yield parse(object, `path:number`) for each line of a `.jsonl` file.
+
+    `parse` raises `UserError`, `TypeError` or `ValueError` for a bad line, which becomes a
+    `CorruptInputError` with its place and `expected`. Raises `UserError` for an unreadable file.
+    """
+    with reading(path, "file of JSON lines"), path.open("rb") as file:
+        for place, record in read_json_lines(file, str(path), expected):
+            try:
+                parsed = parse(record, place)
+            except (UserError, TypeError, ValueError) as error:
+                raise CorruptInputError(f"{place}: {error}; a line is {expected}") from None
+            yield parsed
 
 
 def write_json(path: Path, value: object) -> None:

@@ -34,15 +34,6 @@ def test_both_sides_are_counted_and_the_counts_can_be_read_again(tmp_path, token
     assert open_encoded(tmp_path / "data") == encoded
 
 
-def test_several_shards_hold_the_same_tokens_as_one(tmp_path, tokenizer):
-    split = plan_split([Document(str(i), f"document {i}") for i in range(50)])
-    encode_corpus(split, tokenizer, tmp_path / "one")
-    encode_corpus(split, tokenizer, tmp_path / "many", tokens_per_shard=7)
-    one, many = (Shards.in_directory(tmp_path / name, "train") for name in ("one", "many"))
-    assert (len(one.paths), len(many.paths)) == (1, -(-len(one) // 7))
-    assert np.array_equal(one.read(0, len(one)), many.read(0, len(many)))
-
-
 def test_progress_counts_up_to_all_characters(tmp_path, tokenizer):
     calls = []
     split = plan_split(CORPUS, VALIDATION)

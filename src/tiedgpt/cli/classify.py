@@ -12,7 +12,7 @@ from tiedgpt.cli.console import show_text
 from tiedgpt.cli.options import UsageError, parse
 from tiedgpt.cli.source import read_text
 from tiedgpt.errors import UserError
-from tiedgpt.files import JSON_LINES, read_json_lines, reading
+from tiedgpt.files import JSON_LINES, parse_json_lines
 from tiedgpt.options import argument, option
 
 ABOUT = """Label texts, or choose continuations, with a model of `train --task`; print
@@ -69,9 +69,7 @@ def _records(args: Arguments, fields: str, *, needs_choices: bool) -> Iterator[d
     shared = {"choices": list(args.choices)} if args.choices else {}
     is_file = args.input != "-" and len(args.input) < 256 and path.is_file()
     if is_file and path.suffix.lower() in JSON_LINES:
-        with reading(path, "file of examples"), path.open("rb") as file:
-            for _, record in read_json_lines(file, str(path), fields):
-                yield shared | record
+        yield from parse_json_lines(path, fields, lambda record, _: shared | record)
         return
     if needs_choices and not shared:
         raise UsageError("this model needs choices", "give --choices, or .jsonl with `choices`")

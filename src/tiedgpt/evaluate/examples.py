@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 from tiedgpt.errors import CorruptInputError, UserError
 from tiedgpt.evaluate.intervals import Interval, share_interval
 from tiedgpt.evaluate.texts import require_tokenizer
-from tiedgpt.files import read_json_lines, reading
+from tiedgpt.files import parse_json_lines
 from tiedgpt.infer import Engine
 from tiedgpt.infer.prompts import split_choices
 
@@ -114,15 +114,16 @@ def read_examples(path: Path) -> list[Example] | list[str]:
     kind; an empty line is skipped. Raises `CorruptInputError` with the line's number.
     """
     examples = list[Example | str]()
-    with reading(path, "file of examples"), path.open("rb") as file:
-        for place, record in read_json_lines(file, str(path), EXPECTED):
-            try:
-                examples.append(_example(record, place))
-            except ValueError as error:
-                raise CorruptInputError(f"{place}: {error}") from None
-            kind, first = _kind(examples[-1]), _kind(examples[0])
-            if kind != first:
-                raise CorruptInputError(f"{place}: {kind} after {first}: a file holds one kind")
+
+    def parse(record: dict[str, Any], place: str) -> Example | str:
+        example = _example(record, place)
+        kind, first = _kind(example), _kind(examples[0] if examples else example)
+        if kind != first:
+            raise ValueError(f"{kind} after {first}: a file holds one kind")
+        return example
+
+    for example in parse_json_lines(path, EXPECTED, parse):
+        examples.append(example)
     if not examples:
         raise CorruptInputError(f"{path} holds no example")
     return examples  # type: ignore[return-value]

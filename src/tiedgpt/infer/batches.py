@@ -10,11 +10,12 @@ from __future__ import annotations
 from collections import Counter, deque
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields
+from functools import partial
 from pathlib import Path
 from typing import Any
 
-from tiedgpt.errors import CorruptInputError, UserError
-from tiedgpt.files import JSON_LINES, read_json_lines, reading
+from tiedgpt.errors import UserError
+from tiedgpt.files import JSON_LINES, parse_json_lines, reading
 from tiedgpt.infer.engine import Engine
 from tiedgpt.infer.options import GenerationConfig, Prompt, with_options
 from tiedgpt.infer.worker import QUEUE_SIZE, Generation
@@ -54,31 +55,27 @@ def read_prompts(path: Path, config: GenerationConfig, field: str = "prompt") ->
     Empty lines are passed over. Raises `UserError` for a file that cannot be read or has no prompt,
     `CorruptInputError` with the number of the line that is wrong.
     """
-    lines = list[PromptLine]()
-    with reading(path, "file of prompts"), path.open("rb") as file:
-        if path.suffix.lower() not in JSON_LINES:
-            texts = enumerate(file.read().decode("utf-8-sig").split("\n"), start=1)
-            lines = [PromptLine(n, x.removesuffix("\r"), config) for n, x in texts if x.strip()]
-        else:
-            for place, record in read_json_lines(file, str(path), EXPECTED):
-                try:
-                    lines.append(_read_record(record, field, config, place))
-                except (UserError, TypeError) as error:
-                    raise CorruptInputError(f"{place}: {error}") from None
+    if path.suffix.lower() in JSON_LINES:
+        parse = partial(_read_record, field=field, config=config)
+        lines = list(parse_json_lines(path, EXPECTED, parse))
+    else:
+        with reading(path, "file of prompts"):
+            texts = enumerate(path.read_bytes().decode("utf-8-sig").split("\n"), start=1)
+        lines = [PromptLine(n, x.removesuffix("\r"), config) for n, x in texts if x.strip()]
     if not lines:
         raise UserError(f"{path} holds no prompt")
     return lines
 
 
 def _read_record(
-    record: Mapping[str, Any], field: str, config: GenerationConfig, place: str
+    record: Mapping[str, Any], place: str, *, field: str, config: GenerationConfig
 ) -> PromptLine:
     """Return the prompt of a line of `.jsonl`; raise `UserError` or `TypeError`."""
     prompt: Any = record.get(field)
     options = record.get("options", {})
     is_ids = isinstance(prompt, list) and all(type(id) is int for id in prompt)
     if not (isinstance(prompt, str) or is_ids):
-        raise UserError(f"no text and no ids in the field {field!r}; a line is {EXPECTED}")
+        raise UserError(f"no text and no ids in the field {field!r}")
     if not isinstance(options, dict):
         raise UserError(f"`options` must be an object, got {options!r}")
     if misplaced := {each.name for each in fields(config)} & record.keys() - {field}:

@@ -11,8 +11,9 @@ import functools
 import hashlib
 from abc import abstractmethod
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from pathlib import Path
 from typing import Any, ClassVar, Self
 
 import torch
@@ -21,9 +22,9 @@ from torch import Tensor
 from tiedgpt.core.config import GPTConfig
 from tiedgpt.core.model import GPT
 from tiedgpt.data import permutation
-from tiedgpt.errors import CorruptInputError, UserError
+from tiedgpt.errors import UserError
 from tiedgpt.evaluate.perplexity import totals
-from tiedgpt.files import read_json_lines
+from tiedgpt.files import parse_json_lines
 from tiedgpt.heads import Head
 from tiedgpt.runtime import eval_mode
 from tiedgpt.text import Tokenizer
@@ -221,7 +222,7 @@ class LabelSources(Sources):
     ) -> None:
         examples = [example for source in sources for example in _read(kind, source)]
         if validation is not None:
-            self.held_out = list(_read(kind, validation))
+            self.held_out = _read(kind, validation)
             digests = {example.digest for example in self.held_out}
         else:
             order = sorted({example.digest for example in examples})
@@ -347,17 +348,13 @@ def _name_labels(train: Sequence[Example], held_out: Sequence[Example]) -> tuple
     return tuple(sorted(seen, key=(lambda name: (int(name), name)) if numeric else None))
 
 
-def _read(kind: type[Labelled], source: str) -> Iterator[Example]:
-    """Yield the examples of a file."""
-    empty = True
-    try:
-        with open(source, "rb") as file:
-            for place, record in read_json_lines(file, source, kind.fields):
-                yield replace(kind.parse(record), place=place)
-                empty = False
-    except OSError as error:
-        raise UserError(f"cannot read {source}: {error.strerror}", hint="check the name") from None
-    except UserError as wrong:
-        raise CorruptInputError(f"{place}: {wrong}; a line is {kind.fields}") from None
-    if empty:
+def _read(kind: type[Labelled], source: str) -> list[Example]:
+    """Return the examples of a file."""
+
+    def parse(record: dict[str, Any], place: str) -> Example:
+        return replace(kind.parse(record), place=place)
+
+    examples = list(parse_json_lines(Path(source), kind.fields, parse))
+    if not examples:
         raise UserError(f"{source} has no lines", hint=f"give .jsonl, each line {kind.fields}")
+    return examples
