@@ -1,6 +1,7 @@
 """The examples run as they are; the small model that they train is trained for fewer steps."""
 
 import json
+import math
 import os
 import random
 import re
@@ -13,6 +14,7 @@ import torch
 
 from tests.docs.conftest import ROOT
 from tiedgpt import GPT, GPTConfig, Tokenizer
+from tiedgpt.cli.main import main
 
 EXAMPLES = ROOT / "examples"
 SCRIPTS = {
@@ -98,6 +100,35 @@ def test_a_tagging_head_of_ones_own_loads_in_transformers(here):
     torch.testing.assert_close(theirs(ids).logits, head(ids), atol=1e-5, rtol=1e-5)
     assert theirs.config.id2label == dict(enumerate(script["TAGS"]))
     assert torch.equal(script["Tagger"].from_pretrained("tagger")(ids), head(ids))
+
+
+@pytest.mark.parametrize(
+    ("policy", "reference", "loss"),
+    [
+        ([-3.0, -3.0], [-3.0, -3.0], math.log(2)),
+        ([-1.0, -2.0], [-1.5, -1.0], math.log1p(math.exp(-0.15))),
+        ([-9.0, -2.0], [-4.0, -4.0], math.log1p(math.exp(0.7))),
+    ],
+)
+def test_the_loss_of_dpo_is_that_of_its_equation(policy, reference, loss):
+    script = runpy.run_path(str(EXAMPLES / "dpo.py"))
+    rows = torch.tensor([policy]), torch.tensor([reference])
+    assert script["dpo_loss"](*rows, beta=0.1).item() == pytest.approx(loss, rel=1e-6)
+
+
+def test_an_objective_of_a_users_file_trains_from_the_command_line(here, capsys):
+    pair = {"prompt": "Ada", "chosen": " met Ben", "rejected": " and and"}
+    lines = [json.dumps(pair | {"prompt": f"day {n}: Ada"}) + "\n" for n in range(30)]
+    Path("pairs.jsonl").write_text("".join(lines))
+    command = ["train", "pairs.jsonl", "--start", "runs/diary-1", "-o", "runs/dpo"]
+    command += ["--steps", "6", "--lr", "1e-3", "-b", "4"]
+    assert main([*command, "--objective", "dpo:Nothing"]) == 1
+    assert "give MODULE:CLASS" in " ".join(capsys.readouterr().err.split())
+    assert main([*command, "--objective", "dpo:Preferences"]) == 0
+    last = json.loads(Path("runs/dpo/metrics.jsonl").read_text().splitlines()[-1])
+    assert last["final"] and last["val_loss"] < math.log(2) and last["val_accuracy"] == 1
+    assert main([*command, "--objective", "dpo:Preferences"]) == 0
+    assert "is finished" in " ".join(capsys.readouterr().err.split())
 
 
 @pytest.mark.slow
