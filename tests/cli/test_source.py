@@ -32,6 +32,7 @@ def test_a_misspelt_run_is_answered_with_the_nearest_one(runs, capfd, command):
     assert main(command.format("runs/zh-1").split()) == 1
     err = capfd.readouterr().err
     assert "there is no run runs/zh-1" in err and "did you mean runs/zh-nano-1?" in err
+    assert "looking on the Hugging Face hub" not in err
 
 
 def test_a_run_without_its_folder_and_one_like_no_other_are_answered_too(runs, capfd):

@@ -198,7 +198,7 @@ def test_texts_of_one_line_and_of_one_character_train(folder, capfd, text, token
         (b"only 30 bytes are in this file", 1, "tokens and the context is 64"),
         (b"", 1, "no text in cats.txt"),
         (b"\n\n \n", 1, "no text in cats.txt"),
-        (b"\0\1\2" * 99, 3, "cats.txt contains a NUL byte"),
+        (b"\0\1\2" * 99, 3, "cats.txt contains a NUL byte at 0"),
     ],
 )
 def test_what_cannot_be_trained_on_is_refused_in_one_line(folder, capfd, content, code, says):

@@ -15,6 +15,7 @@ from tiedgpt.train.run import DryRun, dry_run
 
 def show_plan(options: TrainOptions, args: RunArguments) -> None:
     """Print the plan, the memory and the time; raise `NoRoomError` after it if it does not fit."""
+    note("reading the text and measuring this machine")
     with bar("reading text") as progress:
         run = dry_run(options, threads=args.threads, progress=progress)
     if args.format == "json":

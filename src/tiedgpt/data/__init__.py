@@ -51,3 +51,7 @@ __all__ = [
     "verify_data",
     "write_template",
 ]
+
+
+def __dir__() -> list[str]:
+    return __all__

@@ -295,8 +295,9 @@ class FileCorpus:
                 self.remarks.skipped.add(name)
             return None
         if is_binary:
+            place = f"a NUL byte at {data.index(0):,}"
             raise CorruptInputError(
-                f"{name} contains a NUL byte, so it is taken for a binary file",
+                f"{name} contains {place}, so it is taken for a binary file",
                 hint="remove the byte if it is text, or give its --encoding (utf-8 or utf-16)",
             )
         nor = "" if self.encoding == "auto" else f", nor in {self.encoding}"

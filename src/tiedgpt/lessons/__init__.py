@@ -13,3 +13,7 @@ For example:
 from tiedgpt.lessons.lesson import TOPICS, explain
 
 __all__ = ["TOPICS", "explain"]
+
+
+def __dir__() -> list[str]:
+    return __all__

@@ -14,3 +14,7 @@ from tiedgpt.text.stream import StreamDecoder
 from tiedgpt.text.tokenizer import Tokenizer
 
 __all__ = ["StreamDecoder", "Tokenizer"]
+
+
+def __dir__() -> list[str]:
+    return __all__

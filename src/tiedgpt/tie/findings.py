@@ -98,7 +98,10 @@ TEXTS = {
     ),
     "claim": ("{title}", "{text}"),
     "claim, with a command": ("{title}", "{text}\n{command}"),
-    "does not load": ("tiedgpt does not load this file", "{why}."),
+    "does not load": (
+        "tiedgpt does not load this file",
+        "{why}. Run it with the library that wrote it, or remove what a GPT does not have.",
+    ),
 }
 """Title and explanation by kind. A key may add a variant to its kind after a comma."""
 

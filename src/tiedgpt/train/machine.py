@@ -31,6 +31,8 @@ MAX_MEASURE_SECONDS = 4.0
 SLOW_FACTOR = 10
 """A measurement with slow steps takes at most so many times its duration, and one step."""
 MIN_MEASURED_STEPS, MAX_MEASURED_STEPS = 4, 60
+MEASURED_FLOPS = 1e12
+"""A measured step has no more rows than this number of operations allows; at least one."""
 BUSY_PROCESSES = 0.5
 """A machine is busy with so many more running processes than cores."""
 LIBRARY_BYTES = 60_000_000
@@ -172,6 +174,9 @@ class SpeedMeasurement:
         """
         processes, seconds = self.processes, list[float]()
         objective, data = resize(self.objective, self.data, config)
+        row_flops = 6.0 * config.parameter_count() * data.row_tokens
+        rows = min(plan.batch_size, max(processes.size, int(MEASURED_FLOPS / row_flops)))
+        plan = replace(plan, batch_size=rows, micro_batch=min(plan.micro_batch, rows))
         model = processes.place(prepare_blocks(objective.build().train(), plan))
         _, rules = make_optimizers(objective, model, replace(plan, lr=1e-5))
         optimizers = processes.optimizers(rules)

@@ -23,6 +23,7 @@ import torch
 
 from tiedgpt.core.config import GPTConfig
 from tiedgpt.errors import NoRoomError, TiedGPTError, UserError
+from tiedgpt.files import missing_run
 from tiedgpt.train.dataset import prepare
 from tiedgpt.train.distributed import Parallel, Processes, join_processes
 from tiedgpt.train.events import AlreadyFinished, Event, Note, Planned
@@ -84,7 +85,8 @@ def train(
     Raises `UserError` or `CorruptInputError` for what cannot be trained, `NoRoomError` for what
     does not fit in memory or on the disk, `DivergedError` if loss or weights are not finite.
     """
-    began, deadline = time.perf_counter() if began is None else began, None
+    called, deadline = time.perf_counter(), None
+    began = called if began is None else began
     with contextlib.ExitStack() as stack:
         device = training_device(options.device)
         processes = stack.enter_context(join_processes(parallel, device))
@@ -107,7 +109,7 @@ def train(
             lambda: prepare(kind, sources, directory, options, config, progress)
         )
         if plan is None:
-            prepared = processes.on_main(lambda: time.perf_counter() - began)
+            prepared = processes.on_main(lambda: time.perf_counter() - called)
             yield Note("measuring this machine")
             stack.enter_context(cpu_threads(threads))
             config, plan, notes = _plan(options, objective, data, processes, threads, began)
@@ -281,5 +283,7 @@ def _open_record(
 def _hub_notes(options: TrainOptions) -> Iterator[Note]:
     """Yield a note for each model or tokenizer that is no path on this machine."""
     for source in (options.tokenizer, options.start):
-        if source not in (None, "bpe", "char") and not Path(source).exists():
+        if source in (None, "bpe", "char") or Path(source).exists():
+            continue
+        if missing_run(Path(source)) is None:
             yield Note(f"{source}: not a path, looking on the Hugging Face hub")
