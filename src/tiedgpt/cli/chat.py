@@ -96,7 +96,7 @@ class Conversation:
         return ids
 
     def reply(self, ids: list[int]) -> None:
-        """Print a reply as it comes, and keep it."""
+        """Print a reply, and add it to the conversation."""
         free = self.engine.runner.config.n_positions - len(ids)
         config = replace(self.config, max_new_tokens=min(free, self.config.max_new_tokens))
         generation, text = self.engine.stream(ids, config), ""
@@ -156,7 +156,7 @@ def run(arguments: list[str]) -> None:
 
 
 def _read_line() -> str | None:
-    """Return the user's next line; None at the end."""
+    """Return the user's next line, or None at the end."""
     try:
         line = input("> " if sys.stdin.isatty() else "").strip()
     except (EOFError, KeyboardInterrupt):

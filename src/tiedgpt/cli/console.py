@@ -1,4 +1,4 @@
-"""How the command line speaks: errors, hints, notes, facts and tables, all on one kind of console.
+"""Output of the command line: errors, hints, notes, facts and tables.
 
 Results go to stdout and everything else to stderr. A terminal gets lines that fit it; a pipe gets
 each message in one line, and whole names in tables.
@@ -19,23 +19,23 @@ if TYPE_CHECKING:  # importing rich takes 40 ms, and much is generated without a
     from rich.progress import ProgressColumn
 
 LABEL_WIDTH = 10
-"""Of the labels of facts; a longer label pushes its own fact to the right."""
+"""Columns of the labels of facts; a longer label shifts its fact to the right."""
 SHORTEST_NAME = 16
 """Tables shorten names no further."""
 PATIENCE_SECONDS = 2.0
-"""How long something may take before the user is told what it is."""
+"""Seconds of waiting after which a note names the work."""
 GOOD, BAD = "bold green", "bold red"
 
 
 def console(*, stderr: bool = False, silent: bool = False) -> Console:
-    """Return a console that shows texts as they are, without markup."""
+    """Return a console without markup."""
     from rich.console import Console
 
     class PatientConsole(Console):
-        """A console whose reader may go away: the work goes on without being shown."""
+        """A console that stays silent after its reader has closed the pipe."""
 
         def on_broken_pipe(self) -> None:
-            """Say no more."""
+            """Stop all output."""
             self.quiet = True
             sys.stderr = sys.stdout = open(os.devnull, "w")
 
@@ -56,7 +56,7 @@ def say(
     text = text.encode("utf-8", "replace").decode()  # names of files may not be text
     lines = text.split("\n")
     if to.is_terminal:
-        lines = [part for line in lines for part in wrap(line, to.width - len(label))]
+        lines = [piece for line in lines for piece in wrap(line, to.width - len(label))]
     below = f"\n{' ' * len(label)}"
     to.print(Text.assemble((label, style), (below.join(lines), body)))
 
@@ -78,13 +78,13 @@ def show_text(text: str, *, style: str = "") -> None:
 
 
 def note(*texts: str, to: Console | None = None) -> None:
-    """Show on stderr, or `to`, what one should know."""
+    """Show notes on stderr, or `to`."""
     for text in texts:
         say("note:", text, style="bold cyan", to=to)
 
 
 def error(message: str, hint: str | None = None) -> None:
-    """Show on stderr what went wrong, and what to do about it below."""
+    """Show an error on stderr, and a hint below it."""
     say("error:", message.replace("\n", "\\n"), style="bold red")
     if hint is not None:
         say("hint:", hint.replace("\n", "\\n"), style="bold green")
@@ -113,16 +113,16 @@ def table(
         room = max(SHORTEST_NAME, to.width - sum(others) - 2 * len(others))
         for row in cells:
             row[0] = "\n".join(shorten_name(line, room) for line in row[0].split("\n"))
-    head, rule, *lines = aligned(columns, cells[1:])
+    head, separator, *lines = aligned(columns, cells[1:])
     to.print(Text(title, "italic"), end="\n" if title else "")
-    to.print(Text(f"{head}\n{rule}"))
+    to.print(Text(f"{head}\n{separator}"))
     for number, line in enumerate(lines):
         to.print(Text(line, "bold" if number in bold else ""))
 
 
 @contextlib.contextmanager
 def waiting(what: str) -> Iterator[None]:
-    """Note on stderr what is being done, if it takes more than two seconds."""
+    """Note the work on stderr if it takes more than two seconds."""
     timer = threading.Timer(PATIENCE_SECONDS, note, [f"{what} ..."])
     timer.daemon = True
     timer.start()

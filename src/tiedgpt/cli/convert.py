@@ -19,9 +19,9 @@ from tiedgpt.weights.registry import writer_named, writers
 ABOUT = "Write a GPT in another format, open it again, and check that it is the same model."
 SAMPLES = "samples"
 HALVES = ("fp16", "bf16")
-"""All other precisions are made from fp32, since all tensors of a loaded model have W's type."""
+"""Precisions of the loaded model itself; all others are converted from fp32."""
 CALIBRATION_CHARACTERS = 4 << 20
-"""Read from the text of --calibrate, which needs some 32,000 tokens."""
+"""Characters read from the text of --calibrate, which needs some 32,000 tokens."""
 
 
 def list_formats() -> tuple[str, ...]:
@@ -161,7 +161,7 @@ def _run(args: Arguments) -> None:
 
 
 def ollama_options(source: Path, tokenizer: Any) -> dict[str, Any]:
-    """Return the option of GGUF's writer that says how Ollama chats, if `tiedgpt tune` said it."""
+    """Return the option of GGUF's writer for Ollama's template, if `tiedgpt tune` wrote one."""
     from tiedgpt.data.templates import read_template
 
     try:
@@ -190,7 +190,7 @@ def _calibration_ids(text: str, model: Any, tokenizer: Any) -> Any:
 
 
 def _source(loaded: Any, tokenizer: Any) -> dict[str, Any]:
-    """Return what there is to say of the source."""
+    """Return the facts about the source."""
     return {
         "source": str(loaded.path),
         "layout": loaded.layout,

@@ -48,7 +48,7 @@ ABOUT_VERIFY = """Read every file of prepared texts, and compare it with the man
 
 The exit code is 6 if a file is missing or has changed."""
 STYLES = {False: ("dim", ""), True: ("green", "bold green")}
-"""By whether a token is trained; two in turn, so that one sees where tokens end."""
+"""Styles of untrained and trained tokens; two alternate, to show where tokens end."""
 
 EDGE = 150
 """Tokens shown at the beginning and at the end of an example that is longer than both."""
@@ -253,9 +253,11 @@ def _progress() -> Iterator[Callable[[str, int, int], None]]:
                 last_time = now
                 bytes_per_second = max(1.0, (done - start_bytes) / (now - start_time))
                 seconds = (total - done) / bytes_per_second
-                left = f"{seconds / 60:,.0f} minutes" if seconds >= 120 else f"{seconds:.0f} s"
+                remaining = f"{seconds / 60:,.0f} minutes" if seconds >= 120 else f"{seconds:.0f} s"
                 size = f"{format_bytes(done)} of {format_bytes(total)}"
-                note(f"{STAGES[name]}: {size}, {format_bytes(bytes_per_second)}/s, {left} left")
+                note(
+                    f"{STAGES[name]}: {size}, {format_bytes(bytes_per_second)}/s, {remaining} left"
+                )
 
         yield show
 
@@ -300,8 +302,8 @@ def _as_dict(
     rows = []
     for example in examples:
         tokens, trained = zip(*_tokens(example, reader.tokenizer), strict=True)
-        each = {"place": example.place, "ids": example.ids, "tokens": tokens, "trained": trained}
-        rows.append(each)
+        facts = {"place": example.place, "ids": example.ids}
+        rows.append(facts | {"tokens": tokens, "trained": trained})
     remarks = {name: asdict(remark) for name, remark in reader.remarks.items()}
     return {"kind": reader.kind, **counts, "remarks": remarks, "shown": rows}
 

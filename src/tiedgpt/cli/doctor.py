@@ -34,14 +34,14 @@ FEATURES = {
     "transformers, in Python": (("transformers",), "pip install transformers"),
     "LoRA by PEFT, in Python": (("peft",), "pip install peft"),
 }
-"""Optional features, the packages of which any is enough, and what gets one."""
+"""Optional features, the packages that provide each, and the command that installs one."""
 CPU_FEATURES = {
     "AVX2": ("avx2", "kernels and torch compute 4 numbers at a time"),
     "AVX-512": ("avx512f", "kernels and torch compute 8 numbers at a time"),
     "VNNI": ("avx512vnni", "int8 and int4 take more instructions"),
     "bf16": ("avx512bf16", "kernels convert bf16 as they read it; train in fp32"),
 }
-"""What speeds kernels up on x86, the name of it in LLVM, and what it costs to be without."""
+"""CPU features that speed up kernels on x86, their names in LLVM, and the cost without them."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -95,7 +95,7 @@ def examine() -> dict[str, Any]:
 
 
 def _describe_cpu() -> dict[str, str]:
-    """Say which features kernels are compiled for, and what it costs to be without."""
+    """Return the CPU features that kernels use, and the cost of missing ones."""
     from tiedgpt.infer.kernels.simd import FEATURES
 
     cpu = os.environ.get("NUMBA_CPU_NAME") or platform.machine().lower()
@@ -108,7 +108,7 @@ def _describe_cpu() -> dict[str, str]:
 
 
 def _examine_torch() -> dict[str, Any]:
-    """Return what torch says of this machine."""
+    """Return torch's view of this machine."""
     import torch
 
     from tiedgpt.train.machine import choose_dtype, training_device
@@ -123,7 +123,7 @@ def _examine_torch() -> dict[str, Any]:
 
 
 def _describe_use(format: Format) -> str:
-    """Say whether a format is read and written, and what some of its files need."""
+    """Return whether a format is read and written, and the packages that it lacks."""
     does = "read and written" if format.writer else "read"
     missing = [package for package in format.packages if util.find_spec(package) is None]
     needs = f"pip install 'tiedgpt[{format.extra}]' ({', '.join(missing)} is missing)"
@@ -131,6 +131,6 @@ def _describe_use(format: Format) -> str:
 
 
 def _describe_feature(packages: tuple[str, ...], install: str) -> str:
-    """Say whether a feature's package is there, or how it is got."""
+    """Return the installed package of a feature, or the command that installs one."""
     present = [package for package in packages if util.find_spec(package) is not None]
     return f"yes, by {', '.join(present)}" if present else f"no: {install}"

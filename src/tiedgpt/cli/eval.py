@@ -99,10 +99,7 @@ def _evaluate(args: Arguments) -> None:
         data = examples.read_examples(Path(args.data))[: args.limit]
     elif args.data is not None:
         if args.limit is not None:
-            raise UserError(
-                f"--limit is for .jsonl files and --tasks, not for {args.data}",
-                hint="leave it out",
-            )
+            raise UserError(f"--limit is for .jsonl files and --tasks, not for {args.data}")
         corpus = documents(
             [args.data], encoding=args.encoding, keep_end_of_text=args.keep_end_of_text
         )
@@ -116,9 +113,7 @@ def _evaluate(args: Arguments) -> None:
         result: ExamplesScore | TextScore
         if isinstance(data[0], examples.Example):
             if args.context or args.stride or args.bos:
-                raise UserError(
-                    "--context, --stride and --bos are for texts", hint="leave them out"
-                )
+                raise UserError("--context, --stride and --bos are for texts")
             scores = _score_all(args, data, examples.score_examples(engine, data), len(data))
             result = examples.ExamplesScore(scores)
             rows = _describe_examples(result)
@@ -223,7 +218,7 @@ def _harness(engine: Engine, args: Arguments) -> None:
             print(task)
             for name, value in values.items():
                 if isinstance(value, float) and "stderr" not in name:
-                    metric, _, kind = name.partition(",")
-                    error = values.get(f"{metric}_stderr,{kind}")
+                    metric, _, filter_name = name.partition(",")
+                    error = values.get(f"{metric}_stderr,{filter_name}")
                     spread = f" +- {error:.4f}" if isinstance(error, float) else ""
                     print(f"  {metric:<16} {value:.4f}{spread}")

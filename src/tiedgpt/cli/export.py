@@ -31,7 +31,7 @@ nothing: type, and see how the model reads and predicts.
 
   tiedgpt export runs/my-1 page.html"""
 OPENING = "The matrix that reads a token is the matrix that predicts a token."
-"""The text of a page where the model's directory has none."""
+"""Opening text for models without held-out text."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -48,8 +48,8 @@ class Arguments(ModelOptions):
     ids: tuple[int, ...] = option((), "Token ids instead of the text, such as --ids 464 3280 318.")
     precision: Literal["auto", "fp32", "fp16", "int8"] = option(
         "auto",
-        "Of the matrices in the file: int8 has a scale for each row. auto: fp32 up to 500,000 "
-        "parameters, int8 above.",
+        "Precision of the matrices in the file: int8 has a scale for each row. auto: fp32 up to "
+        "500,000 parameters, int8 above.",
     )
     max_size: float = option(50, "The largest file to write, in MB.", metavar="MB")
 
@@ -60,7 +60,7 @@ def run(arguments: list[str]) -> None:
     if args.page.is_dir() or args.page.suffix.lower() not in (".html", ".htm"):
         raise UserError(f"{args.page} must be named as a page", hint="end it in .html")
     if args.text is not None and args.ids:
-        raise UserError("--text and --ids exclude each other", hint="give one of them")
+        raise UserError("--text and --ids exclude each other")
     from tiedgpt.core.model import GPT
     from tiedgpt.serve.export import export
     from tiedgpt.weights.tokenizer_files import tokenizer_for
@@ -86,7 +86,7 @@ def run(arguments: list[str]) -> None:
 
 
 def _opening(model: GPT, tokenizer: Tokenizer | None, source: str) -> str | list[int]:
-    """Return the text that a page opens with, if none is given: it fits the model's context."""
+    """Return the default opening text, cut to the model's context."""
     from tiedgpt.serve.page_data import opening_text
 
     text: Any = opening_text(source, tokenizer)

@@ -3,17 +3,18 @@
 from __future__ import annotations
 
 import hashlib
+import io
 import json
-from collections.abc import Iterator
+import os
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, fields, replace
 from itertools import chain
 from pathlib import Path
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 from tiedgpt.cli.console import bar, note
 from tiedgpt.cli.options import UsageError, hint_at_prompt, parse
-from tiedgpt.cli.saved import resume
 from tiedgpt.cli.source import (
     EngineOptions,
     SourceOrNewest,
@@ -21,21 +22,23 @@ from tiedgpt.cli.source import (
     read_text,
     source_or_newest,
 )
-from tiedgpt.errors import UserError
+from tiedgpt.errors import CorruptInputError, UserError
+from tiedgpt.files import read_json_lines, reading, writing
 from tiedgpt.infer.options import GenerationConfig
 from tiedgpt.options import option
 
 if TYPE_CHECKING:
     from tiedgpt.infer import Completion, Engine
+    from tiedgpt.infer.batches import PromptResult
 
 ABOUT = """Continue a text, shown as it grows.
 
   tiedgpt generate runs/my-1 --prompt "Once upon a time"
 """
-RULE = "-" * 40
-"""Between several texts."""
+SEPARATOR = "-" * 40
+"""Separator of several texts."""
 MOST_SLOTS = 8
-"""Texts that are drawn at a time, where several are."""
+"""Maximum number of texts that are sampled at a time."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -100,7 +103,7 @@ class Arguments(SourceOrNewest, EngineOptions, GenerationConfig):
         schema = self.json_schema
         if schema is not None and not schema.lstrip().startswith("{"):
             schema = read_text(schema, "--json-schema")
-        values = {each.name: getattr(self, each.name) for each in fields(GenerationConfig)}
+        values = {field.name: getattr(self, field.name) for field in fields(GenerationConfig)}
         values["json_schema"] = schema
         if self.grammar is not None:
             values["grammar"] = read_text(self.grammar, "--grammar")
@@ -108,7 +111,7 @@ class Arguments(SourceOrNewest, EngineOptions, GenerationConfig):
 
     @contextmanager
     def steering_engine(self, source: str, *, slots: int) -> Iterator[Engine]:
-        """Open the model's engine, steered if that is asked for."""
+        """Open the model's engine, with --steer if it is given."""
         strength = 1.0 if self.strength is None else self.strength
         if self.steer is None:
             if self.strength is not None:
@@ -146,7 +149,9 @@ def run(arguments: list[str]) -> None:
             result = engine.generate(prompt, config)
             completions = result if config.n > 1 else [result]
             if human:
-                print(f"\n{RULE}\n".join(prompt + completion.text for completion in completions))
+                print(
+                    f"\n{SEPARATOR}\n".join(prompt + completion.text for completion in completions)
+                )
         else:
             completions = [_stream(engine, prompt, config, show=human)]
     if not human:
@@ -154,15 +159,15 @@ def run(arguments: list[str]) -> None:
         for answer in answers:
             del answer["error"]  # it would have been raised
         print(json.dumps(answers if config.n > 1 else answers[0], ensure_ascii=False))
-    _tell_of_ends(completions, config)
+    _note_ends(completions, config)
 
 
 def _complete_file(args: Arguments, path: Path, config: GenerationConfig, source: str) -> None:
     """Continue every prompt of a file; print the results as `.jsonl`, in order."""
-    from tiedgpt.infer.batches import PromptResult, complete, read_prompts
+    from tiedgpt.infer.batches import complete, read_prompts
 
     if args.prompt:
-        raise UserError("--prompt and --prompts exclude each other", hint="choose one")
+        raise UserError("--prompt and --prompts exclude each other")
     lines = read_prompts(path, config, args.prompt_field)
     slots = max(MOST_SLOTS, *(line.config.n_slots for line in lines))
     conditions = describe_source(args, source) | {
@@ -174,13 +179,14 @@ def _complete_file(args: Arguments, path: Path, config: GenerationConfig, source
         if args.steer is not None:
             direction = hashlib.sha256(args.steer.read_bytes()).hexdigest()
             conditions |= {"steer": direction, "strength": args.strength}
-        saved, later = resume(
-            args.save, conditions, PromptResult, lambda n: complete(engine, lines, skip=n)
-        )
+        saved = [] if args.save is None else _read_results(args.save, conditions)
         if saved:
             note(f"{len(saved)} results are in {args.save}: resuming")
+        results = complete(engine, lines, skip=len(saved))
+        if args.save is not None:
+            results = _save_results(args.save, conditions, results)
         with bar("generating") as progress:
-            for n_done, result in enumerate(chain(saved, later), start=1):
+            for n_done, result in enumerate(chain(saved, results), start=1):
                 print(json.dumps(asdict(result), ensure_ascii=False), flush=True)
                 n_failed += result.error is not None
                 progress(n_done, total)
@@ -190,8 +196,51 @@ def _complete_file(args: Arguments, path: Path, config: GenerationConfig, source
         )
 
 
-def _tell_of_ends(completions: list[Completion], config: GenerationConfig) -> None:
-    """Say on stderr where a text did not end by itself."""
+def _read_results(path: Path, conditions: dict[str, Any]) -> list[PromptResult]:
+    """Return the results in a file of --save; remove a last line that was cut off."""
+    from tiedgpt.infer.batches import PromptResult
+
+    with reading(path, "file of results"):
+        data = path.read_bytes() if path.exists() else b""
+    complete_lines = data[: data.rfind(b"\n") + 1]
+    lines = [x for _, x in read_json_lines(io.BytesIO(complete_lines), str(path), "a result")]
+    hint = "name another file, or delete it"
+    if not lines and not json.dumps(conditions).encode().startswith(data):
+        raise CorruptInputError(f"{path} holds no results", hint=hint)
+    first, *rest = lines or [conditions]
+    try:
+        results = [PromptResult(**line) for line in rest]
+    except TypeError as error:
+        problem = f"{path} holds no results of this edition ({error})"
+        raise CorruptInputError(problem, hint=hint) from None
+    if first != conditions:
+        problem = f"{path} holds other results (model, data or options differ)"
+        raise UserError(problem, hint=hint)
+    if len(complete_lines) < len(data):
+        with writing(path):
+            os.truncate(path, len(complete_lines))
+    return results
+
+
+def _save_results(
+    path: Path, conditions: dict[str, Any], results: Iterable[PromptResult]
+) -> Iterator[PromptResult]:
+    """Append each result to a file, whose first line is the conditions, and yield it."""
+    with writing(path):
+        path.parent.mkdir(parents=True, exist_ok=True)
+        file = path.open("a", encoding="utf-8")
+    with file:
+        lines = [] if file.tell() else [conditions]
+        for result in results:
+            with writing(path):
+                for line in (*lines, asdict(result)):
+                    print(json.dumps(line), file=file, flush=True)
+            lines = []
+            yield result
+
+
+def _note_ends(completions: list[Completion], config: GenerationConfig) -> None:
+    """Note on stderr the reasons of texts that were cut off."""
     reasons = {completion.finish_reason for completion in completions}
     if config.form and reasons != {"stop"}:
         note("cut off: the text may be incomplete; --max-new-tokens allows more tokens")
@@ -205,7 +254,7 @@ def _tell_of_ends(completions: list[Completion], config: GenerationConfig) -> No
 
 
 def _stream(engine: Engine, prompt: str, config: GenerationConfig, *, show: bool) -> Completion:
-    """Generate; print the text as it comes, after its prompt, if it is to be shown."""
+    """Generate; with `show`, print the prompt and each token."""
     generation = engine.stream(prompt, config)
     unshown = prompt
     try:
@@ -215,7 +264,7 @@ def _stream(engine: Engine, prompt: str, config: GenerationConfig, *, show: bool
                 print(text, end="", flush=True)
     except BaseException:
         if show and not unshown:
-            print(flush=True)  # what is said of it begins a line
+            print(flush=True)  # an error message starts a new line
         raise
     if show:
         print(unshown)

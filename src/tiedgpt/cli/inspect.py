@@ -1,4 +1,4 @@
-"""`tiedgpt inspect NAME [MODEL]`: what a model predicts, layer by layer and row by row.
+"""`tiedgpt inspect NAME [MODEL]`: show a model's predictions by layer, position and row.
 
 The names and their options are those of `tiedgpt.inspect.registry`.
 """
@@ -28,7 +28,7 @@ EXAMPLE = '--text "Once upon a time"'
 
 def about() -> str:
     """Return the description of the verb, with a line for each name."""
-    lines = (f"  {each.verb:<15} {each.about}" for each in INSPECTIONS.values())
+    lines = (f"  {inspection.verb:<15} {inspection.about}" for inspection in INSPECTIONS.values())
     names = "\n".join(fill(line, HELP_WIDTH, subsequent_indent=" " * 18) for line in lines)
     return f"""Look inside a GPT.
 
@@ -65,7 +65,7 @@ class TextArguments(ModelOptions):
 
 @dataclass(frozen=True, kw_only=True)
 class Arguments:
-    """What follows the verb."""
+    """The name after the verb."""
 
     name: str = argument("What to show: a name of the list above.")
 
@@ -80,7 +80,7 @@ def run(arguments: list[str]) -> None:
         hint = "write tiedgpt export MODEL page.html"
         raise UsageError("`tiedgpt inspect --html` is now a verb of its own", hint)
     args = parse(Arguments, "inspect", arguments[:1], about())
-    names = ", ".join(each.verb for each in INSPECTIONS.values())
+    names = ", ".join(setting.verb for setting in INSPECTIONS.values())
     raise UsageError(
         f"`tiedgpt inspect` shows nothing that is called {args.name!r}",
         f"the name is first: {names}",
@@ -117,8 +117,8 @@ def _inspect(inspection: Inspection, arguments: list[str]) -> None:
 
 def _current_name(inspection: Inspection, argument: str) -> str:
     """Return an argument with the current name of its option; note a former name."""
-    for name, each in inspection.options.items():
-        former, current = (f"--{n}".replace("_", "-") for n in (each.former_name, name))
+    for name, setting in inspection.options.items():
+        former, current = (f"--{n}".replace("_", "-") for n in (setting.former_name, name))
         if argument.split("=")[0] == former:
             note(f"{former} is now {current}; the former name will be removed")
             return argument.replace(former, current, 1)
@@ -128,11 +128,11 @@ def _current_name(inspection: Inspection, argument: str) -> str:
 def arguments_of(inspection: Inspection) -> type[Any]:
     """Return the options of one name as a dataclass."""
     fields: list[tuple[str, Any, Any]] = []
-    for name, each in inspection.options.items():
-        hint = str if each.type == int | str else each.type
-        default = MISSING if each.is_required else False if each.type is bool else None
+    for name, setting in inspection.options.items():
+        hint = str if setting.type == int | str else setting.type
+        default = MISSING if setting.is_required else False if setting.type is bool else None
         fields.append(
-            (name, hint if default is not None else hint | None, option(default, each.help))
+            (name, hint if default is not None else hint | None, option(default, setting.help))
         )
     bases = (ResultArguments, TextArguments) if inspection.reads_text else (ResultArguments,)
     return make_dataclass("Arguments", fields, bases=bases, frozen=True, kw_only=True)
@@ -141,14 +141,14 @@ def arguments_of(inspection: Inspection) -> type[Any]:
 def _options(inspection: Inspection, args: Any) -> dict[str, Any]:
     """Return the inspection's own options that were given."""
     options = dict[str, Any]()
-    for name, each in inspection.options.items():
+    for name, setting in inspection.options.items():
         value = getattr(args, name)
         if value is None or value is False:
             continue
-        if each.type == int | str and value.isdecimal():
+        if setting.type == int | str and value.isdecimal():
             value = int(value)
-        if type(value) is int and value < each.least:
-            raise UserError(f"must be at least {each.least}, got {value}", option=name)
+        if type(value) is int and value < setting.least:
+            raise UserError(f"must be at least {setting.least}, got {value}", option=name)
         options[name] = value
     return options
 

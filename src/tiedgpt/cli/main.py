@@ -71,9 +71,9 @@ def main(arguments: list[str] | None = None) -> int:
         if arguments and arguments[0] in ("train", "tune"):
             hint = "progress is saved: run the same command to resume"
         if arguments and arguments[:2] == ["data", "prepare"]:
-            hint = "what is encoded stays: the same command goes on"
+            hint = "encoded parts are kept: run the same command to resume"
         return _fail(TiedGPTError("interrupted", hint=hint), EXIT_INTERRUPTED)
-    except BrokenPipeError:  # whoever read our output has gone
+    except BrokenPipeError:  # the reader closed the pipe
         os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
         return EXIT_OK
     except OSError as error:
@@ -81,8 +81,8 @@ def main(arguments: list[str] | None = None) -> int:
             os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
             return _fail("no room on the disk for the output", NoRoomError.exit_code)
         if error.errno == errno.EIO:
-            place = f"the disk failed at {error.filename or 'a file'}: {error.strerror}"
-            return _fail(place, CorruptInputError.exit_code)
+            problem = f"the disk failed at {error.filename or 'a file'}: {error.strerror}"
+            return _fail(problem, CorruptInputError.exit_code)
         raise
     except (MemoryError, RuntimeError) as error:
         torch_says = "can't allocate" in str(error) or "out of memory" in str(error)
@@ -127,7 +127,7 @@ def _show_verbs() -> None:
 
 
 def _fail(problem: TiedGPTError | str, code: int) -> int:
-    """Show an error and its hint on stderr, with options as they are typed."""
+    """Show an error and its hint on stderr, with options in their command-line form."""
     from tiedgpt.cli.console import error
 
     if isinstance(problem, str):

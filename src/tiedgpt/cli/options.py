@@ -1,8 +1,8 @@
 """The command line of a verb: the fields of a frozen dataclass as arguments of `argparse`.
 
-`tiedgpt.options` says what a field carries: help, placeholder, letter, group. Its type and default
-say the rest. A field whose type is a dataclass stands for the fields of that one. Errors are
-`UsageError`, with a hint for what was misspelt.
+A field carries its help, placeholder, letter and group (`tiedgpt.options`); its type and default
+decide the rest. A field whose type is a dataclass stands for the fields of that dataclass. Errors
+are `UsageError`, with a hint for misspelt words.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ HELP_COLUMN, HELP_WIDTH = 26, 79
 
 
 class UsageError(TiedGPTError):
-    """A command that cannot be understood; `hint` says what is meant instead."""
+    """A command that cannot be understood."""
 
     exit_code = EXIT_USAGE
 
@@ -43,7 +43,7 @@ class UsageError(TiedGPTError):
 
 
 class Parser(argparse.ArgumentParser):
-    """argparse's parser, whose errors are ours."""
+    """argparse's parser, which raises `UsageError`."""
 
     def error(self, message: str) -> NoReturn:
         """Raise `UsageError`."""
@@ -54,7 +54,7 @@ class Parser(argparse.ArgumentParser):
 def parse(
     options: type[Options], verb: str, arguments: Sequence[str], description: str, **fixed: Any
 ) -> Options:
-    """Return the options; `UsageError` for what cannot be understood, `SystemExit(0)` after help.
+    """Return the options; raise `UsageError` for bad arguments, `SystemExit(0)` after help.
 
     Options may be written as in Python (`--batch_size`), and stand before and after arguments.
     `fixed` are fields by name that the command line does not decide.
@@ -74,25 +74,25 @@ def parse(
 
 
 def _build(options: Any, values: dict[str, Any]) -> Any:
-    """Return a dataclass, and those that it is made of, of values by name."""
-    own = {f.name: values[f.name] for f in dataclasses.fields(options) if f.name in values}
-    parts = {name: _build(kind, values) for name, kind in _list_parts(options).items()}
-    return options(**own, **parts)
+    """Return a dataclass, and its nested ones, from values by name."""
+    direct = {f.name: values[f.name] for f in dataclasses.fields(options) if f.name in values}
+    parts = {name: _build(cls, values) for name, cls in _list_parts(options).items()}
+    return options(**direct, **parts)
 
 
 def _list_parts(options: type) -> dict[str, type]:
-    """Return the dataclasses that one is made of, by the name of the field."""
+    """Return the nested dataclasses of one, by field name."""
     hints = get_type_hints(options).items()
-    return {name: kind for name, kind in hints if hasattr(kind, "__dataclass_fields__")}
+    return {name: cls for name, cls in hints if hasattr(cls, "__dataclass_fields__")}
 
 
 def make_parser(options: type, verb: str, description: str) -> Parser:
-    """Return argparse's parser for the fields of a dataclass, and of those that it is made of."""
+    """Return argparse's parser for the fields of a dataclass and of its nested ones."""
     blocks = description.strip().split("\n\n")
     blocks = [block if "  " in block else textwrap.fill(block, HELP_WIDTH) for block in blocks]
-    kinds = (options, *_list_parts(options).values())
-    hints = {kind: get_type_hints(kind) for kind in kinds}
-    known = [(kind, field) for kind in kinds for field in _list_fields(kind, verb)]
+    classes = (options, *_list_parts(options).values())
+    hints = {cls: get_type_hints(cls) for cls in classes}
+    known = [(cls, field) for cls in classes for field in _list_fields(cls, verb)]
     arguments = (_make_placeholder(f, hints[k][f.name]) for k, f in known if is_argument(f))
     parser = Parser(
         prog=f"tiedgpt {verb}",
@@ -105,49 +105,49 @@ def make_parser(options: type, verb: str, description: str) -> Parser:
         argument_default=argparse.SUPPRESS,
     )
     groups: dict[str, Any] = {"options": parser}
-    for kind in kinds:
-        for field in dataclasses.fields(kind):  # in which the parts come before the whole
-            heading = _find_heading(kind, field)
+    for cls in classes:
+        for field in dataclasses.fields(cls):  # in which the parts come before the whole
+            heading = _find_heading(cls, field)
             if heading not in groups and "help" in field.metadata:
                 groups[heading] = parser.add_argument_group(heading)
-    for kind, field in known:
-        defaults = getattr(kind, "DEFAULTS", {}).get(verb, {})
-        keywords = _make_keywords(field, hints[kind][field.name], defaults)
+    for cls, field in known:
+        defaults = getattr(cls, "DEFAULTS", {}).get(verb, {})
+        keywords = _make_keywords(field, hints[cls][field.name], defaults)
         if is_argument(field):
             parser.add_argument(field.name, **keywords)
             continue
         short = [f"-{field.metadata['short']}"] if field.metadata["short"] else []
-        to = groups[_find_heading(kind, field)]
+        to = groups[_find_heading(cls, field)]
         to.add_argument(*short, flag(field), dest=field.name, **keywords)
     return parser
 
 
 def option_fields(options: type, verb: str) -> list[dataclasses.Field[Any]]:
     """Return the fields that a verb's command line asks for: those that carry a help."""
-    kinds = (options, *_list_parts(options).values())
-    return [field for kind in kinds for field in _list_fields(kind, verb)]
+    classes = (options, *_list_parts(options).values())
+    return [field for cls in classes for field in _list_fields(cls, verb)]
 
 
-def _list_fields(kind: type, verb: str) -> list[dataclasses.Field[Any]]:
+def _list_fields(cls: type, verb: str) -> list[dataclasses.Field[Any]]:
     """Return the fields of one dataclass that a verb has, those of the class itself first."""
     fields = [
         option_of_verb(field, verb)
-        for field in dataclasses.fields(kind)
+        for field in dataclasses.fields(cls)
         if "help" in field.metadata and is_option_of(field, verb)
     ]
-    return sorted(fields, key=lambda field: field.name not in get_annotations(kind))
+    return sorted(fields, key=lambda field: field.name not in get_annotations(cls))
 
 
-def _find_heading(kind: type, field: dataclasses.Field[Any]) -> str:
+def _find_heading(cls: type, field: dataclasses.Field[Any]) -> str:
     """Return the heading under which the help lists a field."""
     if group := field.metadata.get("group"):
         return str(group)
-    owner = next(base for base in kind.__mro__ if field.name in get_annotations(base))
+    owner = next(base for base in cls.__mro__ if field.name in get_annotations(base))
     return str(getattr(owner, "GROUP", "options"))
 
 
 def _put_dashes(argument: str) -> str:
-    """Return an option with dashes in its name, as it is declared."""
+    """Return an option with dashes instead of underscores in its name."""
     name, equals, value = argument.partition("=")
     return name.replace("_", "-") + equals + value if name.startswith("--") else argument
 
@@ -157,7 +157,7 @@ def _make_keywords(
 ) -> dict[str, Any]:
     """Return the keywords of `add_argument` for a field of a type, with defaults in words."""
     text, default, facts = field.metadata["help"], field.default, field.metadata
-    choices, kind = _list_choices(field, hint), next(iter(_list_types(hint)), str)
+    choices, cls = _list_choices(field, hint), next(iter(_list_types(hint)), str)
     if meaning := defaults.get(field.name):
         text = f"{text.rstrip('.')}; {'default' if default is None else default}: {meaning}."
     if is_argument(field) and choices:
@@ -168,7 +168,7 @@ def _make_keywords(
     keywords: dict[str, Any] = {"help": text.replace("%", "%%")}
     if hint is bool:
         return keywords | {"action": "store_const", "const": not default}
-    keywords |= {"type": _make_reader(field.name, choices) if choices else _read_as(kind)}
+    keywords |= {"type": _make_reader(field.name, choices) if choices else _read_as(cls)}
     is_many = get_origin(hint) is tuple and not facts.get("repeated")
     if is_argument(field):
         optional = default is not dataclasses.MISSING
@@ -179,18 +179,18 @@ def _make_keywords(
         keywords["nargs"] = "+"
     elif facts["repeated"]:
         keywords["action"] = "append"
-    return keywords | {"metavar": facts["metavar"] or "|".join(choices) or PLACEHOLDERS[kind]}
+    return keywords | {"metavar": facts["metavar"] or "|".join(choices) or PLACEHOLDERS[cls]}
 
 
 def _make_placeholder(field: dataclasses.Field[Any], hint: Any) -> str:
-    """Return how an argument without a flag is written in the usage: `[MODEL]`, `DATA ...`."""
+    """Return an argument without a flag for the usage line: `[MODEL]`, `DATA ...`."""
     name = field.metadata["metavar"] or field.name.upper()
     name += " ..." if get_origin(hint) is tuple else ""
     return name if field.default is dataclasses.MISSING else f"[{name}]"
 
 
 def _make_reader(name: str, choices: Sequence[str]) -> Any:
-    """Return what reads a choice; names of functions may be typed with their underscores."""
+    """Return a function that reads a choice, with dashes or underscores."""
 
     def read(text: str) -> str:
         for spelling in (text, text.replace("_", "-")):
@@ -203,14 +203,14 @@ def _make_reader(name: str, choices: Sequence[str]) -> Any:
     return read
 
 
-def _read_as(kind: type) -> Any:
-    """Return what reads a value of a type."""
+def _read_as(cls: type) -> Any:
+    """Return a function that reads a value of a type."""
 
     def read(text: str) -> Any:
         try:
-            return kind(text)
+            return cls(text)
         except ValueError:
-            what = "a whole number" if kind is int else "a number"
+            what = "a whole number" if cls is int else "a number"
             raise argparse.ArgumentTypeError(f"must be {what}, got {text!r}") from None
 
     return read
@@ -221,35 +221,35 @@ def _format_choices(choices: Sequence[str]) -> str:
 
 
 def _flatten(hint: Any) -> list[Any]:
-    """Return the types and literals of which a type is made."""
-    return [each for arg in get_args(hint) for each in _flatten(arg)] or [hint]
+    """Return the types and literals of a union."""
+    return [member for arg in get_args(hint) for member in _flatten(arg)] or [hint]
 
 
 def _list_choices(field: dataclasses.Field[Any], hint: Any) -> tuple[str, ...]:
     if field.metadata.get("choices") is not None:
         return tuple(field.metadata["choices"]())
-    return tuple(each for each in _flatten(hint) if isinstance(each, str))
+    return tuple(member for member in _flatten(hint) if isinstance(member, str))
 
 
 def _list_types(hint: Any) -> list[type]:
-    return [each for each in _flatten(hint) if each in PLACEHOLDERS]
+    return [member for member in _flatten(hint) if member in PLACEHOLDERS]
 
 
 def unknown_verb(verb: str, verbs: Collection[str]) -> UsageError:
-    """Return the error for a verb that there is not."""
+    """Return the error for an unknown verb."""
     hint = f"{_suggest(verb, verbs)}`tiedgpt --help` lists all: {', '.join(verbs)}"
     return UsageError(f"`tiedgpt` has no verb {verb!r}", hint)
 
 
 def _suggest(text: str, known: Collection[str]) -> str:
-    """Return a question after the name that begins so, or that is nearest; "" for none."""
+    """Return "did you mean ...?" for the most similar name, or ""."""
     begin = [name for name in known if name.startswith(text)]
     near = begin or get_close_matches(text, list(known), cutoff=0.7)
     return f"did you mean {near[0]}? " if near else ""
 
 
 def _explain_unknown(argument: str, options: type, verb: str) -> UsageError:
-    """Return the error for an argument that no option takes."""
+    """Return the error for an unknown argument."""
     known = option_fields(options, verb)
     lists = f"`tiedgpt {verb} --help` lists all options"
     if not argument.startswith("-"):
@@ -270,5 +270,5 @@ def _explain_unknown(argument: str, options: type, verb: str) -> UsageError:
 
 
 def hint_at_prompt(text: str) -> str:
-    """Return the hint for a prompt in another argument's place."""
+    """Return the hint for a prompt without --prompt."""
     return f"a text to continue goes after --prompt: --prompt {shlex.quote(text)}"

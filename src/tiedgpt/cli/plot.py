@@ -67,7 +67,7 @@ def run(arguments: list[str]) -> None:
 
 
 def open_histories(runs: Sequence[str]) -> list[History]:
-    """Return the metrics of the runs named, or of the newest; `UserError` where none has any."""
+    """Return the metrics of the named runs or the newest; `UserError` if all are empty."""
     paths = [path for name in runs for path in _runs_at(Path(name))]
     paths = paths or [newest_run("metrics.jsonl")]
     names = [path.resolve().name for path in paths]
@@ -95,12 +95,12 @@ def to_training(history: History, axis: Axis) -> Training:
 
 
 def label(histories: Sequence[History], axis: Axis) -> str:
-    """Return what the axis counts."""
+    """Return the label of the axis."""
     return axis if axis != "tokens" else "/".join(sorted({history.unit for history in histories}))
 
 
 def show_summary(histories: Sequence[History]) -> None:
-    """Show where each run stands, a line each."""
+    """Show the state of each run, one line each."""
     rows = []
     for history in histories:
         _, losses = history.series("loss", "steps")
@@ -137,7 +137,7 @@ def format_duration(seconds: float) -> str:
 
 
 def show_samples(histories: Sequence[History]) -> None:
-    """Show what the models wrote at their evaluations."""
+    """Show the samples of each evaluation."""
     for history in histories:
         fact(history.name, f"{len(history.samples)} samples")
         for step, sample in sorted(history.samples.items()):

@@ -44,12 +44,12 @@ def run(arguments: list[str]) -> None:
     from tiedgpt.weights.sources import local_directory
 
     directory = local_directory(args.source)
-    with TemporaryDirectory() as place:
+    with TemporaryDirectory() as folder:
         if args.gguf is not None:
-            _write_gguf(args, directory, Path(place))
+            _write_gguf(args, directory, Path(folder))
             for path in filter(Path.is_file, directory.glob("*")):
-                Path(place, path.name).symlink_to(path.resolve())
-            directory = Path(place)
+                Path(folder, path.name).symlink_to(path.resolve())
+            directory = Path(folder)
         sent = push(
             directory,
             args.repo,
@@ -66,7 +66,7 @@ def run(arguments: list[str]) -> None:
     fact("to", sent.url or f"{sent.repo} ({visibility} if it is new); nothing was sent")
 
 
-def _write_gguf(args: Arguments, directory: Path, place: Path) -> None:
+def _write_gguf(args: Arguments, directory: Path, folder: Path) -> None:
     """Write the GGUF file and its Modelfile."""
     import torch
 
@@ -75,7 +75,7 @@ def _write_gguf(args: Arguments, directory: Path, place: Path) -> None:
     from tiedgpt.weights.tokenizer_files import tokenizer_for
 
     tokenizer = tokenizer_for(str(directory), None)
-    path = place / f"{args.repo.rpartition('/')[2]}-{args.gguf}.gguf"
+    path = folder / f"{args.repo.rpartition('/')[2]}-{args.gguf}.gguf"
     convert(
         load(directory, dtype=torch.float32),
         path,

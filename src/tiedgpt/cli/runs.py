@@ -29,7 +29,7 @@ def run(arguments: list[str]) -> None:
     args = parse(Arguments, "runs", arguments, "List the runs, the newest last.")
     runs = list(list_runs(Path(args.folder)))
     if args.format == "json":
-        print(json.dumps([_to_dict(each) for each in runs], indent=1))
+        print(json.dumps([_to_dict(summary) for summary in runs], indent=1))
         return
     if not runs and (Path(args.folder) / "run.toml").exists():
         raise UserError(
@@ -41,30 +41,30 @@ def run(arguments: list[str]) -> None:
             f"there is no run in {args.folder}", hint="train first, or give another folder"
         )
     rows = []
-    for each in runs:
-        history = each.history
+    for summary in runs:
+        history = summary.history
         steps = f"{history.step:,}"
-        if not history.finished and each.steps is not None:
-            steps += f" of {each.steps:,}"
-        when = datetime.fromtimestamp(each.changed).strftime("%b %d %H:%M")
+        if not history.finished and summary.steps is not None:
+            steps += f" of {summary.steps:,}"
+        when = datetime.fromtimestamp(summary.changed).strftime("%b %d %H:%M")
         score = format_validation(history)
         rows.append(
-            (each.path.name, each.task, steps, format_duration(history.seconds), score, when)
+            (summary.path.name, summary.task, steps, format_duration(history.seconds), score, when)
         )
     table(["run", "task", ">steps", ">time", ">validation", ">changed"], rows)
 
 
-def _to_dict(each: Standing) -> dict[str, object]:
-    history = each.history
+def _to_dict(summary: Standing) -> dict[str, object]:
+    history = summary.history
     scores = {k: history.last(k) for k in history.columns if k.startswith("val_")}
     return {
-        "run": str(each.path),
-        "task": each.task,
+        "run": str(summary.path),
+        "task": summary.task,
         "finished": history.finished,
         "steps": history.step,
-        "planned": each.steps,
+        "planned": summary.steps,
         history.unit: history.units,
         "seconds": history.seconds,
         **scores,
-        "changed": each.changed,
+        "changed": summary.changed,
     }

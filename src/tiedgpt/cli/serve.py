@@ -139,7 +139,7 @@ def _serve(args: Arguments, source: str, key: str | None, engine: Engine, listen
 
 
 def _show_calls(args: Arguments, name: str, key: str | None, engine: Engine, port: int) -> None:
-    """Print the address, the limits, and two ways to call it that work as they are."""
+    """Print the address, the limits, and two commands that call the server."""
     host = {"0.0.0.0": "127.0.0.1", "::": "[::1]"}.get(args.host, args.host)
     host = f"[{host}]" if ":" in host and "[" not in host else host
     url = f"http://{host}:{port}"

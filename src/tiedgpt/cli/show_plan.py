@@ -67,7 +67,7 @@ def _print_plan(run: DryRun) -> None:
     at_a_time = format_count(plan.micro_batch, "sequence")
     fact("computed", f"in {plan.dtype}, {at_a_time} at a time{mode}")
     total = format_bytes(sum(run.memory.values()))
-    rows = [(part, format_bytes(n_bytes)) for part, n_bytes in run.memory.items()]
+    rows = [(name, format_bytes(n_bytes)) for name, n_bytes in run.memory.items()]
     rows.append(("together", total))
     console().print()
     table(("memory", ">bytes"), rows, bold=[len(rows) - 1])

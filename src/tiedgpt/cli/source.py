@@ -1,4 +1,4 @@
-"""What a user names on the command line: a model and how it is opened, and this program itself."""
+"""Command-line sources: models, texts, templates, and the program's name."""
 
 from __future__ import annotations
 
@@ -20,12 +20,12 @@ if TYPE_CHECKING:
     from tiedgpt.data.templates import Template
 
 TEXTS = (".txt", ".md", ".rst", ".jsonl", ".html", ".csv")
-"""How names of texts end, which are no models."""
+"""Suffixes of text files, which are not models."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class SourceOrNewest:
-    """The model that a verb opens: the one that is named, or the newest."""
+    """The model that a verb opens; the default is the newest run's."""
 
     source: str | None = argument(
         "A run, a model's directory or file, or a hub name; default: the newest run in runs/.",
@@ -36,7 +36,7 @@ class SourceOrNewest:
 
 @dataclass(frozen=True, kw_only=True)
 class ModelOptions:
-    """How a model's file is understood: options of all verbs that open one."""
+    """Options of all verbs that open a model's file."""
 
     tokenizer: str | None = option(
         None,
@@ -67,7 +67,7 @@ class ModelOptions:
 
 @dataclass(frozen=True, kw_only=True)
 class EngineOptions(ModelOptions):
-    """How a model is opened to compute with it."""
+    """Options of the engine that computes."""
 
     precision: Literal["auto", "fp32", "bf16", "fp16", "int8", "int4"] = option(
         "auto", "auto: the model's own; int8 and int4 are for CPUs.", "speed"
@@ -86,7 +86,7 @@ class EngineOptions(ModelOptions):
 
     @contextmanager
     def engine(self, source: str, **options: Any) -> Iterator[infer.Engine]:
-        """Open the model's engine; what there is to know of it is noted on stderr."""
+        """Open the model's engine, with its notes on stderr."""
         from tiedgpt.infer.kernels.compile_cache import on_compilation
 
         text = "compiling kernels for this CPU; this takes some ten seconds, once"
@@ -117,7 +117,7 @@ def source_or_newest(source: str | None, *, task: Literal["lm"] | None = None) -
 
 
 def describe_source(options: EngineOptions, source: str) -> dict[str, Any]:
-    """Return what results depend on that are saved: the model, when it changed, how it is read."""
+    """Return the model, its date and its options, which saved results depend on."""
     path = Path(source)
     files = [path, *path.rglob("*")] if path.is_dir() else [path]
     return {
@@ -130,7 +130,7 @@ def describe_source(options: EngineOptions, source: str) -> dict[str, Any]:
 
 
 def newest_run(holding: str, task: Literal["lm"] | None = None) -> Path:
-    """Return the run under runs/ whose file `holding` is the newest, and say which it is."""
+    """Return the run under runs/ with the newest file `holding`, and note its name."""
     from tiedgpt.train.storage import RUNS, can_generate
 
     runs = [run for run in RUNS.glob("*") if (run / holding).exists()]
@@ -144,13 +144,13 @@ def newest_run(holding: str, task: Literal["lm"] | None = None) -> Path:
 
 
 def model_name(source: str) -> str:
-    """Return the name that clients and pages give the model: its directory's, or the hub's."""
+    """Return the model's name for clients and pages: its directory's or the hub's."""
     path = Path(source)
     return path.resolve().name if path.exists() else source
 
 
 def chat_template(source: str) -> Template | None:
-    """Return the chat template beside the tokenizer; there is no chat without one of ours."""
+    """Return the chat template beside the tokenizer, or None, with a note, for a foreign one."""
     from tiedgpt.data.templates import read_template
     from tiedgpt.weights.sources import local_directory
 
@@ -162,8 +162,8 @@ def chat_template(source: str) -> Template | None:
 
 
 def read_text(path: str | Path, flag: str) -> str:
-    """Return the UTF-8 text of a file, or of standard input for "-"; `flag` is what names it."""
-    place = "standard input" if path == "-" else str(path)
+    """Return the UTF-8 text of a file, or of standard input for "-"; errors name `flag`."""
+    origin = "standard input" if path == "-" else str(path)
     try:
         if path != "-":
             return Path(path).read_text(encoding="utf-8")
@@ -173,13 +173,13 @@ def read_text(path: str | Path, flag: str) -> str:
             )
         return sys.stdin.buffer.read().decode()
     except OSError as error:
-        raise UserError(f"{flag} {place} cannot be read: {error.strerror}") from None
+        raise UserError(f"{flag} {origin} cannot be read: {error.strerror}") from None
     except UnicodeDecodeError as error:
-        raise CorruptInputError(f"{flag} {place} is not UTF-8: {error}") from None
+        raise CorruptInputError(f"{flag} {origin} is not UTF-8: {error}") from None
 
 
 def program() -> str:
-    """Return how this program can be called again from here."""
+    """Return the command that calls this program from here."""
     called = sys.argv[0]
     if Path(called).stem != "tiedgpt":
         return f"{Path(sys.executable).name} -m tiedgpt"

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from textwrap import shorten
 from typing import TYPE_CHECKING, Any, Literal
@@ -67,29 +67,27 @@ def run(arguments: list[str]) -> int:
     for name in NOT_FOR[args.verb]:
         if getattr(args, name) is not None:
             typed = "DEST" if name == "dest" else f"--{name}"
-            raise UserError(f"{typed} is not for `tiedgpt tie {args.verb}`", hint="leave it out")
+            raise UserError(f"{typed} is not for `tiedgpt tie {args.verb}`")
     if args.verb == "fix" and (args.source is None or args.dest is None):
         raise UsageError("`tiedgpt tie fix` needs MODEL and DEST", "give both")
     source = source_or_newest(args.source)
     names = {"input_name": args.input, "output_name": args.output}
     result: Any
-    show: Callable[[Any], None]
     if args.verb == "show":
-        result, show = ledger(source), _print_ledger
+        result = ledger(source)
     elif args.verb == "audit":
-        result, show = audit(source, **names), _print_audit
+        result = audit(source, **names)
     else:
         result = fix(source, str(args.dest), keep=args.keep, **names)
-        show = _print_repair
     if args.format == "json":
         print(json.dumps(result.as_dict(), indent=2))
+    elif args.verb == "show":
+        _print_ledger(result)
+    elif args.verb == "audit":
+        _print_audit(result)
     else:
-        show(result)
+        show_text(result.explain)
     return result.exit_code if args.verb == "audit" else EXIT_OK
-
-
-def _print_repair(repair: Any) -> None:
-    show_text(repair.explain)
 
 
 def _print_ledger(ledger: Ledger) -> None:
