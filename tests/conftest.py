@@ -1,12 +1,13 @@
-"""Tiny models that the tests make themselves."""
+"""Tiny models that the tests make themselves, in memory and in a directory."""
 
 import os
+from pathlib import Path
 
 import pytest
 import torch
 from hypothesis import settings
 
-from tiedgpt import GPT, GPTConfig
+from tiedgpt import GPT, GPTConfig, Tokenizer
 
 # Speed is bench/'s business; on a build machine every run draws the same examples.
 settings.register_profile("tiedgpt", deadline=None, derandomize="CI" in os.environ)
@@ -42,3 +43,34 @@ def tiny(tiny_config: GPTConfig) -> GPT:
 @pytest.fixture
 def ids() -> torch.Tensor:
     return torch.randint(97, (3, 24), generator=torch.Generator().manual_seed(3))
+
+
+TEXT = "the cat sat on the mat. the dog ate the hat — naïve café, 日本語. " * 20
+
+
+def opinionated(tokenizer: Tokenizer, n_positions: int = 48) -> GPT:
+    """Return a model on random weights strong enough to have opinions."""
+    torch.manual_seed(5)
+    config = GPTConfig(
+        vocab_size=len(tokenizer), n_positions=n_positions, n_embd=32, n_layer=2, n_head=2,
+        eos_token_id=tokenizer.eos_token_id, bos_token_id=tokenizer.bos_token_id,
+    )  # fmt: skip
+    model = GPT(config).eval()
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.add_(0.15 * torch.randn_like(parameter))
+    return model
+
+
+def save_model(path: Path, model: GPT, tokenizer: Tokenizer) -> Path:
+    """Write the model and its tokenizer to a directory."""
+    model.save_pretrained(path)
+    tokenizer.save_pretrained(path)
+    return path
+
+
+@pytest.fixture(scope="session")
+def directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A directory with an opinionated model and its tokenizer, which no test changes."""
+    tokenizer = Tokenizer.train([TEXT], 300)
+    return save_model(tmp_path_factory.mktemp("model"), opinionated(tokenizer), tokenizer)

@@ -147,12 +147,6 @@ def test_copies_pickles_and_functional_calls_are_as_usual(tiny, ids):
     assert isinstance(tiny.lm_head, torch.nn.Identity)
 
 
-@pytest.mark.slow
-def test_the_model_compiles_in_one_graph(tiny, ids):
-    compiled = torch.compile(tiny, fullgraph=True, backend="eager")
-    assert torch.equal(compiled(ids), tiny(ids))
-
-
 def test_models_of_other_shapes_have_the_answers_too():
     class Mine(GPT):
         pass

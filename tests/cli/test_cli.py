@@ -68,12 +68,6 @@ def test_train_then_generate_then_train_again(text, capfd):
     assert "--vocab-size was 300 and is 301" in capfd.readouterr().err
 
 
-def test_generate_takes_the_newest_run_and_reads_a_pipe(text):
-    assert main(["train", "cats.txt", *QUICK, "--tokenizer", "char"]) == 0
-    done = tiedgpt("generate", "--prompt", "-", "--max-new-tokens", "5", input="7 cats")
-    assert done.returncode == 0 and done.stdout.startswith("7 cats")
-
-
 def test_another_text_behind_the_same_name_is_noticed(text, capfd):
     command = ["train", "cats.txt", *QUICK, "--tokenizer", "char", "--out", "run"]
     assert main(command) == 0
@@ -140,12 +134,10 @@ def test_the_bar_of_a_run_that_ended_early_is_full(capfd):
     assert re.search(r"\b10/10\b", capfd.readouterr().err)
 
 
-def test_help_of_every_verb_is_quick_and_says_what_it_does():
-    for arguments in ([], ["--help"], ["train", "--help"], ["generate", "-h"], ["doctor", "-h"]):
-        done = tiedgpt(*arguments)
-        assert done.returncode == 0, done.stderr
-        assert "usage: tiedgpt" in done.stdout
-    assert tiedgpt("--version").stdout.startswith("tiedgpt 0.")
+def test_without_a_verb_the_help_is_shown(capfd):
+    for arguments in ([], ["--help"]):
+        assert main(arguments) == 0 and "usage: tiedgpt" in capfd.readouterr().out
+    assert main(["--version"]) == 0 and capfd.readouterr().out.startswith("tiedgpt 0.")
 
 
 def test_doctor_tells_of_this_machine(capfd):
@@ -169,13 +161,10 @@ def test_doctor_says_what_the_cpu_lacks_and_what_that_costs(monkeypatch):
 @pytest.mark.parametrize(
     ("arguments", "code", "says"),
     [
-        (["fly"], 2, "no verb 'fly'"),
-        (["train", "--fly"], 2, "fly"),
         (["inspect", "vocab"], 2, "'vocab'\nhint: the name is first: positions, .*ablate"),
         (["generate", "--context-end", "wrap"], 2, "--context-end must be one of stop, slide, got"),
         (["generate", "--best-of", "2"], 2, "use n with a seed"),
         (["eval", "letters"], 2, "needs DATA or --tasks"),
-        (["train", "missing.txt"], 1, "missing.txt"),
         (["train", "empty.txt"], 1, "empty.txt"),
         (["train", "latin.txt"], 3, "latin.txt"),
         (["train", "pictures"], 1, "pictures"),
@@ -183,7 +172,6 @@ def test_doctor_says_what_the_cpu_lacks_and_what_that_costs(monkeypatch):
         (["train", "short.txt", "--tokenizer", "char", "--size", "tiny"], 1, "context"),
         (["train", "one.txt", "--tokenizer", "char"], 1, "one.txt|validat|text"),
         (["train", "lines.jsonl"], 3, "lines.jsonl"),
-        (["train", "cats.txt", "--size", "huge"], 1, "huge"),
         (["train", "cats.txt", "--size", "gpt3-175b", "--steps", "1"], 4, "parameters need"),
         (["train", "cats.txt", "--vocab-size", "100"], 1, "257"),
         (["train", "cats.txt", "--out", "letters"], 1, "is no run"),

@@ -6,7 +6,7 @@ import shutil
 
 import pytest
 
-from tests.evaluate.conftest import TEXT, directory  # noqa: F401
+from tests.conftest import TEXT
 from tiedgpt import GPT
 from tiedgpt.cli.main import main
 from tiedgpt.evaluate.texts import score_text
@@ -20,7 +20,7 @@ def text(tmp_path):
     return path
 
 
-def test_a_text_is_measured(directory, text, capsys):  # noqa: F811
+def test_a_text_is_measured(directory, text, capsys):
     assert main(["eval", str(directory), str(text), "--stride", "10"]) == 0
     shown = capsys.readouterr().out
     with Engine(directory) as engine:
@@ -33,7 +33,7 @@ def test_a_text_is_measured(directory, text, capsys):  # noqa: F811
         assert told[name] == (pytest.approx(value) if isinstance(value, float) else value)
 
 
-def test_a_score_on_what_a_run_was_trained_on_has_a_note(directory, text, tmp_path, capsys):  # noqa: F811
+def test_a_score_on_what_a_run_was_trained_on_has_a_note(directory, text, tmp_path, capsys):
     run, other = tmp_path / "run", tmp_path / "other.txt"
     shutil.copytree(directory, run / "model")
     (run / "run.toml").write_text(f'[options]\ndata = ["{text}"]\n')
@@ -44,7 +44,7 @@ def test_a_score_on_what_a_run_was_trained_on_has_a_note(directory, text, tmp_pa
 
 
 @pytest.mark.parametrize("name", ["out.gguf", "out.onnx", "directory/model.safetensors"])
-def test_a_model_may_be_a_file(directory, text, tmp_path, name, capsys):  # noqa: F811
+def test_a_model_may_be_a_file(directory, text, tmp_path, name, capsys):
     shutil.copytree(directory, tmp_path / "directory")
     path, options = tmp_path / name, ["--tokenizer", str(directory)]
     if not path.exists():
@@ -62,7 +62,7 @@ def test_a_run_that_is_a_file_is_refused(text, capsys):
     assert str(text) in capsys.readouterr().err
 
 
-def test_choices_are_measured(directory, tmp_path, capsys):  # noqa: F811
+def test_choices_are_measured(directory, tmp_path, capsys):
     path = tmp_path / "a.jsonl"
     line = {"context": "the dog", "choices": [" ate", " sat on"], "answer": 0}
     path.write_text("\n".join([json.dumps(line)] * 3))
@@ -72,7 +72,7 @@ def test_choices_are_measured(directory, tmp_path, capsys):  # noqa: F811
     assert "2 examples" in shown
 
 
-def test_scores_are_saved_to_a_new_file(directory, text, tmp_path, capsys):  # noqa: F811
+def test_scores_are_saved_to_a_new_file(directory, text, tmp_path, capsys):
     command = ["eval", str(directory), str(text), "--format", "json", "--save"]
     assert main([*command, str(tmp_path / "a.jsonl")]) == 0
     result = json.loads(capsys.readouterr().out)
@@ -87,7 +87,7 @@ def test_scores_are_saved_to_a_new_file(directory, text, tmp_path, capsys):  # n
     assert (tmp_path / "a.jsonl").read_bytes() == written
 
 
-def test_what_cannot_be_measured_is_said(directory, text, tmp_path, capsys):  # noqa: F811
+def test_what_cannot_be_measured_is_said(directory, text, tmp_path, capsys):
     assert main(["eval", str(directory)]) == 2
     assert "DATA or --tasks" in capsys.readouterr().err
     assert main(["eval", str(text), str(directory)]) == 2
@@ -102,7 +102,7 @@ def test_what_cannot_be_measured_is_said(directory, text, tmp_path, capsys):  # 
     assert main(["eval", str(directory), str(tmp_path / "binary")]) == 3
 
 
-def test_text_comes_through_the_same_door_as_to_train(directory, text, monkeypatch, capsys):  # noqa: F811
+def test_text_comes_through_the_same_door_as_to_train(directory, text, monkeypatch, capsys):
     def bits(*arguments):
         assert main(["eval", str(directory), *arguments, "--format", "json"]) == 0
         return json.loads(capsys.readouterr().out)["bits_per_byte"]
@@ -119,7 +119,7 @@ def test_text_comes_through_the_same_door_as_to_train(directory, text, monkeypat
     assert "is read as cp1252" in capsys.readouterr().err
 
 
-def test_options_and_models_that_do_not_fit_the_data_are_refused(directory, text, tmp_path, capsys):  # noqa: F811
+def test_options_and_models_that_do_not_fit_the_data_are_refused(directory, text, tmp_path, capsys):
     path = tmp_path / "a.jsonl"
     path.write_text('\ufeff{"context": "", "choices": ["a", "b"], "answer": 0}\n')
     GPT.from_pretrained(directory).save_pretrained(tmp_path / "bare")

@@ -7,6 +7,7 @@ import pytest
 import torch
 from rich.cells import cell_len
 
+from tests.conftest import save_model
 from tests.inspect.conftest import TEXT, random_model
 from tiedgpt import GPT, Tokenizer, explain
 from tiedgpt.cli.main import main
@@ -18,8 +19,7 @@ from tiedgpt.lessons import TOPICS
 def here(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     tokenizer = Tokenizer.train([TEXT * 3], 300)
-    random_model(vocab_size=len(tokenizer)).save_pretrained("model")
-    tokenizer.save_pretrained("model")
+    save_model(Path("model"), random_model(vocab_size=len(tokenizer)), tokenizer)
 
 
 def test_without_a_topic_each_question_has_its_command(capfd):

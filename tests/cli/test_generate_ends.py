@@ -6,26 +6,19 @@ import subprocess
 import sys
 
 import pytest
-import torch
 
-from tiedgpt import GPT, GPTConfig, Tokenizer
 from tiedgpt.cli.main import main
 from tiedgpt.infer import packed_session
 from tiedgpt.infer.kernels import compile_cache
-from tiedgpt.weights.formats.packed.writer import pack_gpt, save_packed
 
 
 @pytest.fixture(scope="module")
-def packed(tmp_path_factory):
-    tokenizer = Tokenizer.train(["the cat sat on the mat. the dog ate the hat. " * 3], 300)
-    torch.manual_seed(0)
-    config = GPTConfig(
-        vocab_size=len(tokenizer), n_positions=64, n_embd=32, n_layer=2, n_head=2,
-    )  # fmt: skip
-    directory = tmp_path_factory.mktemp("packed")
-    save_packed(pack_gpt(GPT(config), "fp32"), directory)
-    tokenizer.save_pretrained(directory)
-    return str(directory)
+def packed(directory, tmp_path_factory):
+    path = tmp_path_factory.mktemp("packed") / "model"
+    assert (
+        main(["convert", str(directory), str(path), "--to", "packed", "--precision", "fp32"]) == 0
+    )
+    return str(path)
 
 
 @pytest.fixture

@@ -5,10 +5,8 @@ import re
 from dataclasses import fields
 
 import pytest
-import torch
 
 from tests.infer.bad_values import BAD_VALUES
-from tiedgpt import GPT, GPTConfig, Tokenizer
 from tiedgpt.cli.main import main
 from tiedgpt.infer import Engine, GenerationConfig
 from tiedgpt.options import flag
@@ -19,22 +17,8 @@ SCHEMA = {"type": "object", "properties": {"age": {"type": "integer", "maximum":
 SCHEMA |= {"required": ["age"], "additionalProperties": False}
 
 
-@pytest.fixture(scope="module")
-def directory(tmp_path_factory):
-    tokenizer = Tokenizer.train(['{"name": "the cat", "age": 12} the dog sat. ' * 3], 300)
-    torch.manual_seed(0)
-    config = GPTConfig(
-        vocab_size=len(tokenizer), n_positions=64, n_embd=32, n_layer=2, n_head=2,
-        eos_token_id=tokenizer.eos_token_id, bos_token_id=tokenizer.bos_token_id,
-    )  # fmt: skip
-    directory = tmp_path_factory.mktemp("model")
-    GPT(config).save_pretrained(directory)
-    tokenizer.save_pretrained(directory)
-    return str(directory)
-
-
 def shown(capsys, directory, *flags):
-    arguments = ["generate", directory, "--prompt", "the", "--max-new-tokens", "30", *flags]
+    arguments = ["generate", str(directory), "--prompt", "the", "--max-new-tokens", "30", *flags]
     assert main(arguments) == 0
     return capsys.readouterr()
 
@@ -107,7 +91,7 @@ def test_a_form_that_was_cut_off_is_told(directory, capsys):
     ],
 )
 def test_what_cannot_be_done_is_said(directory, capsys, flags, message):
-    assert main(["generate", directory, "--prompt", "the", *flags]) == 1
+    assert main(["generate", str(directory), "--prompt", "the", *flags]) == 1
     assert message in capsys.readouterr().err
 
 
@@ -124,7 +108,7 @@ def test_a_bad_value_is_refused_with_its_option(directory, capsys, name):
     texts = [text for value in BAD_VALUES[name] if (text := as_text(name, value)) is not None]
     assert texts
     for text in texts:
-        assert main(["generate", directory, f"{FLAGS[name]}={text}"]) in (1, 2)
+        assert main(["generate", str(directory), f"{FLAGS[name]}={text}"]) in (1, 2)
         assert FLAGS[name] in capsys.readouterr().err, text
 
 
@@ -139,5 +123,7 @@ def test_a_bad_value_is_refused_with_its_option(directory, capsys, name):
 def test_a_full_context_slides_on_only_where_it_can(directory, capsys, flags, advice):
     told = shown(capsys, directory, *flags, "--max-new-tokens", "100").err
     assert told == f"note: the context is full{advice}\n"
-    code = main(["generate", directory, *flags, "--context-end", "slide", "--max-new-tokens", "3"])
+    code = main(
+        ["generate", str(directory), *flags, "--context-end", "slide", "--max-new-tokens", "3"]
+    )
     assert code == (0 if advice else 1)

@@ -3,6 +3,7 @@
 import json
 import os
 import re
+import shutil
 import signal
 import socket
 import subprocess
@@ -11,28 +12,27 @@ import urllib.request
 
 import pytest
 
-from tests.infer.conftest import TEXT, opinionated
+from tests.conftest import TEXT, opinionated, save_model
 from tiedgpt import Tokenizer
 from tiedgpt.cli.main import main
 
+ENVIRONMENT = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONUNBUFFERED": "1"}
+
 
 @pytest.fixture
-def directory(tmp_path):
-    tokenizer = Tokenizer.train([TEXT], 300)
-    opinionated(tokenizer).save_pretrained(tmp_path / "cats")
-    tokenizer.save_pretrained(tmp_path / "cats")
-    return tmp_path / "cats"
+def cats(directory, tmp_path):
+    return shutil.copytree(directory, tmp_path / "cats")
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("is_bare", [False, True])
-def test_the_lines_that_are_printed_work_and_sigterm_ends_it(directory, is_bare):
+def test_the_lines_that_are_printed_work_and_sigterm_ends_it(cats, is_bare):
     """Also with a key and without a tokenizer."""
     pytest.importorskip("fastapi")
-    command = [sys.executable, "-m", "tiedgpt", "serve", str(directory), "--port", "0"]
-    env = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONUNBUFFERED": "1"}
+    command = [sys.executable, "-m", "tiedgpt", "serve", str(cats), "--port", "0"]
+    env = ENVIRONMENT
     if is_bare:
-        for file in directory.glob("*token*"):
+        for file in cats.glob("*token*"):
             file.unlink()
         command, env = [*command, "--api-key", "secret"], env | {"TIEDGPT_API_KEY": "secret"}
     with subprocess.Popen(
@@ -59,26 +59,26 @@ def test_the_lines_that_are_printed_work_and_sigterm_ends_it(directory, is_bare)
     assert {json.loads(line)["status"] for line in lines} == {200}
 
 
-def test_what_cannot_be_served_is_said(directory, capsys, monkeypatch):
-    assert main(["serve", str(directory), "--host", "0.0.0.0"]) == 1
+def test_what_cannot_be_served_is_said(cats, capsys, monkeypatch):
+    assert main(["serve", str(cats), "--host", "0.0.0.0"]) == 1
     error = capsys.readouterr().err
     assert "--api-key" in error and "--insecure" in error
-    assert main(["serve", str(directory), "--host", "unix:/tmp/socket"]) == 1
+    assert main(["serve", str(cats), "--host", "unix:/tmp/socket"]) == 1
     assert "unix:/tmp/socket is a unix socket" in capsys.readouterr().err
     for option, wrong in {
         "--api-key": ["", "a b", "é"], "--drain": ["nan", "-1", "inf"], "--queue": ["0"],
         "--port": ["70000"], "--host": ["nowhere.invalid"], "--slots": ["0"],
     }.items():  # fmt: skip
         for value in wrong:
-            assert main(["serve", str(directory), "--insecure", f"{option}={value}"]) == 1
+            assert main(["serve", str(cats), "--insecure", f"{option}={value}"]) == 1
             assert option.removeprefix("--") in capsys.readouterr().err
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]
-        assert main(["serve", str(directory), "--port", str(port)]) == 1
+        assert main(["serve", str(cats), "--port", str(port)]) == 1
     assert f"port {port} of 127.0.0.1 is in use" in capsys.readouterr().err
-    assert main(["serve", str(directory / "nothing"), "--port", "0"]) == 1
+    assert main(["serve", str(cats / "nothing"), "--port", "0"]) == 1
     assert "nothing" in capsys.readouterr().err
-    monkeypatch.chdir(directory)
+    monkeypatch.chdir(cats)
     assert main(["serve", "--port", "0"]) == 1
     assert "runs/" in capsys.readouterr().err
     for package in ("uvicorn", "fastapi", "prometheus_client"):
@@ -86,7 +86,7 @@ def test_what_cannot_be_served_is_said(directory, capsys, monkeypatch):
             monkeypatch.delitem(sys.modules, name)
         with monkeypatch.context() as without:
             without.setitem(sys.modules, package, None)
-            assert main(["serve", str(directory), "--port", "0"]) == 1
+            assert main(["serve", str(cats), "--port", "0"]) == 1
         error = capsys.readouterr().err
         assert package in error and "pip install 'tiedgpt[serve]'" in error
 
@@ -95,12 +95,10 @@ def test_what_cannot_be_served_is_said(directory, capsys, monkeypatch):
 def test_ctrl_c_says_what_is_being_finished_and_a_second_ends_at_once(tmp_path):
     pytest.importorskip("fastapi")
     tokenizer = Tokenizer.train([TEXT], 300)
-    opinionated(tokenizer, n_positions=16_384).save_pretrained(tmp_path)
-    tokenizer.save_pretrained(tmp_path)
+    save_model(tmp_path, opinionated(tokenizer, n_positions=16_384), tokenizer)
     command = [sys.executable, "-m", "tiedgpt", "serve", str(tmp_path), "--port=0", "--drain=900"]
-    env = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONUNBUFFERED": "1"}
     with subprocess.Popen(
-        command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=env
+        command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=ENVIRONMENT
     ) as process:
         try:
             address = re.findall(r"http://[\d.:]+", process.stdout.readline())[0]

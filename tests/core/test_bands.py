@@ -76,12 +76,15 @@ def test_what_is_out_of_every_band_changes_nothing(ids):
     assert (apart[7:] == 0).all()
 
 
+@pytest.mark.parametrize("fixture", ["tiny", "banded"])
 @pytest.mark.parametrize("pieces", [[24], [1] * 24, [10, 1, 1, 12], [3, 21], [23, 1]])
 @torch.no_grad()
-def test_a_cache_fed_in_pieces_gives_the_logits_of_the_whole(banded, ids, pieces):
-    cache = KVCache.allocate(banded.config, batch_size=3)
-    parts = [banded(part, cache) for part in torch.split(ids, pieces, dim=1)]
-    torch.testing.assert_close(torch.cat(parts, 1), banded(ids), rtol=0, atol=2e-5)
+def test_a_cache_fed_in_pieces_gives_the_logits_of_the_whole(request, ids, pieces, fixture):
+    model = request.getfixturevalue(fixture)
+    cache = KVCache.allocate(model.config, batch_size=3)
+    logits = [model(piece, cache) for piece in torch.split(ids, pieces, dim=1)]
+    torch.testing.assert_close(torch.cat(logits, 1), model(ids), rtol=1e-5, atol=2e-6)
+    assert cache.lengths == [24] * 3
 
 
 @settings(max_examples=15, deadline=None)

@@ -84,14 +84,6 @@ def test_scripts_and_yaml_are_parsed_by_their_tools(page):
         subprocess.run(["bash", "-n"], input=script, text=True, check=True)
 
 
-def test_commands_are_shortened():
-    given = "train my.txt --size small --minutes 60 --window 8".split()
-    assert shortened(given)[:4] == ["train", "my.txt", "--window", "8"]
-    assert shortened("tune a.jsonl --from gpt2 --lora 8".split())[1:6] == [
-        "a.jsonl", "--from", "gpt2", "--lora", "8"
-    ]  # fmt: skip
-
-
 @pytest.mark.filterwarnings("ignore::tiedgpt.tie.guards.TieWarning")
 @pytest.mark.filterwarnings("ignore::tiedgpt.weights.load.CheckpointWarning")
 @pytest.mark.parametrize("page", list(pages()))

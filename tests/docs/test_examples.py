@@ -18,25 +18,15 @@ from tiedgpt.cli.main import main
 
 EXAMPLES = ROOT / "examples"
 SCRIPTS = {
-    "own_loop.py": ["diary.txt", "4", "2"],
-    "own_task.py": ["20"],
-    "distil.py": ["4"],
-    "tied_vs_untied.py": ["2", "words.txt"],
-    "lora.py": [],
-    "batch_generation.py": [],
-    "score_texts.py": [],
+    "own_loop.py": (["diary.txt", "4", "2"], "NOT tied: wte.weight only reads"),
+    "own_task.py": (["20"], "saved in runs/tagger/model"),
+    "distil.py": (["4"], "distilled  "),
+    "tied_vs_untied.py": (["2", "words.txt"], "figure: runs/tied-vs-untied/comparison.svg"),
+    "lora.py": ([], "merged: logits moved by"),
+    "batch_generation.py": ([], '"ended": "stop"'),
+    "score_texts.py": ([], "Cairo: sun, 28 degrees. Ben ..."),
 }
-SAYS = {
-    "own_loop.py": "NOT tied: wte.weight only reads",
-    "own_task.py": "saved in runs/tagger/model",
-    "distil.py": "distilled  ",
-    "tied_vs_untied.py": "figure: runs/tied-vs-untied/comparison.svg",
-    "lora.py": "merged: logits moved by",
-    "batch_generation.py": '"ended": "stop"',
-    "score_texts.py": "Cairo: sun, 28 degrees. Ben ...",
-    "openai_client.py": "embedding:  64 numbers",
-}
-"""What each prints."""
+"""Arguments of each script, and a part of its output."""
 
 
 @pytest.fixture(scope="module")
@@ -69,8 +59,9 @@ def test_a_script_runs(name, here, monkeypatch, capsys):
     draw = random.Random(0)
     lines = (" ".join(f"w{draw.randrange(300):x}" for _ in range(12)) for _ in range(400))
     (here / "words.txt").write_text("\n".join(lines))
-    run_script(name, SCRIPTS[name], monkeypatch)
-    assert SAYS[name] in capsys.readouterr().out
+    arguments, output = SCRIPTS[name]
+    run_script(name, arguments, monkeypatch)
+    assert output in capsys.readouterr().out
 
 
 def test_tied_and_untied_models_begin_alike_and_have_comparable_sizes(here):
@@ -137,7 +128,7 @@ def test_the_client_of_openai_is_served(here, monkeypatch, capfd):
     path = [str(ROOT / "src"), *filter(None, [os.environ.get("PYTHONPATH")])]
     monkeypatch.setenv("PYTHONPATH", os.pathsep.join(path))
     run_script("openai_client.py", [], monkeypatch)
-    assert SAYS["openai_client.py"] in capfd.readouterr().out
+    assert "embedding:  64 numbers" in capfd.readouterr().out
 
 
 @pytest.mark.slow
@@ -149,7 +140,6 @@ def test_a_notebook_runs(name, here, capfd):
     stored = json.dumps(cells)
     execute(cells, name)
     code = [cell for cell in cells if cell["cell_type"] == "code"]
-    assert any(cell["outputs"] for cell in code)
     kinds = [[out["output_type"] for out in cell["outputs"]] for cell in code]
     then = [cell for cell in json.loads(stored) if cell["cell_type"] == "code"]
     assert kinds == [[out["output_type"] for out in cell["outputs"]] for cell in then], (
@@ -159,17 +149,18 @@ def test_a_notebook_runs(name, here, capfd):
 
 def test_every_script_is_tested_and_counted():
     scripts = {path.name for path in EXAMPLES.glob("*.py")}
-    assert scripts == SAYS.keys() | {"small_model.py", "notebooks.py"}
+    assert scripts == SCRIPTS.keys() | {"openai_client.py", "small_model.py", "notebooks.py"}
     numbers = ["four", "five", "six", "seven", "eight", "nine", "ten"]
-    counts = [numbers[len(names) - 4] for names in (list(EXAMPLES.glob("*.ipynb")), SAYS)]
+    counts = [numbers[len(list(EXAMPLES.glob("*.ipynb"))) - 4], numbers[len(scripts) - 2 - 4]]
     for page in ("README.md", "docs/index.md", "CHANGELOG.md", "examples/README.md"):
         text = (ROOT / page).read_text()
         found = re.findall(r"(?i)(\w+) notebooks(?:,| and) (\w+) scripts", text)
         assert [[a.lower(), b] for a, b in found] == [counts], page
 
 
-def test_notebooks_write_to_a_temporary_folder():
+def test_notebooks_have_outputs_and_write_to_a_temporary_folder():
     for path in EXAMPLES.glob("*.ipynb"):
-        cells = json.loads(path.read_text(encoding="utf-8"))["cells"]
-        first = next(cell for cell in cells if cell["cell_type"] == "code")
-        assert "os.chdir(tempfile.mkdtemp())" in "".join(first["source"]), path
+        notebook = json.loads(path.read_text(encoding="utf-8"))
+        code = [cell for cell in notebook["cells"] if cell["cell_type"] == "code"]
+        assert "os.chdir(tempfile.mkdtemp())" in "".join(code[0]["source"]), path
+        assert notebook["nbformat"] == 4 and any(cell["outputs"] for cell in code), path

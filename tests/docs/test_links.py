@@ -177,11 +177,3 @@ def test_guides_are_short_and_the_readme_too():
     paragraphs = re.split(r"\n\s*\n|\n(?=- )", "\n".join(prose))
     longest = max(paragraphs, key=lambda paragraph: paragraph.count("\n"))
     assert longest.count("\n") < 5, longest
-
-
-def test_notebooks_are_notebooks():
-    for path in (ROOT / "examples").glob("*.ipynb"):
-        notebook = json.loads(path.read_text())
-        assert notebook["nbformat"] == 4
-        code = [cell for cell in notebook["cells"] if cell["cell_type"] == "code"]
-        assert any(cell["outputs"] for cell in code), f"{path}: outputs are not stored"

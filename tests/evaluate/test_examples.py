@@ -6,7 +6,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from tests.evaluate.conftest import TEXT, opinionated
+from tests.conftest import TEXT, opinionated
 from tiedgpt import GPT, Tokenizer
 from tiedgpt.errors import CorruptInputError, UserError
 from tiedgpt.evaluate.examples import Example, ExamplesScore, read_examples, score_examples

@@ -3,34 +3,18 @@
 from functools import partial
 
 import pytest
-import torch
 
-from tiedgpt import GPT, GPTConfig, Tokenizer
+from tests.conftest import TEXT, opinionated
+from tiedgpt import Tokenizer
 from tiedgpt.infer import Engine
 from tiedgpt.infer.beam import beam_search
 from tiedgpt.infer.slots import RunResult, SlotPool
 from tiedgpt.infer.torch_session import TorchSession
 
-TEXT = "the cat sat on the mat. the dog ate the hat — naïve café, 日本語. " * 20
-
 
 @pytest.fixture(scope="session")
 def tokenizer():
     return Tokenizer.train([TEXT], 300)
-
-
-def opinionated(tokenizer, n_positions=48):
-    """Return a model on random weights strong enough to have opinions."""
-    torch.manual_seed(5)
-    config = GPTConfig(
-        vocab_size=len(tokenizer), n_positions=n_positions, n_embd=32, n_layer=2, n_head=2,
-        eos_token_id=tokenizer.eos_token_id, bos_token_id=tokenizer.bos_token_id,
-    )  # fmt: skip
-    model = GPT(config).eval()
-    with torch.no_grad():
-        for parameter in model.parameters():
-            parameter.add_(0.15 * torch.randn_like(parameter))
-    return model
 
 
 @pytest.fixture(scope="package")

@@ -4,7 +4,6 @@ import json
 
 import pytest
 
-from tests.evaluate.conftest import directory  # noqa: F401
 from tiedgpt.cli.main import main
 from tiedgpt.errors import CorruptInputError, UserError
 from tiedgpt.infer import GenerationConfig
@@ -112,7 +111,7 @@ def test_no_file_and_no_prompt_are_told(tmp_path):
         read_prompts(tmp_path / "none.txt", CONFIG)
 
 
-def test_the_command_prints_a_line_for_each_and_resumes(directory, tmp_path, capsys):  # noqa: F811
+def test_the_command_prints_a_line_for_each_and_resumes(directory, tmp_path, capsys):
     path = write(tmp_path / "a.jsonl", [{"prompt": prompt} for prompt in PROMPTS[:5]])
     save = tmp_path / "saved.jsonl"
     command = ["generate", str(directory), "--prompts", path, "-n", "5", "--seed", "1"]
@@ -140,7 +139,7 @@ def test_the_command_prints_a_line_for_each_and_resumes(directory, tmp_path, cap
     assert "another" in capsys.readouterr().err
 
 
-def test_a_prompt_that_failed_makes_the_exit_code_1(directory, tmp_path, capsys):  # noqa: F811
+def test_a_prompt_that_failed_makes_the_exit_code_1(directory, tmp_path, capsys):
     path = write(tmp_path / "a.jsonl", [{"prompt": "the cat"}, {"prompt": "the cat " * 99}])
     assert main(["generate", str(directory), "--prompts", path, "-n", "3"]) == 1
     out, err = capsys.readouterr()

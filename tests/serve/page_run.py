@@ -2,7 +2,7 @@
 
 import json
 
-from tests.infer.conftest import TEXT, opinionated
+from tests.conftest import TEXT, opinionated
 from tiedgpt import Tokenizer
 from tiedgpt.data import ShardWriter
 

@@ -12,7 +12,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from tests.infer.conftest import TEXT, opinionated
+from tests.conftest import TEXT, opinionated
 from tests.serve.conftest import Running
 from tests.serve.test_completions import BODIES, HOSTILE
 from tests.serve.test_operation import read, send, until

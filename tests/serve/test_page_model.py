@@ -12,7 +12,7 @@ import pytest
 import torch
 
 import tiedgpt
-from tests.infer.conftest import TEXT, opinionated
+from tests.conftest import TEXT, opinionated
 from tests.serve.page_run import HOSTILE
 from tiedgpt import GPT, GPTConfig, Tokenizer, inspect
 from tiedgpt.data.templates import TEMPLATES, encode_pieces

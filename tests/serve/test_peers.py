@@ -2,8 +2,8 @@
 
 import pytest
 
+from tests.conftest import TEXT, opinionated
 from tests.evaluate.test_harness import tasks
-from tests.infer.conftest import TEXT, opinionated
 from tests.serve.conftest import Running
 from tiedgpt import Tokenizer
 from tiedgpt.infer import Engine
