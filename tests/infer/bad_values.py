@@ -8,6 +8,7 @@ BAD_VALUES = {
     "top_k": [0, -1, 2.5],
     "top_p": [0, 1.1, -1],
     "min_p": [-0.1, 2, "0.1"],
+    "top_n_sigma": [-1, "1"],
     "repetition_penalty": [0, -1],
     "presence_penalty": [math.inf, "a"],
     "frequency_penalty": [math.nan],

@@ -95,6 +95,15 @@ def test_a_large_vocabulary_is_filtered_as_in_transformers(options, sharpness):
     assert (kept != np.isfinite(expected)).sum() <= 2e-3 * kept.sum()
 
 
+@pytest.mark.parametrize(("n", "expected"), [(0, 4), (1, 2), (3, 4), (1e-3, 1)])
+def test_top_n_sigma_keeps_what_llama_cpp_keeps(n, expected):
+    logits = np.array([*np.log([0.4, 0.3, 0.2, 0.1]), -np.inf], np.float32)
+    for temperature in (1.0, 0.1):
+        config = GenerationConfig(top_n_sigma=n, temperature=temperature)
+        kept = np.isfinite(distribution(config, logits, []))
+        assert kept.tolist() == [True] * expected + [False] * (5 - expected)
+
+
 @given(seed=st.integers(0, 1000))
 def test_logit_bias_equals_transformers(seed):
     logits, bias = random_logits(seed), {4: 2.5, 9: -1.0, 11: -math.inf}

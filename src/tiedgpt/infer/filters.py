@@ -59,6 +59,15 @@ def _unnormalized(scores: Array) -> Array:
     return np.exp(p, out=p)
 
 
+def top_n_sigma(scores: Array, n: float) -> Ids:
+    """Return the ids whose scores are at most n standard deviations below the highest.
+
+    Scores of -inf are not counted. Tang et al. 2024, "Top-nσ: Not All Logits Are You Need".
+    """
+    deviation = scores[scores > -np.inf].std(dtype=np.float64)
+    return np.flatnonzero(scores >= np.float32(scores.max() - n * deviation))
+
+
 def top_k(scores: Array, k: int) -> Ids | None:
     """Return the ids of the k highest scores, and of ties with the last of them; None for all."""
     if k >= len(scores):

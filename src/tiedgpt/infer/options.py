@@ -61,6 +61,10 @@ class GenerationConfig:
         None, "Drop tokens whose probability is below this share of the highest probability.",
         "sampling", bounds=(0, 1), neutral=0.0,
     )  # fmt: skip
+    top_n_sigma: float | None = option(
+        None, "Drop tokens whose logit is this many standard deviations below the highest.",
+        "sampling", bounds=(0, math.inf), neutral=0.0,
+    )  # fmt: skip
     repetition_penalty: float = option(
         1.0, "Above 1, tokens already in the prompt or the text become less likely.", "sampling",
         bounds=(1e-6, math.inf), neutral=1.0,

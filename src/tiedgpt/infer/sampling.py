@@ -1,8 +1,8 @@
 """From one position's logits to one token: penalties, filters, and a seeded draw.
 
-The order is that of transformers: bias, penalties, temperature, top-k, top-p, min-p. A draw takes
-one uniform number. This is the numpy reference; `kernels/sampling.py` computes the same for a whole
-batch at once.
+The order is that of transformers: bias, penalties, temperature, (top-n-sigma,) top-k, top-p, min-p.
+A draw takes one uniform number. This is the numpy reference; `kernels/sampling.py` computes the
+same for a whole batch at once.
 """
 
 from __future__ import annotations
@@ -104,7 +104,7 @@ def filter_logits(config: GenerationConfig, scores: Array) -> tuple[Ids | None, 
     if config.temperature != 1:
         scores = scores / np.float32(config.temperature)
     kept: Ids | None = None
-    for name, keep in _FILTERS.items():
+    for name, keep in FILTERS.items():
         value = config.numbers[name]
         if value == NEUTRAL[name]:
             continue
@@ -114,7 +114,8 @@ def filter_logits(config: GenerationConfig, scores: Array) -> tuple[Ids | None, 
     return kept, scores
 
 
-_FILTERS: dict[str, Callable[..., Ids | None]] = {
+FILTERS: dict[str, Callable[..., Ids | None]] = {
+    "top_n_sigma": filters.top_n_sigma,
     "top_k": filters.top_k,
     "top_p": filters.top_p,
     "min_p": filters.min_p,

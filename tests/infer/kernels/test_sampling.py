@@ -64,6 +64,7 @@ def peaked(seed, size, sharpness=1.0):
     top_k=st.sampled_from([None, 1, 5, 40, 5_000]),
     top_p=st.sampled_from([None, 1e-8, 0.2, 0.95, 0.9999, 1.0]),
     min_p=st.sampled_from([None, 0.0, 0.05, 1.0]),
+    top_n_sigma=st.sampled_from([None, 0.0, 0.5, 2.0]),
 )
 def test_filters_and_draw_are_those_of_plain_numpy(
     seed, size, sharpness, ruled_out, uniform, **options
@@ -145,6 +146,7 @@ def mixed(i, size):
         top_k=(i % 3) * 50 or None,
         top_p=1 - 0.2 * (i % 2),
         min_p=0.01 * (i % 5),
+        top_n_sigma=float(i % 4),
         repetition_penalty=1 + 0.1 * (i % 2),
         frequency_penalty=0.5 * (i % 2),
     )

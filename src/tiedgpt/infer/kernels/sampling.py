@@ -37,6 +37,7 @@ class Row(NamedTuple):
     top_k: float
     top_p: float
     min_p: float
+    top_n_sigma: float
     repetition_penalty: float
     presence_penalty: float
     frequency_penalty: float

@@ -20,7 +20,7 @@ BLOCK = 256
 SAMPLE = 64
 """Keys that a pivot is taken from."""
 NONE = np.float32(-np.inf)
-TOP_K, TOP_P, MIN_P = range(3)
+TOP_N_SIGMA, TOP_K, TOP_P, MIN_P = range(4)
 SMALLEST = float(np.finfo(np.float32).tiny)
 
 
@@ -172,15 +172,33 @@ def _keep(keys, threshold, ties, n, tokens):
 
 
 @njit(error_model="numpy")
+def _below(scores, n, top, deviations):
+    """Return the score that is so many standard deviations below the highest; -inf is no score."""
+    count, total, squares = 0, 0.0, 0.0
+    for at in range(n):
+        if scores[at] > NONE:
+            distance = np.float64(top) - np.float64(scores[at])
+            count += 1
+            total += distance
+            squares += distance * distance
+    variance = squares / count - (total / count) ** 2
+    return np.float32(top - deviations * math.sqrt(max(variance, 0.0)))
+
+
+@njit(error_model="numpy")
 def _filter(row, n, top, changed, tokens):
     """Leave the tokens that may be drawn, with their weights; return how many."""
     scores, weights = tokens.scores, tokens.weights
     factor = np.float32(max(1 / row.temperature, SMALLEST))
     for at in range(0, n, LANES):
         vec.store(tokens.ids, at, vec.count_from(at))
-    for kind in range(3):
+    for kind in range(4):
         keys, threshold, ties, target = scores, NONE, n, 0.0
-        if kind == TOP_K:
+        if kind == TOP_N_SIGMA:
+            if row.top_n_sigma <= 0:
+                continue
+            threshold = _below(scores, n, top, row.top_n_sigma)
+        elif kind == TOP_K:
             if not 0 < row.top_k < n:
                 continue
             weights[:n], changed = np.float32(1.0), True
@@ -198,7 +216,7 @@ def _filter(row, n, top, changed, tokens):
             pivot = np.float32(top + math.log(max((total - target) / n, SMALLEST)) / factor)
         else:
             keys, threshold = weights, np.float32(row.min_p)
-        if kind != MIN_P:
+        if kind in (TOP_K, TOP_P):
             threshold, ties = _threshold(keys, n, target, pivot, tokens)
             if kind == TOP_K and threshold > NONE:
                 ties = n
