@@ -253,7 +253,7 @@ def test_what_is_drawn_is_what_the_filters_leave(tmp_path):
     options = {"temperature": 1.3, "top_k": 40, "top_p": 0.8, "min_p": 0.05}
     answers = page.ask(*(("/v1/completions", body | options | {"seed": n}) for n in range(600)))
     ids = [answer["events"][0]["choices"][0]["logprobs"]["token_ids"][0] for answer in answers]
-    from tiedgpt.infer.options import GenerationConfig
+    from tiedgpt.infer.generation_config import GenerationConfig
     from tiedgpt.infer.sampling import filter_logits
 
     with torch.no_grad():

@@ -24,7 +24,7 @@ from tiedgpt.cli.source import (
 )
 from tiedgpt.errors import CorruptInputError, UserError
 from tiedgpt.files import read_json_lines, reading, writing
-from tiedgpt.infer.options import GenerationConfig
+from tiedgpt.infer.generation_config import GenerationConfig
 from tiedgpt.options import option
 
 if TYPE_CHECKING:

@@ -257,7 +257,7 @@ def _explain_unknown(argument: str, options: type, verb: str) -> UsageError:
         if any(field.name == "prompt" for field in known):
             hint = hint_at_prompt(argument)
         return UsageError(f"`tiedgpt {verb}` has no place for {argument!r}", hint)
-    from tiedgpt.infer.options import OTHER_NAMES as generation_names
+    from tiedgpt.infer.generation_config import OTHER_NAMES as generation_names
 
     typed = argument.partition("=")[0]
     name = typed.lstrip("-").replace("-", "_")

@@ -22,7 +22,7 @@ from tiedgpt.cli.source import (
     source_or_newest,
 )
 from tiedgpt.errors import UserError
-from tiedgpt.infer.options import require_positive
+from tiedgpt.infer.generation_config import require_positive
 from tiedgpt.options import option
 
 if TYPE_CHECKING:

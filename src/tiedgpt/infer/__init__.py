@@ -16,7 +16,7 @@ from tiedgpt.names import lazy_names
 
 if TYPE_CHECKING:
     from tiedgpt.infer.engine import Engine as Engine
-    from tiedgpt.infer.options import GenerationConfig as GenerationConfig
+    from tiedgpt.infer.generation_config import GenerationConfig as GenerationConfig
     from tiedgpt.infer.scoring import Scored as Scored
     from tiedgpt.infer.sequence import Completion as Completion
     from tiedgpt.infer.sequence import Token as Token
@@ -29,7 +29,7 @@ _HOMES = {
     "Completion": "infer.sequence",
     "Engine": "infer.engine",
     "Generation": "infer.worker",
-    "GenerationConfig": "infer.options",
+    "GenerationConfig": "infer.generation_config",
     "QueueFullError": "infer.worker",
     "Scored": "infer.scoring",
     "Token": "infer.sequence",

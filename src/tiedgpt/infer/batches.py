@@ -17,7 +17,7 @@ from typing import Any
 from tiedgpt.errors import UserError
 from tiedgpt.files import JSON_LINES, parse_json_lines, reading
 from tiedgpt.infer.engine import Engine
-from tiedgpt.infer.options import GenerationConfig, Prompt, with_options
+from tiedgpt.infer.generation_config import GenerationConfig, Prompt, with_options
 from tiedgpt.infer.worker import QUEUE_SIZE, Generation
 
 MOST_PENDING = QUEUE_SIZE // 2

@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 from tiedgpt.infer import filters
 from tiedgpt.infer.detokenizer import Detokenizer
 from tiedgpt.infer.filters import Array
-from tiedgpt.infer.options import EarlyStopping
+from tiedgpt.infer.generation_config import EarlyStopping
 from tiedgpt.infer.sampling import no_token_error
 from tiedgpt.infer.sequence import Completion, FinishReason, SequenceState
 from tiedgpt.infer.slots import Decoding, SlotPool, TokensToRun

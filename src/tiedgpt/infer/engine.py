@@ -20,9 +20,9 @@ from tiedgpt.core.config import GPTConfig
 from tiedgpt.errors import UserError
 from tiedgpt.infer.beam import search
 from tiedgpt.infer.constraints import Matcher, matcher_for
-from tiedgpt.infer.options import GenerationConfig, Prompt, require_positive, with_options
+from tiedgpt.infer.generation_config import GenerationConfig, Prompt, require_positive, with_options
 from tiedgpt.infer.prompts import one_or_many, prompt_ids, split_context
-from tiedgpt.infer.runners import BackendOptions, open_model, require_engine_options
+from tiedgpt.infer.runners import BackendOptions, open_parts, require_engine_options
 from tiedgpt.infer.scheduler import Request
 from tiedgpt.infer.scoring import score_text
 from tiedgpt.infer.sequence import SequenceState, Token, decode
@@ -72,7 +72,7 @@ class Engine:
         self.n_slots = require_positive("slots", slots)
         n_threads = None if threads is None else check_threads(threads)
         options = BackendOptions(precision, backend, n_threads)
-        self.runner, self.tokenizer, self.notes, self.end_ids = open_model(
+        self.runner, self.tokenizer, self.notes, self.end_ids = open_parts(
             model_or_source, options, tokenizer, resolve, config
         )
         is_fixed = isinstance(model_or_source, (str, os.PathLike)) or self.backend == "kernels"

@@ -8,7 +8,7 @@ from typing import cast
 
 from tiedgpt.core.config import GPTConfig
 from tiedgpt.errors import UserError
-from tiedgpt.infer.options import Prompt, is_id
+from tiedgpt.infer.generation_config import Prompt, is_id
 from tiedgpt.text import Tokenizer
 
 NOTHING_TO_SCORE = "a text to score must have a token after its context"

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, cast
 
 from tiedgpt.core.config import GPTConfig
 from tiedgpt.errors import UserError
-from tiedgpt.infer.options import nearest_name
+from tiedgpt.infer.generation_config import nearest_name
 from tiedgpt.infer.session import Runner
 from tiedgpt.text import Tokenizer
 from tiedgpt.weights.formats.packed import PackedModel, find_packed, open_packed
@@ -68,7 +68,7 @@ class BackendOptions:
             raise UserError("kernels compute fp32, bf16, int8 and int4, not fp16")
 
 
-class OpenModel(NamedTuple):
+class EngineParts(NamedTuple):
     """The parts of an engine."""
 
     runner: Runner
@@ -79,13 +79,13 @@ class OpenModel(NamedTuple):
     """Ids that end a text, beside the config's end-of-text token."""
 
 
-def open_model(
+def open_parts(
     model_or_source: GPT | str | os.PathLike[str],
     options: BackendOptions,
     tokenizer: Tokenizer | str | os.PathLike[str] | None,
     resolve: str | None,
     config: Mapping[str, Any],
-) -> OpenModel:
+) -> EngineParts:
     """Return the runner of a model or source, its tokenizer and notes; see `Engine`."""
     its_tokenizer = tokenizer_for(model_or_source, tokenizer)
     notes: tuple[str, ...] = ()
@@ -99,7 +99,7 @@ def open_model(
     else:
         runner = make_runner(model_or_source, options)
     notes += _compare_vocabularies(its_tokenizer, runner.config.vocab_size)
-    return OpenModel(runner, its_tokenizer, notes, end_ids)
+    return EngineParts(runner, its_tokenizer, notes, end_ids)
 
 
 def require_engine_options(config: Mapping[str, Any]) -> None:

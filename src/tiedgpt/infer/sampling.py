@@ -17,7 +17,7 @@ import numpy as np
 from tiedgpt.errors import UserError
 from tiedgpt.infer import filters
 from tiedgpt.infer.filters import Array, Ids
-from tiedgpt.infer.options import NEUTRAL, GenerationConfig
+from tiedgpt.infer.generation_config import NEUTRAL, GenerationConfig
 
 
 @dataclass(slots=True)

@@ -13,7 +13,7 @@ from tiedgpt.errors import UserError
 from tiedgpt.infer import filters
 from tiedgpt.infer.detokenizer import Detokenizer
 from tiedgpt.infer.filters import Array
-from tiedgpt.infer.options import GenerationConfig, Processor
+from tiedgpt.infer.generation_config import GenerationConfig, Processor
 from tiedgpt.infer.sampling import NextToken, SamplingInput, adjust_logits, check_ids
 from tiedgpt.infer.slots import SCORED_AT_ONCE, Decoding, SlotPool, TokensToRun
 from tiedgpt.text import Tokenizer

@@ -16,7 +16,7 @@ from fastapi.responses import JSONResponse, Response
 
 from tiedgpt.errors import UserError
 from tiedgpt.infer import Completion, Engine, GenerationConfig
-from tiedgpt.infer.options import Prompt
+from tiedgpt.infer.generation_config import Prompt
 from tiedgpt.serve.errors import APIError, api_error
 from tiedgpt.serve.logprobs import (
     Entry,

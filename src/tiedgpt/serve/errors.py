@@ -13,7 +13,7 @@ from starlette.exceptions import HTTPException
 
 from tiedgpt.errors import NoRoomError, TiedGPTError
 from tiedgpt.infer import ClosedError, QueueFullError
-from tiedgpt.infer.options import OTHER_NAMES
+from tiedgpt.infer.generation_config import OTHER_NAMES
 from tiedgpt.options import REMOVED_OPTIONS
 from tiedgpt.serve.schemas import EXPECTED
 

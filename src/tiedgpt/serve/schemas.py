@@ -23,7 +23,7 @@ from pydantic import (
 )
 
 from tiedgpt.errors import UserError
-from tiedgpt.infer.options import BOUNDS, GenerationConfig
+from tiedgpt.infer.generation_config import BOUNDS, GenerationConfig
 from tiedgpt.inspect.registry import Inspection
 
 MAX_FIELDS = 300

@@ -19,7 +19,7 @@ from fastapi.responses import StreamingResponse
 
 from tiedgpt.errors import UserError
 from tiedgpt.infer import Completion, Engine, Generation, GenerationConfig, Token
-from tiedgpt.infer.options import Prompt
+from tiedgpt.infer.generation_config import Prompt
 from tiedgpt.infer.prompts import prompt_ids
 from tiedgpt.serve.errors import APIError
 from tiedgpt.serve.metrics import Metrics

@@ -13,10 +13,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from tiedgpt.errors import UserError
+from tiedgpt.infer.generation_config import GenerationConfig
 from tiedgpt.infer.kernels.arguments import LANES, TokenLists
 from tiedgpt.infer.kernels.compile_cache import Kernel
 from tiedgpt.infer.kernels.thread_pool import ThreadPool
-from tiedgpt.infer.options import GenerationConfig
 from tiedgpt.infer.sampling import NextToken, SamplingInput, no_token_error
 
 Logits = NDArray[np.float32] | Sequence[NDArray[np.float32]]
