@@ -149,7 +149,7 @@ def test_a_figure_without_matplotlib_is_refused_before_the_model_is_read(monkeyp
 
 def test_a_table_may_have_the_whole_vocabulary(model):
     found = vocabulary(model)
-    n = 50_257
+    n = 10_000
     some = np.random.default_rng(0).random(n, np.float32)
     rows = replace(found.matrices[0], norm=some, centred_norm=some, prior_logit=some)
     found = replace(found, matrices=(rows,), pieces=tuple(f" word{i}" for i in range(n)))

@@ -107,13 +107,13 @@ def gradient_split(
         predict, by_h = torch.autograd.grad(loss, [head, cut])
         (read,) = torch.autograd.grad(h, wte, by_h)
         del h, cut, by_h
-        whole = torch.autograd.grad(gpt.loss(ids, targets[None]), list(matrices.values()))
-    norm_read, norm_predict = (_dot(part, part) ** 0.5 for part in (read, predict))
+        sums = torch.autograd.grad(gpt.loss(ids, targets[None]), list(matrices.values()))
+    norm_read, norm_predict = (_dot(g, g) ** 0.5 for g in (read, predict))
     lengths = norm_read * norm_predict
     split = [read, predict] if len(matrices) == 2 else [read + predict]
     apart = [
         float((both - parts).norm() / both.norm().clamp(min=1e-30))
-        for both, parts in zip(whole, split, strict=True)
+        for both, parts in zip(sums, split, strict=True)
     ]
     return GradientSplit(
         reads="wte.weight",
@@ -133,9 +133,9 @@ def gradient_split(
 
 def _matrices(model: GPT) -> dict[str, Tensor]:
     """Return the input matrix and, for an untied model, the output matrix."""
-    found: dict[str, Tensor] = {"wte.weight": model.wte.weight}
+    matrices: dict[str, Tensor] = {"wte.weight": model.wte.weight}
     if is_tied(model):
-        return found
+        return matrices
     layers = find_head_layers(model)
     if len(layers) != 1:
         raise UserError(
@@ -143,7 +143,7 @@ def _matrices(model: GPT) -> dict[str, Tensor]:
             "gradient is no one matrix's",
             hint="merge adapters first",
         )
-    return found | {f"{name}.weight": layer.weight for name, layer in layers.items()}
+    return matrices | {f"{name}.weight": layer.weight for name, layer in layers.items()}
 
 
 def _dot(a: Tensor, b: Tensor) -> float:
@@ -153,12 +153,12 @@ def _dot(a: Tensor, b: Tensor) -> float:
 
 
 @contextmanager
-def _only(model: GPT, wanted: Iterable[Tensor]) -> Iterator[None]:
+def _only(model: GPT, parameters: Iterable[Tensor]) -> Iterator[None]:
     """Require gradients for these parameters only, then restore `requires_grad`."""
     before = {parameter: parameter.requires_grad for parameter in model.parameters()}
     model.requires_grad_(False)
     try:
-        for parameter in wanted:
+        for parameter in parameters:
             parameter.requires_grad_()
         yield
     finally:

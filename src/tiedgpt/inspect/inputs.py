@@ -44,23 +44,23 @@ class InspectionInput:
         return {"ids": ids, "pieces": tuple(words[id] for id in ids.tolist()), "words": words}
 
 
-def index(given: int, n: int, name: str) -> int:
+def index(value: int, n: int, name: str) -> int:
     """Return an index from 0 to n - 1; a negative one counts from the end."""
-    if not -n <= given < n:
-        raise UserError(f"must be from 0 to {n - 1}, or -1 to -{n}, got {given}", option=name)
-    return given % n
+    if not -n <= value < n:
+        raise UserError(f"must be from 0 to {n - 1}, or -1 to -{n}, got {value}", option=name)
+    return value % n
 
 
-def token_id(given: int | str, tokenizer: Tokenizer | None, n: int, name: str) -> int:
+def token_id(value: int | str, tokenizer: Tokenizer | None, n: int, name: str) -> int:
     """Return the id of a token, given as an id or as its text; `UserError` if it is not one."""
-    if isinstance(given, int):
-        return index(given, n, name)
+    if isinstance(value, int):
+        return index(value, n, name)
     if tokenizer is None:
         raise UserError("needs a tokenizer to be a text", option=name, hint="give an id")
-    ids = tokenizer.encode(given)
+    ids = tokenizer.encode(value)
     if len(ids) != 1:
         raise UserError(
-            f"must be one token, got {len(ids)} for {given!r}",
+            f"must be one token, got {len(ids)} for {value!r}",
             option=name,
             hint="give one token's text, perhaps with a blank before it, or its id",
         )
@@ -71,8 +71,8 @@ def open_model(
     model: Model, tokenizer: Any, *, needed: bool = False
 ) -> tuple[GPT, Tokenizer | None]:
     """Return the GPT and its tokenizer; see `tokenizer_for`."""
-    found = tokenizer_for(model, tokenizer, needed=needed)
-    return model if isinstance(model, GPT) else GPT.from_pretrained(model), found
+    tokenizer = tokenizer_for(model, tokenizer, needed=needed)
+    return model if isinstance(model, GPT) else GPT.from_pretrained(model), tokenizer
 
 
 def open_input(model: Model, tokenizer: Any, text: Text, *, least: int = 1) -> InspectionInput:
@@ -90,10 +90,10 @@ def open_input(model: Model, tokenizer: Any, text: Text, *, least: int = 1) -> I
             tokenizer, text = None, tokenizer
     if isinstance(text, (str, Sequence)) and not text:
         raise UserError("the text is empty", hint="give at least a word")
-    gpt, found = open_model(model, tokenizer, needed=isinstance(text, str))
+    gpt, tokenizer = open_model(model, tokenizer, needed=isinstance(text, str))
     if isinstance(text, str):
-        assert found is not None
-        text = found.encode(text)
+        assert tokenizer is not None
+        text = tokenizer.encode(text)
     try:
         ids = np.asarray(text.cpu() if isinstance(text, Tensor) else text)
     except ValueError:  # lists of different lengths
@@ -117,7 +117,7 @@ def open_input(model: Model, tokenizer: Any, text: Text, *, least: int = 1) -> I
             "tokenizer belongs to another model"
         )
     device = next(gpt.parameters()).device
-    return InspectionInput(gpt, found, torch.from_numpy(ids.astype(np.int64))[None].to(device))
+    return InspectionInput(gpt, tokenizer, torch.from_numpy(ids.astype(np.int64))[None].to(device))
 
 
 def piece(tokenizer: Tokenizer | None, id: int) -> str:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from contextlib import ExitStack
+from contextlib import AbstractContextManager, ExitStack
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, Literal
@@ -137,20 +137,20 @@ def lens(
             last = logits_of(gpt, gpt.ln_f(states[-1][:, rows]))
             for number, state in enumerate(states):
                 logits = logits_of(gpt, gpt.ln_f(state[:, rows]))
-                part = measure(logits, targets[rows], top) | {"kl": kl_bits(last, logits)}
-                write_chunk(columns, (len(states), ids.shape[1]), (number, rows), part)
+                chunk = measure(logits, targets[rows], top) | {"kl": kl_bits(last, logits)}
+                write_chunk(columns, (len(states), ids.shape[1]), (number, rows), chunk)
         there = [logits_of(gpt, gpt.ln_f(state[:, at : at + 1])) for state in states]
         watch = torch.tensor(list(dict.fromkeys(int(one.argmax()) for one in reversed(there))))
         watched = join(logits.log_softmax(-1)[:, watch] for logits in there)
-    made = {name: numpy(values) for name, values in columns.items()}
+    arrays = {name: numpy(values) for name, values in columns.items()}
     return Lens(
-        **inputs.text(numpy(watch), made["top_ids"]),
+        **inputs.text(numpy(watch), arrays["top_ids"]),
         layers=layers,
-        top_ids=made["top_ids"],
-        top_logprob=made["top_logprob"],
-        target_logprob=made["logprob"],
-        target_rank=made["rank"],
-        kl_bits=made["kl"],
+        top_ids=arrays["top_ids"],
+        top_logprob=arrays["top_logprob"],
+        target_logprob=arrays["logprob"],
+        target_rank=arrays["rank"],
+        kl_bits=arrays["kl"],
         state_norm=join(state.norm(dim=-1) for state in states),
         position=at,
         watch=numpy(watch),
@@ -162,8 +162,8 @@ def _states(model: GPT, ids: Tensor, after_attention: bool) -> tuple[tuple[str, 
     """Return the names and the states (1, T, D) of the residual stream, in order."""
     between: list[Tensor] = []
 
-    def keep(_: nn.Module, given: tuple[Tensor, ...]) -> None:
-        between.append(given[0])
+    def keep(_: nn.Module, arguments: tuple[Tensor, ...]) -> None:
+        between.append(arguments[0])
 
     names, states = ["wte + wpe"], list[Tensor]()
     blocks: Any = model.h if after_attention else ()
@@ -241,14 +241,14 @@ def attention(
     A negative `layer` counts from the last. Other arguments and errors are those of `positions`.
     """
     inputs = open_input(model, tokenizer, text)
-    gpt, kept = inputs.model, index(layer, inputs.model.config.n_layer, "layer")
-    shown, numbers = list[Tensor](), list[Tensor]()
+    gpt, selected = inputs.model, index(layer, inputs.model.config.n_layer, "layer")
+    selected_heads, numbers = list[Tensor](), list[Tensor]()
     blocks: Any = gpt.h
 
     def look(attn: Attention, _: nn.Module, __: Any, qkv: Tensor) -> None:
         q, k, weights = _heads(attn, qkv[0])
-        if len(numbers) == kept:
-            shown.extend((q, k, weights))
+        if len(numbers) == selected:
+            selected_heads.extend((q, k, weights))
         several = weights[:, 1:]  # queries 1 to T - 1
         shares = several[..., 0].mean(1), several.diagonal(dim1=1, dim2=2).mean(1)
         numbers.append(torch.stack([entropy_bits(several).mean(1), *shares]))
@@ -260,10 +260,10 @@ def attention(
     entropy, first_share, previous_share = numpy(torch.stack(numbers, 1))
     return AttentionMaps(
         **inputs.text(),
-        layer=kept,
-        queries=numpy(shown[0]),
-        keys=numpy(shown[1]),
-        patterns=numpy(shown[2]),
+        layer=selected,
+        queries=numpy(selected_heads[0]),
+        keys=numpy(selected_heads[1]),
+        patterns=numpy(selected_heads[2]),
         entropy=entropy,
         first_share=first_share,
         previous_share=previous_share,
@@ -315,12 +315,12 @@ class Ablation(Result):
         heads = Grid("without a head", "head", "layer", unit, values, texts, signed=True)
         layers = [str(layer) for layer in range(len(self.mlp))]
         parts = lines({"attention": self.attention, "MLP": self.mlp}, marked=True)
-        whole = Panel(
+        layer_parts = Panel(
             "without a layer's attention, or MLP", "layer", parts, y_label=unit, x_names=layers
         )
         instead = {"zero": "zero", "mean": "its mean"}[self.mode]
         title = f"loss {self.loss:.3f} nats; a part's output is replaced by {instead}"
-        return title, [heads, whole]
+        return title, [heads, layer_parts]
 
 
 @torch.no_grad()
@@ -347,45 +347,59 @@ def ablate(
     def replaced(x: Tensor) -> Tensor:
         return x.mean(1, keepdim=True).expand_as(x) if mode == "mean" else torch.zeros_like(x)
 
-    def one_head_each(_: nn.Module, given: tuple[Tensor, ...]) -> Tensor:
-        x = given[0].unflatten(-1, (n_head, width)).clone()  # (H, T, H, D/H)
+    def one_head_each(x: Tensor) -> Tensor:
+        x = x.unflatten(-1, (n_head, width)).clone()  # (H, T, H, D/H)
         for head in range(n_head):  # sequence i is without head i
             x[head : head + 1, :, head] = replaced(x[head : head + 1, :, head])
         return x.flatten(2)
 
-    blocks: Any = gpt.h
+    changes = {"heads": one_head_each, "attention": replaced, "mlp": replaced}
     lost = np.zeros((n_layer, n_head + 2))
     with eval_mode(gpt):
         *states, last = gpt.states(ids)
-        whole = _losses(gpt, last, ids)[0]
-        for layer, (state, block) in enumerate(zip(states, blocks, strict=True)):
-            hook = block.attn.c_proj.register_forward_pre_hook(one_head_each)
-            losses = _onwards(gpt, layer, state.expand(n_head, -1, -1), ids, hook)
-            for part in (block.attn, block.mlp):
-                hook = part.register_forward_hook(lambda _, __, out: replaced(out))
-                losses += _onwards(gpt, layer, state, ids, hook)
-            lost[layer] = np.subtract(losses, whole)
+        loss = _losses(gpt, last, ids)[0]
+        for layer, state in enumerate(states):
+            losses = list[float]()
+            for name, change in changes.items():
+                rows = state.expand(n_head if name == "heads" else 1, -1, -1)
+                hook = replace_activation(gpt, layer, name, change)
+                losses += _losses(gpt, run_layers(gpt, layer, rows, hook), ids)
+            lost[layer] = np.subtract(losses, loss)
             if progress is not None:
                 progress(layer + 1, n_layer)
     return Ablation(
         ids=numpy(ids[0]),
         mode=mode,
-        loss=whole,
+        loss=loss,
         heads=lost[:, :n_head],
         attention=lost[:, n_head],
         mlp=lost[:, n_head + 1],
     )
 
 
-def _onwards(
-    model: GPT, layer: int, state: Tensor, ids: Tensor, hook: RemovableHandle
-) -> list[float]:
-    """Return the losses (B,) of states (B, T, D) entering a layer; remove its hook."""
+def replace_activation(
+    model: GPT, layer: int, name: str, change: Callable[[Tensor], Any]
+) -> RemovableHandle:
+    """Replace a layer's "heads", "attention" or "mlp" (B, T, D) by the result of `change`.
+
+    The replacement lasts until the returned hook is removed.
+    """
+    block: Any = model.h[layer]
+    if name == "heads":
+        return block.attn.c_proj.register_forward_pre_hook(lambda _, x: change(x[0]))
+    module: nn.Module = block.attn if name == "attention" else block.mlp
+    return module.register_forward_hook(lambda _, __, out: change(out))
+
+
+def run_layers(
+    model: GPT, layer: int, state: Tensor, hook: AbstractContextManager[object]
+) -> Tensor:
+    """Return the last state for a state (B, T, D) entering a layer, whose hook is then removed."""
     with hook:
         state = model.h[layer](state, layer)
     for later in range(layer + 1, len(model.h)):
         state = model.h[later](state, later)
-    return _losses(model, state, ids)
+    return state
 
 
 def _losses(model: GPT, state: Tensor, ids: Tensor) -> list[float]:

@@ -9,7 +9,7 @@ Editing Factual Associations in GPT"). Each score is computed exactly, by a sepa
 from __future__ import annotations
 
 from collections.abc import Callable
-from contextlib import ExitStack, nullcontext
+from contextlib import AbstractContextManager, ExitStack, nullcontext
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -22,6 +22,7 @@ from tiedgpt.core.model import GPT
 from tiedgpt.errors import UserError
 from tiedgpt.inspect.distributions import ROWS, logits_of
 from tiedgpt.inspect.inputs import Model, Text, numpy, open_input, token_id
+from tiedgpt.inspect.layers import replace_activation, run_layers
 from tiedgpt.inspect.results import SHOWN_ROWS, Figure, Result, token_axis
 from tiedgpt.plots.panel import Grid, Panel
 from tiedgpt.plots.table import number_cell, number_table, token_cells, visible
@@ -126,19 +127,25 @@ def patch(
     n_layer, n_head, width = gpt.config.n_layer, gpt.config.n_head, gpt.config.head_dim
     each_position = torch.eye(n_tokens, dtype=torch.bool)[..., None]  # (T, T, 1)
     each_head = torch.eye(n_head, dtype=torch.bool).repeat_interleave(width, 1)[:, None]  # (H,1,D)
-    masks = {part: each_position for part in PARTS} | {"heads": each_head}
+    masks = {name: each_position for name in PARTS} | {"heads": each_head}
     scores: dict[str, Any] = {p: np.zeros((n_layer, len(mask))) for p, mask in masks.items()}
     with eval_mode(gpt):
-        kept = _activations(gpt, clean.ids)
+        activations = _activations(gpt, clean.ids)
         *entering, last = gpt.states(other.ids)
         for layer, state in enumerate(entering):
-            for part, mask in masks.items():
-                scores[part][layer] = _patch(
-                    gpt, layer, state, part, mask.to(state.device), kept[part][layer], measure
+            for name, mask in masks.items():
+                scores[name][layer] = _patch(
+                    gpt,
+                    layer,
+                    state,
+                    name,
+                    mask.to(state.device),
+                    activations[name][layer],
+                    measure,
                 )
             if progress is not None:
                 progress(layer + 1, n_layer)
-        ends = [float(measure(state)[0]) for state in (kept["residual"][-1], last)]
+        ends = [float(measure(state)[0]) for state in (activations["residual"][-1], last)]
     named = np.array([right, foil if foil >= 0 else right])
     return Patching(
         **clean.text(numpy(other.ids[0]), named),
@@ -151,27 +158,20 @@ def patch(
     )
 
 
-def _watch(model: GPT, layer: int, part: str, change: Callable[[Tensor], Any]) -> Any:
-    """Replace an activation (B, T, D) by the result of `change` when it is computed."""
-    block: Any = model.h[layer]
-    if part == "heads":
-        return block.attn.c_proj.register_forward_pre_hook(lambda _, given: change(given[0]))
-    module = block.attn if part == "attention" else block.mlp
-    return module.register_forward_hook(lambda _, __, out: change(out))
-
-
 def _activations(model: GPT, ids: Tensor) -> dict[str, list[Tensor]]:
     """Return the activations (1, T, D) of each part by layer, and of `residual` the last state."""
-    kept: dict[str, list[Tensor]] = {part: [] for part in PARTS}
+    activations: dict[str, list[Tensor]] = {name: [] for name in PARTS}
     with ExitStack() as hooks:
         for layer in range(len(model.h)):
-            for part in PARTS[1:]:
-                hooks.enter_context(_watch(model, layer, part, kept[part].append))
-        return kept | {"residual": list(model.states(ids))}
+            for name in PARTS[1:]:
+                hooks.enter_context(
+                    replace_activation(model, layer, name, activations[name].append)
+                )
+        return activations | {"residual": list(model.states(ids))}
 
 
 def _patch(
-    model: GPT, layer: int, state: Tensor, part: str, masks: Tensor, clean: Tensor, measure: Measure
+    model: GPT, layer: int, state: Tensor, name: str, masks: Tensor, clean: Tensor, measure: Measure
 ) -> np.ndarray:
     """Return the scores (B,) of `state` (1, T, D) entering a layer, patched where each mask says.
 
@@ -179,11 +179,11 @@ def _patch(
     """
     scores = []
     for mask in masks.split(ROWS):
-        states, change = state.expand(len(mask), -1, -1), partial(torch.where, mask, clean)
-        is_state = part == "residual"
-        with nullcontext() if is_state else _watch(model, layer, part, change):
-            states = model.h[layer](change(states) if is_state else states, layer)
-        for later in range(layer + 1, len(model.h)):
-            states = model.h[later](states, later)
-        scores.append(measure(states))
+        states = state.expand(len(mask), -1, -1)
+        hook: AbstractContextManager[object] = nullcontext()
+        if name == "residual":
+            states = torch.where(mask, clean, states)
+        else:
+            hook = replace_activation(model, layer, name, partial(torch.where, mask, clean))
+        scores.append(measure(run_layers(model, layer, states, hook)))
     return numpy(torch.cat(scores))

@@ -123,7 +123,7 @@ def positions(
     """
     inputs = open_input(model, tokenizer, text)
     gpt, ids, targets = inputs.model, inputs.ids, inputs.targets
-    found: dict[str, Tensor] = {}
+    statistics: dict[str, Tensor] = {}
     with eval_mode(gpt):
         h = gpt.body(ids)
         replaced, other = None, h
@@ -131,14 +131,14 @@ def positions(
             replaced, other = _replace_token(inputs, replace_at, replace_with)
         for rows in chunks(ids.shape[1]):
             logits = logits_of(gpt, h[:, rows])
-            part = measure(logits, targets[rows], top)
-            part["entropy_bits"] = entropy_bits(logits.softmax(-1))
+            chunk = measure(logits, targets[rows], top)
+            chunk["entropy_bits"] = entropy_bits(logits.softmax(-1))
             if replaced is not None:
                 moved = logits_of(gpt, other[:, rows])
                 same = moved == logits  # where both are -inf, their difference is NaN
-                part["max_abs_change"] = (moved - logits).masked_fill(same, 0).abs().amax(-1)
-            write_chunk(found, targets.shape, rows, part)
-    columns = {name: numpy(values) for name, values in found.items()}
+                chunk["max_abs_change"] = (moved - logits).masked_fill(same, 0).abs().amax(-1)
+            write_chunk(statistics, targets.shape, rows, chunk)
+    columns = {name: numpy(values) for name, values in statistics.items()}
     surprisal = -columns["logprob"] / np.log(2).astype(columns["logprob"].dtype)
     nats = -columns["logprob"][:-1].astype(np.float64)
     return Positions(

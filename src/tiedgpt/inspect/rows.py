@@ -190,13 +190,13 @@ def vocabulary(
 
     Raises `UserError` for counts of another vocabulary and for a nonlinear head.
     """
-    gpt, found = open_model(model, tokenizer)
+    gpt, tokenizer = open_model(model, tokenizer)
     size, where = gpt.config.vocab_size, "the counts given"
     if counts is None and isinstance(model, (str, os.PathLike)) and shards_in(model):
         counts = model
     if isinstance(counts, (str, os.PathLike)):
         where = os.fspath(counts)
-        counts = _counted(where, found, size)
+        counts = _counted(where, tokenizer, size)
     counts = None if counts is None else np.asarray(counts)
     if counts is not None and not (
         counts.shape == (size,)
@@ -215,14 +215,16 @@ def vocabulary(
     with eval_mode(gpt):
         bias = final_bias(gpt)
         matrices = [_rows(x, bias, counts, sample) for x in finite_vocab_matrices(gpt)]
-    pieces = tuple(piece(found, id) for id in range(size))
+    pieces = tuple(piece(tokenizer, id) for id in range(size))
     return Vocabulary(
         matrices=tuple(matrices),
         count=counts,
         counted_in=None if counts is None else where,
         unseen=None if counts is None else np.flatnonzero(counts == 0),
-        reachable=None if found is None else _reachable(found, size),
-        fragment=None if found is None else np.array([x.startswith("bytes:\\x") for x in pieces]),
+        reachable=None if tokenizer is None else _reachable(tokenizer, size),
+        fragment=None
+        if tokenizer is None
+        else np.array([x.startswith("bytes:\\x") for x in pieces]),
         pieces=pieces,
     )
 

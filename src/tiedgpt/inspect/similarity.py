@@ -82,14 +82,14 @@ def neighbours(
     `model` and `tokenizer` are those of `positions`; `token` is an id or the text of one token.
     Raises `UserError` for a text of several tokens, an id out of range and a nonlinear head.
     """
-    gpt, found = open_model(model, tokenizer, needed=isinstance(token, str))
+    gpt, tokenizer = open_model(model, tokenizer, needed=isinstance(token, str))
     if top < 1:
         raise UserError(f"must be at least 1, got {top}", option="top")
-    id = token_id(token, found, gpt.config.vocab_size, "token")
+    id = token_id(token, tokenizer, gpt.config.vocab_size, "token")
     with eval_mode(gpt):
         matrices = tuple(_nearest(matrix, id, top) for matrix in finite_vocab_matrices(gpt))
     named = [np.r_[id, near.dot_ids, near.cos_ids, near.centred_cos_ids] for near in matrices]
-    words = {j: piece(found, j) for j in np.unique(named).tolist()}
+    words = {j: piece(tokenizer, j) for j in np.unique(named).tolist()}
     return Neighbours(id=id, piece=words[id], matrices=matrices, words=words)
 
 

@@ -90,12 +90,12 @@ def direction(
     """
     if top < 1:
         raise UserError(f"must be at least 1, got {top}", option="top")
-    gpt, found = open_model(model, tokenizer, needed=True)
+    gpt, tokenizer = open_model(model, tokenizer, needed=True)
     n_layer = gpt.config.n_layer
     at = n_layer // 2 if layer is None else index(layer, n_layer, "layer")
     with eval_mode(gpt):
-        up = _states_of(gpt, found, toward, at, "toward")
-        down = _states_of(gpt, found, away, at, "away")
+        up = _states_of(gpt, tokenizer, toward, at, "toward")
+        down = _states_of(gpt, tokenizer, away, at, "away")
         vector, middle = up.mean(0) - down.mean(0), (up.mean(0) + down.mean(0)) / 2
         norm = float(vector.norm())
         if not norm:
@@ -114,7 +114,7 @@ def direction(
         away=numpy((down - middle) @ vector / (norm**2 / 2)),
         ids=ids,
         push=numpy(torch.stack([each.values for each in ends])),
-        words={int(id): piece(found, int(id)) for id in ids.flat},
+        words={int(id): piece(tokenizer, int(id)) for id in ids.flat},
     )
 
 
@@ -170,8 +170,8 @@ def read_direction(path: Path) -> tuple[int, np.ndarray]:
 
     Raises `UserError` for a missing file, `CorruptInputError` for other content.
     """
-    found = read_json(path)
-    layer, vector = found.get("layer"), found.get("vector")
+    fields = read_json(path)
+    layer, vector = fields.get("layer"), fields.get("vector")
     is_vector = isinstance(vector, list) and all(type(x) in (int, float) for x in vector)
     if type(layer) is not int or not vector or not is_vector:
         hint = "write one with `tiedgpt inspect direction --format json`"
