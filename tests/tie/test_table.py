@@ -1,5 +1,5 @@
-"""Loading, `tie audit`, `tie show` and `tie fix` agree on every file: a table of formats, claims
-and contents, through public functions alone.
+"""Loading, `tie audit`, `tie show`, `tie fix` and surgery agree on every file: a table of formats,
+claims and contents, through public functions alone.
 
 A cell is a format, a claim in the file, a claim in the config.json beside it, and what the file
 holds: one matrix, two equal ones, two that differ, two views of one storage, one transposed, or
@@ -24,7 +24,7 @@ from tests.weights.llmc_files import write_checkpoint
 from tiedgpt import GPT, GPTConfig
 from tiedgpt.cli.main import main
 from tiedgpt.errors import CorruptInputError, TiedGPTError
-from tiedgpt.tie import audit, fix, ledger
+from tiedgpt.tie import audit, fix, ledger, tie, untie
 
 HEAD_BIAS = "lm_head.bias"
 SOUND = {"tied": "tied", "tied, stored twice": "tied", "untied as claimed": "untied"}
@@ -208,6 +208,11 @@ def disagreements(home: Path, cell: tuple, capsys) -> Iterator[str]:
         once_in_the_file = V * D if (content, kind(loaded)) == ("views", "untied") else 0
         if counted.total + once_in_the_file != sum(p.numel() for p in loaded.parameters()):
             yield f"ledger: {counted.total} parameters, not those that are loaded"
+    if kind(loaded) != "error":
+        operation, verdict = (untie, "untied as claimed") if loaded.head is None else (tie, "tied")
+        operation(loaded)
+        if audit(loaded).verdict != verdict:
+            yield f"{operation.__name__}: {audit(loaded).verdict}, expected: {verdict}"
     capsys.readouterr()
     main(["tie", "show", str(path), "--format", "json"])
     if json.loads(capsys.readouterr().out) != json.loads(json.dumps(counted.as_dict())):
