@@ -24,8 +24,8 @@ import torch
 from torch import Tensor
 
 from tiedgpt import GPT, GPTConfig
-from tiedgpt.train import fast_training, muon
-from tiedgpt.train.optim import Optimizers, optimizers, parameter_groups
+from tiedgpt.train import fast_training
+from tiedgpt.train.optim import Optimizers, muon, optimizers, parameter_groups
 from tiedgpt.train.options import SIZES
 
 CONTEXT, ROWS, WARMUP = 128, 16, 100
@@ -230,7 +230,7 @@ def make_optimizers(variant: Variant, model: GPT, size: str) -> tuple[Optimizers
         group["momentum"] = variant.momentum
     if variant.muon is not None:
         muons.__class__ = variant.muon
-    names = [g.name for rule in ("adamw", "muon") for g in groups if g.rule == rule]
+    names = [g.name for name in ("adamw", "muon") for g in groups if g.optimizer == name]
     factors = [
         next((x for start, x in variant.rates.items() if name.startswith(start)), 1.0)
         for name in names

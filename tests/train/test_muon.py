@@ -6,8 +6,8 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from tiedgpt.train import muon
-from tiedgpt.train.muon import Muon, newton_schulz
+from tiedgpt.train.optim import muon
+from tiedgpt.train.optim.muon import Muon, newton_schulz
 
 SHAPES = [(24, 8), (8, 24), (8, 8), (12, 8), (24, 8), (40, 8)]
 

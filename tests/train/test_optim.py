@@ -3,8 +3,12 @@ import dataclasses
 import pytest
 import torch
 
+from tests.train.conftest import assert_same
 from tiedgpt import GPT
-from tiedgpt.train.optim import optimizers, parameter_groups
+from tiedgpt.errors import UserError
+from tiedgpt.train.optim import OPTIMIZERS, optimizers, parameter_groups, scale_lr_to_width
+from tiedgpt.train.optim.spec import OptimizerSpec
+from tiedgpt.weights.containers import SafetensorsFile
 
 
 @pytest.mark.parametrize("tied", [True, False])
@@ -23,7 +27,7 @@ def test_the_shared_matrix_is_a_group_of_its_own_with_its_policy_in_words(tiny):
     first, *others = parameter_groups(tiny, matrices="muon", weight_decay=0.1)
     assert list(first.parameters) == ["wte.weight"]
     assert str(first) == "W, which reads and predicts: 3,104 parameters, AdamW, no decay"
-    assert {g.name: (g.rule, g.weight_decay) for g in others} == {
+    assert {g.name: (g.optimizer, g.weight_decay) for g in others} == {
         "positions": ("adamw", 0.0),
         "queries, keys and values": ("muon", 0.1),
         "matrices of the blocks": ("muon", 0.1),
@@ -67,3 +71,39 @@ def test_a_step_moves_the_shared_matrix_once(tiny, ids):
     assert moved.max().item() == pytest.approx(1e-2, rel=1e-3)
     (holder,) = (optimizer for optimizer in made if tiny.wte.weight in optimizer.state)
     assert holder.state[tiny.wte.weight]["step"] == 1
+
+
+class Lion(torch.optim.Optimizer):
+    """Lion (Chen et al. 2023, arXiv 2302.06675)."""
+
+    @torch.no_grad()
+    def step(self, closure=None):
+        for group in self.param_groups:
+            for p in group["params"]:
+                momentum = self.state[p].setdefault("momentum", torch.zeros_like(p))
+                direction = momentum.lerp(p.grad, 0.1).sign()
+                p.mul_(1 - group["lr"] * group["weight_decay"]).sub_(direction * group["lr"])
+                momentum.lerp_(p.grad, 0.01)
+
+
+def build_lion(groups, lr):
+    return Lion(groups, {"lr": lr})
+
+
+def test_a_third_optimizer_is_one_record(trial, monkeypatch):
+    lion = OptimizerSpec(name="lion", label="Lion", build=build_lion, moments=1, width_exponent=1.0)
+    monkeypatch.setitem(OPTIMIZERS, "lion", lion)
+    whole, parts = (trial(name, optimizer="lion", lr=1e-3) for name in ("whole", "parts"))
+    *_, ended = whole.train()
+    assert ended.finished
+    parts.train(stop_after=3)
+    parts.train()
+    assert_same(whole, parts)
+    saved = SafetensorsFile.open(whole.newest("optimizer.safetensors")).entries
+    assert {"h.0.mlp.c_fc.weight/momentum", "wte.weight/exp_avg"} < set(saved)
+    assert scale_lr_to_width(1e-3, width=128, to=512, optimizer="lion") == 2.5e-4
+
+
+def test_an_unknown_optimizer_is_named(tiny):
+    with pytest.raises(UserError, match="'sgd': there are adamw, muon"):
+        parameter_groups(tiny, matrices="sgd", weight_decay=0.1)

@@ -146,7 +146,7 @@ def muon(processes):
         torch.manual_seed(7)
         model = place.place(GPT(GPTConfig(**SHAPE)))
         groups = parameter_groups(model, matrices="muon", weight_decay=0.1)
-        rules = place.optimizers(optimizers(groups, lr=1e-2))
+        rules = optimizers(groups, lr=1e-2, is_sharded=place.n_shards > 1)
         for _ in range(2):
             for parameter in model.parameters():
                 parameter.grad = parameter.detach() * 0.5 + 0.01

@@ -9,8 +9,8 @@ import pytest
 from tests.train.conftest import PLAN
 from tiedgpt import GPTConfig
 from tiedgpt.errors import CorruptInputError, NoRoomError, UserError
+from tiedgpt.train.optim import scale_lr_to_width
 from tiedgpt.train.options import SIZES, TrainOptions, parse_bytes
-from tiedgpt.train.plan import scale_lr_to_width
 from tiedgpt.train.planning import (
     CANDIDATE_SIZES,
     MAX_AUTO_EPOCHS,
@@ -434,8 +434,8 @@ def test_a_plan_with_impossible_numbers_is_refused(damage):
 
 
 def test_the_learning_rate_scales_with_the_width_for_adamw_and_its_root_for_muon():
-    assert scale_lr_to_width(1e-3, width=128, to=512, rule="adamw") == pytest.approx(2.5e-4)
-    assert scale_lr_to_width(1e-3, width=128, to=512, rule="muon") == pytest.approx(5e-4)
+    assert scale_lr_to_width(1e-3, width=128, to=512, optimizer="adamw") == pytest.approx(2.5e-4)
+    assert scale_lr_to_width(1e-3, width=128, to=512, optimizer="muon") == pytest.approx(5e-4)
     size, options = SIZES["tiny"], TrainOptions(size="tiny", width=512, steps=5)
     config, muon = plan(options)
     assert (config.n_embd, config.n_head, config.n_layer) == (512, 16, size.n_layer)

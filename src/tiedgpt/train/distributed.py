@@ -24,7 +24,6 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from tiedgpt.errors import DivergedError, TiedGPTError, UserError
-from tiedgpt.train.muon import Muon
 from tiedgpt.train.objective import Arrays, Loss, LossModule, Model, Objective, body_of, on_device
 from tiedgpt.train.plan import Plan
 
@@ -85,10 +84,6 @@ class Processes:
         if self._loss_module is None:
             self._loss_module = torch.nn.parallel.DistributedDataParallel(LossModule(model))
         return self._loss_module
-
-    def optimizers(self, rules: list[torch.optim.Optimizer]) -> list[torch.optim.Optimizer]:
-        """Return the optimizers, adapted to sharded parameters."""
-        return rules
 
     def reseed(self, seed: int, step: int) -> None:
         """Seed the dropout of the processes other than rank 0 by (seed, rank, step).
@@ -151,7 +146,7 @@ class Processes:
 
     def clip(self, parameters: Iterable[Tensor], limit: float) -> Tensor:
         """Scale the gradients to a norm of at most `limit`; return the norm, (), before that."""
-        return _full(torch.nn.utils.clip_grad_norm_(parameters, limit))
+        return full_tensor(torch.nn.utils.clip_grad_norm_(parameters, limit))
 
     def any(self, flag: bool) -> bool:
         """Return whether the flag is set in any process."""
@@ -251,13 +246,6 @@ class Shards(Processes):
         """Return the `LossModule` that was sharded last."""
         return self._loss_module
 
-    def optimizers(self, rules: list[torch.optim.Optimizer]) -> list[torch.optim.Optimizer]:
-        """Replace Muon, whose update needs the whole matrix, by `WholeMuon`."""
-        return [
-            WholeMuon(rule.param_groups, **rule.defaults) if isinstance(rule, Muon) else rule
-            for rule in rules
-        ]
-
     def gradient_sync(self, part: MicroBatch) -> AbstractContextManager[Any]:
         """Reduce gradients in every micro-batch; unsharded ones would take a model's memory."""
         return nullcontext()
@@ -276,29 +264,8 @@ class Shards(Processes):
 
     def full_state_dict(self, tensors: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
         """Gather the tensors on rank 0's CPU, one after the other."""
-        gathered = ((name, _full(tensor.detach())) for name, tensor in tensors.items())
+        gathered = ((name, full_tensor(tensor.detach())) for name, tensor in tensors.items())
         return {name: tensor.cpu() for name, tensor in gathered if self.is_main}
-
-
-class WholeMuon(Muon):
-    """Muon for sharded parameters; its update equals that of one process.
-
-    Each matrix is gathered for its update, with its gradient and its momentum, one at a time.
-    """
-
-    @torch.no_grad()
-    def step(self, closure: Any = None) -> None:  # type: ignore[override]
-        """Update every parameter that has a gradient."""
-        for group in self.param_groups:
-            for part in (p for p in group["params"] if p.grad is not None):
-                matrix = nn.Parameter(_full(part))
-                matrix.grad = _full(part.grad)
-                rule = Muon([group | {"params": [matrix]}])
-                rule.state[matrix] = {k: _full(v) for k, v in self.state[part].items()}
-                rule.step()
-                part.copy_(distribute_like(matrix.detach(), part))
-                held = rule.state[matrix].items()
-                self.state[part] = {key: distribute_like(value, part) for key, value in held}
 
 
 def distribute_like(tensor: Tensor, parameter: Tensor) -> Tensor:
@@ -318,7 +285,8 @@ def local_shard(tensor: Tensor) -> Tensor:
     return tensor.to_local() if hasattr(tensor, "to_local") else tensor
 
 
-def _full(tensor: Tensor) -> Tensor:
+def full_tensor(tensor: Tensor) -> Tensor:
+    """Return the whole tensor, gathered if it is sharded."""
     return tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor
 
 

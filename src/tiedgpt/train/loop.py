@@ -104,8 +104,9 @@ class Trainer:
         if not list_checkpoints(run.checkpoints):
             objective.begin(model)
         self.model: Model = self.processes.place(prepare_blocks(model, plan))
-        self.groups, optimizers = make_optimizers(objective, self.model, plan)
-        self.optimizers = self.processes.optimizers(optimizers)
+        self.groups, self.optimizers = make_optimizers(
+            objective, self.model, plan, is_sharded=self.processes.n_shards > 1
+        )
         self.measures = Measures(
             self.model, data, plan.dtype, self.processes.device, self.processes.size
         )

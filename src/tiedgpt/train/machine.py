@@ -178,8 +178,9 @@ class SpeedMeasurement:
         rows = min(plan.batch_size, max(processes.size, int(MEASURED_FLOPS / row_flops)))
         plan = replace(plan, batch_size=rows, micro_batch=min(plan.micro_batch, rows))
         model = processes.place(prepare_blocks(objective.build().train(), plan))
-        _, rules = make_optimizers(objective, model, replace(plan, lr=1e-5))
-        optimizers = processes.optimizers(rules)
+        is_sharded = processes.n_shards > 1
+        slow = replace(plan, lr=1e-5)
+        _, optimizers = make_optimizers(objective, model, slow, is_sharded=is_sharded)
         batch_of = data.batches(plan.batch_size, plan.seed)
 
         def measure_step() -> float:

@@ -24,7 +24,7 @@ from tiedgpt.options import (
     option_of_verb,
 )
 from tiedgpt.train.objectives import ObjectiveRecord, find_record
-from tiedgpt.train.plan import Keep, Rule, Schedule, scale_lr_to_width
+from tiedgpt.train.plan import Keep, OptimizerName, Schedule
 
 if TYPE_CHECKING:
     from tiedgpt.train.planning import Facts
@@ -614,15 +614,17 @@ class TrainOptions(  # the help lists the options of the last one first
         return fields | {"size": self.named_size if self.start is None else ""}
 
     def _train_defaults(self, config: GPTConfig) -> dict[str, Any]:
+        from tiedgpt.train.optim import scale_lr_to_width  # torch, which parsing must not load
+
         size, is_fresh = self.shape, self.start is None
-        usual: Rule = "muon" if is_fresh else "adamw"
-        rule = usual if self.optimizer == "auto" else self.optimizer
-        rate = size.lr if rule == "muon" or size.lr_adamw is None else size.lr_adamw
-        rate = scale_lr_to_width(rate, width=size.n_embd, to=config.n_embd, rule=rule)
+        usual: OptimizerName = "muon" if is_fresh else "adamw"
+        optimizer = usual if self.optimizer == "auto" else self.optimizer
+        lr = size.lr if optimizer == "muon" or size.lr_adamw is None else size.lr_adamw
+        lr = scale_lr_to_width(lr, width=size.n_embd, to=config.n_embd, optimizer=optimizer)
         batch = size.batch_size if is_fresh else START_BATCH
         return {
-            "optimizer": rule,
-            "lr": rate if is_fresh else START_RATE / config.n_embd,
+            "optimizer": optimizer,
+            "lr": lr if is_fresh else START_RATE / config.n_embd,
             "batch_size": self.objective_record.batch_size or batch,
             "weight_decay": size.weight_decay if is_fresh else 0.1,
             "patience": None,

@@ -11,8 +11,8 @@ from tiedgpt.errors import CorruptInputError
 if TYPE_CHECKING:
     import torch
 
-Rule = Literal["adamw", "muon"]
-"""How matrices of the blocks are updated."""
+OptimizerName = str
+"""A name in `optim.OPTIMIZERS`."""
 Schedule = Literal["linear", "wsd", "cosine"]
 Keep = Literal["best", "last"]
 Dtype = Literal["fp32", "bf16"]
@@ -21,19 +21,6 @@ COUNTS = "steps", "batch_size", "micro_batch", "eval_every", "eval_batches", "sa
 """Fields that are at least 1."""
 COSINE_FLOOR = 0.1
 """Share of the peak at which cosine ends: Brown et al. 2020, appendix B; Hoffmann et al. 2022."""
-WIDTH_EXPONENTS: dict[Rule, float] = {"adamw": 1.0, "muon": 0.5}
-
-
-def scale_lr_to_width(rate: float, *, width: int, to: int, rule: Rule) -> float:
-    """Return the peak rate at the width `to` that does what `rate` does at `width`.
-
-    An update should change a unit's output equally at every width. AdamW's elements are of one size
-    and add up over the inputs: 1 / width (Yang et al. 2022, arXiv 2203.03466, table 8). Muon's
-    update, scaled to match AdamW's (Liu et al. 2025, arXiv 2502.16982), has a spectral norm that
-    grows with the root of the width: 1 / sqrt(width) (Yang et al. 2023, arXiv 2310.17813). `rule`
-    is that of the blocks' matrices; one rate serves all groups.
-    """
-    return rate * (width / to) ** WIDTH_EXPONENTS[rule]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -45,7 +32,7 @@ class Plan:
     """Sequences in a step."""
     micro_batch: int
     """Sequences computed at a time."""
-    optimizer: Rule
+    optimizer: OptimizerName
     """Optimizer of the blocks' matrices."""
     lr: float
     warmup: int

@@ -32,6 +32,7 @@ from tiedgpt.core.config import GPTConfig
 from tiedgpt.core.loss import chunk_rows
 from tiedgpt.errors import NoRoomError, UserError
 from tiedgpt.files import format_bytes
+from tiedgpt.train.optim import OPTIMIZERS
 from tiedgpt.train.options import (
     DEFAULT_MINUTES,
     EVALUATIONS_PER_RUN,
@@ -446,12 +447,13 @@ def estimate_static_memory(
     """Return the bytes of weights, gradients and optimizer state of one process."""
     count = config.parameter_count()
     trained = count if facts.n_trained is None else facts.n_trained
-    uses_muon = plan.optimizer == "muon" and facts.n_trained is None
-    matrices = 12 * config.n_layer * config.n_embd**2 if uses_muon else 0
+    matrices = 12 * config.n_layer * config.n_embd**2 if facts.n_trained is None else 0
+    moments = OPTIMIZERS["adamw"].moments * (trained - matrices)
+    moments += OPTIMIZERS[plan.optimizer].moments * matrices
     parts = {
         "weights": 4 * count,
         "gradients": 4 * trained,
-        "optimizer state": 8 * trained - 4 * matrices,
+        "optimizer state": 4 * moments,
     }
     return {part: n_bytes // machine.n_shards for part, n_bytes in parts.items()}
 

@@ -22,12 +22,15 @@ from collections.abc import Iterable, Iterator
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from tiedgpt.runtime import has_bf16
+from tiedgpt.train.distributed import distribute_like, full_tensor
+from tiedgpt.train.optim.spec import OptimizerSpec
 
-Pair = tuple[Tensor, dict[str, Any]]
-"""A parameter and the group that it belongs to."""
+MOMENTUM = 0.95
+ParameterInGroup = tuple[Tensor, dict[str, Any]]
+"""A parameter and its group of the optimizer."""
 A, B, C = 3.4445, -4.7750, 2.0315
 """Of Newton-Schulz's polynomial a x + b x^3 + c x^5, after Jordan et al. 2024."""
 MIN_NORM = 1e-7
@@ -83,9 +86,9 @@ class Muon(torch.optim.Optimizer):
         return update.unflatten(0, (group["n_matrices"], -1))
 
 
-def _stacks(pairs: Iterable[Pair]) -> Iterator[list[Pair]]:
+def _stacks(pairs: Iterable[ParameterInGroup]) -> Iterator[list[ParameterInGroup]]:
     """Yield parameters and their groups in stacks of matrices of equal shapes."""
-    alike: dict[tuple[Any, ...], list[Pair]] = {}
+    alike: dict[tuple[Any, ...], list[ParameterInGroup]] = {}
     for p, group in pairs:
         shape = len(p) // group["n_matrices"], p.shape[1]
         alike.setdefault((p.device, p.dtype, shape), []).append((p, group))
@@ -128,3 +131,47 @@ def _precision(x: Tensor) -> torch.dtype:
     if x.dtype == torch.float64:
         return x.dtype
     return torch.bfloat16 if has_bf16(x.device) else torch.float32
+
+
+class ShardedMuon(Muon):
+    """Muon for sharded parameters; its update equals that of one process.
+
+    Each matrix is gathered for its update, with its gradient and its momentum, one at a time.
+    """
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        """Update every parameter that has a gradient."""
+        for group in self.param_groups:
+            for shard in (p for p in group["params"] if p.grad is not None):
+                matrix = nn.Parameter(full_tensor(shard))
+                matrix.grad = full_tensor(shard.grad)
+                muon = Muon([group | {"params": [matrix]}])
+                muon.state[matrix] = {k: full_tensor(v) for k, v in self.state[shard].items()}
+                muon.step()
+                shard.copy_(distribute_like(matrix.detach(), shard))
+                moments = muon.state[matrix].items()
+                self.state[shard] = {key: distribute_like(value, shard) for key, value in moments}
+
+
+def build(groups: list[dict[str, Any]], lr: float) -> torch.optim.Optimizer:
+    """Return Muon for whole parameters."""
+    return Muon(groups, lr=lr, momentum=MOMENTUM)
+
+
+def build_sharded(groups: list[dict[str, Any]], lr: float) -> torch.optim.Optimizer:
+    """Return Muon for sharded parameters."""
+    return ShardedMuon(groups, lr=lr, momentum=MOMENTUM)
+
+
+MUON = OptimizerSpec(
+    name="muon",
+    label="Muon",
+    build=build,
+    build_sharded=build_sharded,
+    moments=1,
+    width_exponent=0.5,
+    splits_attention=True,
+)
+"""With the size of AdamW's update (Liu et al. 2025, arXiv 2502.16982), Muon's has a spectral norm
+that grows with the root of the width (Yang et al. 2023, arXiv 2310.17813)."""
