@@ -175,7 +175,7 @@ def require_room(directory: Path, n_bytes: int) -> None:
 
 
 def beside(path: Path, name: str, *, links: bool = False) -> Path:
-    """Return the path of a file that another file names, in the directory of that file only.
+    """Return the path of a file that another file names; both must be in one directory.
 
     Unless `links`, a link out of it is followed only into the blobs of a Hugging Face cache. Raises
     `CorruptInputError` for a path, for such a link, and where there is no such file.
@@ -224,9 +224,9 @@ def read_json_lines(
 ) -> Iterator[tuple[str, dict[str, Any]]]:
     """Yield (`name:number`, object) for each line of a `.jsonl` file; skip blank lines.
 
-    `lines` is the file, opened as bytes: a line ends at a newline and nowhere else. (`splitlines`
-    would also divide lines within a string, at U+2028.) `expected` says in messages what a line
-    should look like. `on_bad` is called with the error of a bad line, which is then skipped.
+    `lines` is the file, opened as bytes: only a newline ends a line. (`splitlines` would also divide
+    lines within a string, at U+2028.) Messages call the content of a line `expected`.
+    `on_bad` is called with the error of a bad line, which is then skipped.
 
     Raises:
         CorruptInputError: a line is not a JSON object of valid Unicode.

@@ -35,12 +35,12 @@ def option(
     """Return a dataclass field for an option of the command line.
 
     It is listed under the heading `group`, or else under the `GROUP` of its class. In the help,
-    `metavar` stands for its value; `short` is its letter, and `long` its name where that is not the
-    field's. A `repeated` option may be given several times; its type is a tuple. `choices` returns
-    the values that it may have, where its type does not name them. An option whose `default` is
-    `MISSING` is required. `verbs` are the only verbs with this option, each with what it has
-    instead of these arguments; None: every verb that takes the dataclass has it. Other `facts` are
-    for the class itself.
+    `metavar` stands for its value; `short` is its letter, and `long` its name if that differs from
+    the field's. A `repeated` option may be given several times; its type is a tuple. `choices`
+    returns the allowed values, if its type does not name them. An option whose `default` is
+    `MISSING` is required. `verbs` are the only verbs with this option, each with arguments that
+    replace these; None: every verb that takes the dataclass has it. Other `facts` are for the class
+    itself.
     """
     facts |= {
         "help": help, "group": group, "metavar": metavar, "short": short, "long": long,
