@@ -224,8 +224,8 @@ def read_json_lines(
 ) -> Iterator[tuple[str, dict[str, Any]]]:
     """Yield (`name:number`, object) for each line of a `.jsonl` file; skip blank lines.
 
-    `lines` is the file, opened as bytes: only a newline ends a line. (`splitlines` would also divide
-    lines within a string, at U+2028.) Messages call the content of a line `expected`.
+    `lines` is the file, opened as bytes: only a newline ends a line. (`splitlines` would also
+    divide lines within a string, at U+2028.) Messages call the content of a line `expected`.
     `on_bad` is called with the error of a bad line, which is then skipped.
 
     Raises:
