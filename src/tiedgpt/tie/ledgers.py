@@ -5,7 +5,7 @@
     print(before.difference(ledger(model)).explain)
 
 A row is one storage with all names that share it. `multiply_adds` are per token: a matrix that
-multiplies costs one per element, a lookup none. A shared matrix is counted where it predicts.
+multiplies costs one per element, a lookup none. A shared matrix counts as the one that predicts.
 """
 
 from __future__ import annotations

@@ -145,7 +145,7 @@ def replace_head(model: GPT, module: nn.Module | None) -> Report:
 
     The module is called once first; if it does not return V logits, `UserError` is raised and
     nothing changes. A linear layer that holds `wte.weight` itself is tied: alone it becomes
-    `model.head = None`; in a larger head it becomes a layer without a matrix of its own. The
+    `model.head = None`; in a larger head it becomes a layer without a separate matrix. The
     report says which parameters came in, and how to tie.
     """
     model = require_gpt(model)

@@ -30,7 +30,7 @@ ADAPTER = re.compile(r"lora_A|\.lora_")
 class Claim:
     """Claim that the head is tied or untied, and the source of the claim.
 
-    The file itself takes precedence over a config.json beside it, and both over the convention of
+    The file itself takes precedence over a config.json next to it, and both over the convention of
     the format.
     """
 
@@ -71,7 +71,7 @@ class Checkpoint:
     """Container of the tensors, for messages: safetensors, torch, GGUF, ONNX, or module."""
     tensors: Mapping[str, StoredTensor]
     config: Mapping[str, Any] = field(default_factory=dict)
-    """Values of the file, which override those of a config.json beside it."""
+    """Values of the file, which override those of a config.json next to it."""
     claim: Claim = Claim()
     files: tuple[Path, ...] = ()
     usage: Usage = Usage()

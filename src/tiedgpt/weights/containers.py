@@ -1,6 +1,6 @@
 """Open containers of named tensors that several formats share: safetensors, torch.save, indexes.
 
-`Format.detect_checkpoint` selects the format by names and shapes, or by a config.json beside it.
+`Format.detect_checkpoint` selects the format by names and shapes, or by a config.json next to it.
 
 Layout of safetensors (huggingface/safetensors, README): 8 bytes little-endian header length, a JSON
 header of `name: {dtype, shape, data_offsets}`, then the tensors' bytes without holes. The library
@@ -56,7 +56,7 @@ def open_container(path: Path) -> Checkpoint:
 
 
 def _open_index(path: Path) -> Checkpoint:
-    """Open the shards of an index; they are beside it."""
+    """Open the shards of an index; they are next to it."""
     weight_map = read_json(path).get("weight_map")
     if not isinstance(weight_map, dict) or not weight_map:
         raise CorruptInputError(f"{path} has no weight_map")

@@ -159,7 +159,7 @@ def _chosen_precision(to: str, writer: Writer, precision: str | None, dtype: tor
 
 
 def require_place(path: Path, to: str, *, overwrite: bool = False) -> None:
-    """Raise `UserError` if `path` exists and would be lost, or is no name."""
+    """Raise `UserError` if `path` exists and would be lost, or has no name."""
     if path.name in ("", ".."):
         raise UserError(f"{path} names nothing new", hint="give DEST a name")
     if not writer_named(to).is_directory(path):

@@ -50,7 +50,7 @@ TABLE: dict[str, tuple[Outcome, Outcome]] = {
 }
 """Kind and loaded model by the matrices and the claim; with None a choice is needed.
 
-The claim is the file's own, else that of the config.json beside it, else the convention of the
+The claim is the file's own, else that of the config.json next to it, else the convention of the
 format: minGPT is untied by design. In GGUF, and in a module without a config, two different
 matrices are an untied head although nothing claims it.
 """

@@ -88,7 +88,7 @@ def push(
     token: str | None = None,
     dry_run: bool = False,
 ) -> Upload:
-    """Send a model directory to `repo`, "owner/name", in one commit; return what was sent.
+    """Send a model directory to `repo`, "owner/name", in one commit, and return the files.
 
     A new repository is `private`; an existing one keeps its visibility. Without `token`, that of
     `hf auth login` or HF_TOKEN is used. A dry run sends nothing and needs no token.

@@ -59,7 +59,7 @@ def parameters_for(
     """Return the parameters to write, by our names, and their precision.
 
     Without `precision` it is the model's own. Raises `UserError`, before anything is written, for
-    what the format's program does not compute.
+    a model that the format's program cannot compute.
     """
     parameters = gpt_parameters(model, writer.program)
     names = {dtype: name for name, dtype in PRECISIONS.items()}

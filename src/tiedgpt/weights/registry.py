@@ -35,7 +35,7 @@ HEAD_BYTES = 32
 
 @dataclass(frozen=True, kw_only=True)
 class TokenizerFile:
-    """Tokenizer of a format, inside the file of the weights or beside it."""
+    """Tokenizer of a format, inside the file of the weights or next to it."""
 
     read: Callable[[Path], Tokenizer]
     """Function that reads the tokenizer."""
@@ -166,7 +166,7 @@ def writers() -> dict[str, Writer]:
 
 
 def writer_named(name: str) -> Writer:
-    """Return the writer of a format; raise `UserError` if there is none."""
+    """Return the writer of a format; raise `UserError` if none exists."""
     known = writers()
     if name not in known:
         near = get_close_matches(name, known, n=1)

@@ -64,7 +64,7 @@ class Roles:
 
     @property
     def matrix(self) -> StoredTensor:
-        """The input, or the output if there is no input."""
+        """The input, or the output if only that exists."""
         matrix = self.input or self.output
         assert matrix is not None
         return matrix

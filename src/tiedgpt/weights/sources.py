@@ -1,4 +1,4 @@
-"""Open a checkpoint: find its file, its format, and the config.json beside it.
+"""Open a checkpoint: find its file, its format, and the config.json next to it.
 
 SOURCE: a path that exists, else a name on the Hugging Face hub. A path is a file of any format in
 `registry.py`, a directory with one, or a run directory, which stands for the model in it. A format

@@ -212,7 +212,8 @@ def decode(native: Native, dtype: str) -> NDArray[np.floating[Any]]:
 def file_reader(path: Path, start: int, columns: int, width: int) -> Read:
     """Return a reader of a row-major matrix in a file, from byte `start`.
 
-    `columns` elements of `width` bytes make a row. What is missing is a `CorruptInputError`.
+    `columns` elements of `width` bytes make a row. The reader raises `CorruptInputError` for a
+    file that is too short.
     """
 
     def read(first: int, end: int, left: int, right: int) -> Native:

@@ -26,8 +26,8 @@ from tiedgpt.weights.sources import local_directory
 def open_tokenizer(source: str | Path) -> Tokenizer:
     """Return the tokenizer of a directory, a file or a hub name, as `Tokenizer.from_pretrained`.
 
-    Raises `UserError` where there is none or it is of a kind that is not supported,
-    `CorruptInputError` where a file of it is damaged.
+    Raises `UserError` if none exists or it is of a kind that is not supported,
+    `CorruptInputError` if a file of it is damaged.
     """
     path = local_directory(source, chain(FILE_NAMES, _hub_names()))
     tokenizer = _in_directory(path) if path.is_dir() else _in_file(path)
@@ -51,8 +51,8 @@ def _hub_names() -> Iterator[str]:
 def tokenizer_for(model: Any, tokenizer: Any, *, needed: bool = False) -> Tokenizer | None:
     """Return the tokenizer given, or the one that lies with a model that is a path.
 
-    `tokenizer` may be ours, a path, or one of transformers or `tokenizers`. None if there is none;
-    where it is `needed`, `UserError`.
+    `tokenizer` may be ours, a path, or one of transformers or `tokenizers`. None if none exists;
+    if it is `needed`, `UserError`.
     """
     backend = getattr(tokenizer, "backend_tokenizer", tokenizer)
     if isinstance(backend, tokenizers.Tokenizer):

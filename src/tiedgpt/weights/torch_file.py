@@ -1,7 +1,7 @@
 """Files of torch.save, opened by `torch.load(weights_only=True, mmap=True)`.
 
 The state dict may lie under "model", "state_dict", "model_state_dict" or "module". Two names on one
-storage stay one storage. Plain values that nanoGPT's checkpoints keep beside it ("model_args",
+storage stay one storage. Plain values that nanoGPT's checkpoints keep next to it ("model_args",
 "config") are the checkpoint's config. No code in a pickle is ever run.
 """
 
@@ -135,7 +135,7 @@ def _base_address(state: Mapping[str, Tensor], places: Mapping[int, int]) -> int
 def _state_dict(path: Path, value: Any) -> dict[str, Tensor]:
     """Return the state dict of a saved value.
 
-    Raises `CorruptInputError` if there is none or a tensor does not fit its storage or the file,
+    Raises `CorruptInputError` if none exists or a tensor does not fit its storage or the file,
     `UserError` for tensors that are not dense.
     """
     import torch

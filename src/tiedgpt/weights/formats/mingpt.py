@@ -1,6 +1,6 @@
 """minGPT's state dicts: two matrices by design, nanoGPT's names and GELU's tanh form.
 
-The file does not say how many heads there are. The config.json that minGPT logs beside it does.
+The file does not say how many heads there are. The config.json that minGPT logs next to it does.
 """
 
 from __future__ import annotations

@@ -36,7 +36,7 @@ def has_linear_layout(checkpoint: Checkpoint) -> bool:
 
 
 def has_two_matrices(tensors: Mapping[str, StoredTensor]) -> bool:
-    """Whether there are an embedding and a head that is no other name of it."""
+    """Whether there are an embedding and a head in another storage."""
     embedding, head = tensors.get(EMBEDDING), tensors.get(HEAD)
     return embedding is not None and head is not None and not head.is_view_of(embedding)
 

@@ -142,7 +142,7 @@ def to_theirs(name: str) -> str:
 
 
 def to_ours(name: str) -> str:
-    """Return our name of a tensor in a GGUF file; an unknown name stays as it is."""
+    """Return our name of a tensor in a GGUF file; an unknown name stays unchanged."""
     return _renamed(name, _OUR_NAMES)
 
 

@@ -1,4 +1,4 @@
-"""The tokenizer inside a GGUF file, read and written: GPT-2's byte-level BPE, every id as it is.
+"""The tokenizer inside a GGUF file, read and written: GPT-2's byte-level BPE, with every id.
 
 Keys and token types as in ggml-org/llama.cpp `src/llama-vocab.cpp`: its model "gpt2" is a
 byte-level BPE, its pre-tokenizer "gpt-2" is GPT-2's regex. A tokenizer that splits text
@@ -32,7 +32,7 @@ NORMAL, UNKNOWN, CONTROL, USER_DEFINED, UNUSED = 1, 2, 3, 4, 5
 def read_tokenizer(path: Path) -> Tokenizer:
     """Read the tokenizer of a GGUF file.
 
-    Raises `UserError` where there is none or it is of another kind, `CorruptInputError` where it
+    Raises `UserError` if none exists or it is of another kind, `CorruptInputError` if it
     is damaged.
     """
     metadata, _ = read_header(path, ARRAYS)

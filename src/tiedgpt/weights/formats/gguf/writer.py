@@ -1,9 +1,9 @@
-"""Write a GGUF file with which llama.cpp computes what the model computes.
+"""Write a GGUF file for llama.cpp.
 
 Tensor types as llama.cpp's own converter chooses them: vectors and `position_embd` stay F32,
 matrices get the requested precision; blocks of 32 fall back to F16 where rows are no multiple of
 32. W gets 8 bits where the others get fewer. A tied W is written once: without an `output.weight`,
-llama.cpp predicts with `token_embd.weight`. `NAME.Modelfile` beside it is for Ollama.
+llama.cpp predicts with `token_embd.weight`. `NAME.Modelfile` next to it is for Ollama.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ LARGEST_HALF = 65504
 POSITIONS = to_theirs("wpe.weight")
 MATRICES = to_theirs(EMBEDDING), to_theirs(HEAD)
 TRACKED = "{%- generation -%}", "{%- endgeneration -%}"
-"""Tags of transformers around what is trained, which other engines of Jinja refuse."""
+"""Tags of transformers around trained replies, which other Jinja engines refuse."""
 
 
 def write(
@@ -71,7 +71,7 @@ def write(
     """Write a GPT-2 and its tokenizer into one GGUF file, atomically.
 
     `precision` is one of `TYPES`; None means the model's own. `w_precision` is that of W, and of a
-    head of its own; None means `precision`, but at least 8 bits. `duplicate_head` also writes a
+    untied head; None means `precision`, but at least 8 bits. `duplicate_head` also writes a
     tied W as `output.weight`, for readers that do not support tying. `approximate_gelu` permits a
     model with the exact GELU, although llama.cpp computes the tanh form. `chat_template` is Jinja,
     `ollama_template` Go's; `end_ids` end a reply, beside the config's end of text. `progress`
@@ -132,7 +132,7 @@ def write(
 def _modelfile(
     name: str, config: GPTConfig, tokenizer: Tokenizer, template: str, end_ids: Sequence[int]
 ) -> str:
-    """Return what `ollama create` reads, of a file beside it."""
+    """Return the Modelfile that `ollama create` reads for a file next to it."""
     ends = [config.eos_token_id, tokenizer.eos_token_id, *end_ids]
     texts = dict.fromkeys(tokenizer.decode([id]) for id in ends if id is not None)
     lines = [f"FROM ./{name}", f"PARAMETER num_ctx {config.n_positions}"]

@@ -29,7 +29,7 @@ MODEL_ARGS = {
     "n_layer": "n_layer", "n_head": "n_head", "n_embd": "n_embd", "block_size": "n_positions",
     "bias": "bias", "vocab_size": "vocab_size", "dropout": "resid_pdrop",
 }  # fmt: skip
-"""nanoGPT's names -> ours. A fork's further ones are refused where they switch something on."""
+"""nanoGPT's names -> ours. A fork's further ones are refused if they switch something on."""
 CONFIG_FIELDS = (
     "activation_function", "embd_pdrop", "attn_pdrop", "resid_pdrop", "bos_token_id", "eos_token_id"
 )  # fmt: skip
@@ -103,7 +103,7 @@ def write(
 ) -> None:
     """Write `path` for nanoGPT in "fp32", "bf16" or "fp16"; None is the model's own type.
 
-    nanoGPT's `sample.py --init_from=resume` loads it as it is. There is no "optimizer": train.py
+    nanoGPT's `sample.py --init_from=resume` loads it unchanged. There is no "optimizer": train.py
     cannot resume from it. The tokenizer has no place in the file.
 
     nanoGPT computes the exact GELU since June 2023 and did the tanh form before. A model of GPT-2's

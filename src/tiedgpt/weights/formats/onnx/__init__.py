@@ -1,11 +1,11 @@
-"""ONNX: a graph's initializers as tensors, and which of them are looked up and which predict.
+"""Open ONNX graphs: their initializers as tensors, and the use of each matrix.
 
 Anyone's graph can be opened, for `tie audit`. Only a graph that tiedgpt wrote is read as a GPT: its
 initializers have our names, its metadata hold the config, and its own constants begin with
 `constant.`.
 
 The package onnx parses the file (twice its size in memory for a moment; no ONNX file exceeds
-2 GiB). Data in other files beside it stay there until they are read.
+2 GiB). Data in other files next to it stay there until they are read.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from tiedgpt.weights.tensors import FLOATS, Native, Storage, StoredTensor, file_
 METADATA_KEY = "tiedgpt"
 """In the metadata of our own files: the GPTConfig as JSON."""
 CONSTANT = "constant."
-"""Prefix of the names of our graphs' constants, which are no parameters."""
+"""Prefix of the names of our graphs' constants, which are not parameters."""
 LARGEST_FILE = 2**31 - 1
 MAX_NAME, MAX_AXES = 64 << 10, 64
 FIELDS_THAT_FOLLOW = b"\x12\x1a\x22\x28\x32\x3a\x42\x72"
@@ -45,7 +45,7 @@ def detect(path: Path, head: bytes) -> bool:
 
 
 def open_onnx(path: Path) -> Checkpoint:
-    """Read the graph of an ONNX file; `CorruptInputError` where it is damaged."""
+    """Read the graph of an ONNX file; `CorruptInputError` if it is damaged."""
     onnx = require_package("onnx", "reading ONNX files")
     with reading(path, "ONNX file"):
         if path.stat().st_size > LARGEST_FILE:
@@ -140,7 +140,7 @@ class _Graph:
             self.use(node)
 
     def use(self, node: Any) -> None:
-        """Note what a node does with stored tensors."""
+        """Record the use of stored tensors in a node."""
         inputs = [self.aliases.get(name, name) for name in node.input]
         stored = [name for name in inputs if name in self.tensors]
         matrices = [name for name in stored if len(self.tensors[name].shape) == 2]

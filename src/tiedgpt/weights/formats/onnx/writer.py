@@ -53,7 +53,7 @@ OPSET, IR_VERSION = 17, 8
 LARGEST_FILE = 1_900_000_000
 """Bytes of weights that the file itself holds: no reader takes a message of 2 GiB."""
 ALIGNMENT = 4096
-"""Of tensors in a file of their own, so that a runtime can map them into memory."""
+"""Alignment of tensors in a separate file, so that a runtime can map them into memory."""
 TYPES = {torch.float32: "FLOAT", torch.float16: "FLOAT16", torch.bfloat16: "BFLOAT16"}
 Write = Callable[[BinaryIO, str], None]
 """Writes the numbers of the tensor of a name."""
@@ -73,7 +73,7 @@ def write(
     """Write `path`; a graph holds no tokenizer.
 
     `precision`: "fp32"; "fp16", also computed in fp16; "bf16", stored so and computed in fp32;
-    None: the model's own. Weights of more than `largest_file` bytes go to `<name>_data` beside it.
+    None: the model's own. Weights of more than `largest_file` bytes go to `<name>_data` next to it.
     One tensor at a time is copied. Raises `UserError`, before anything is written, for models that
     are not plain GPTs.
     """

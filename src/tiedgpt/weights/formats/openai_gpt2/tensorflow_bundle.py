@@ -55,9 +55,9 @@ def is_index(path: Path) -> bool:
 
 
 def read_bundle(path: Path) -> tuple[dict[str, StoredTensor], tuple[Path, ...]]:
-    """Return the tensors that an index lists, and the files; the data files must lie beside it.
+    """Return the tensors that an index lists, and the files; the data files must lie next to it.
 
-    Raises `CorruptInputError` where a file is damaged, missing or has another length than the
+    Raises `CorruptInputError` if a file is damaged, missing or has another length than the
     index says, and `UserError` for big-endian files and partitioned variables.
     """
     with reading(path, "index of tensors"):
@@ -219,7 +219,7 @@ def _messages(message: Message, field: int) -> list[Message]:
 
 
 def _number(message: Message, field: int) -> int:
-    """Return the last number in a field; 0, the default value, if there is none."""
+    """Return the last number in a field; 0, the default value, if none exists."""
     value = message.get(field, [0])[-1]
     return value if isinstance(value, int) else int.from_bytes(value, "little")
 

@@ -13,7 +13,7 @@ to second order and in nats a token,
 
 where the Fisher information E[g g^T] stands for the loss's curvature. A token is predicted about as
 often as it is read, so both grow with the count of v. Within a row only their ratio matters:
-H = E[h h^T] + E[g g^T] serves all rows. A head of its own has the first part of it, and the W
+H = E[h h^T] + E[g g^T] serves all rows. An untied head has the first part of it, and the W
 beside that head has the second.
 """
 

@@ -1,9 +1,9 @@
 """Hugging Face checkpoints: GPT-2 and OpenAI GPT of transformers, and our own directories.
 
 The tensors bear OpenAI's names after a prefix, the matrices of the blocks lie as (in, out), and
-config.json stands beside them. Without it nothing says how many heads there are. Our own
-directories (`model_type` "tiedgpt") have the same layout; they hold what no class of transformers
-computes. `writer.py` writes such directories.
+config.json stands next to them. Only config.json states the number of heads. Our own
+directories (`model_type` "tiedgpt") have the same layout; they hold models that no class of
+transformers computes. `writer.py` writes such directories.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ if TYPE_CHECKING:
 FIELDS = tuple(GPTConfig.__dataclass_fields__)
 BODY_PREFIX, LM_HEAD = "transformer.", "lm_head.weight"
 MASK_BUFFERS = re.compile(r"h\.\d+\.attn\.(bias|masked_bias)")
-"""Causal masks in files of old versions; they are no parameters."""
+"""Causal masks in files of old versions; they are not parameters."""
 CONV1D = re.compile(r"h\.\d+\.(attn|mlp)\.c_\w+\.weight")
 """Our names of the matrices that transformers stores as (in, out)."""
 BODY_BIAS = re.compile(r"(h\.\d+\..+|ln_f)\.bias")
@@ -95,7 +95,7 @@ SAME_ACTIVATIONS = {"gelu_pytorch_tanh": "gelu_new", "gelu_fast": "gelu_new", "s
 
 
 def model_type_of(config: GPTConfig) -> ModelType:
-    """Return the class of transformers for a config, or our own if there is none."""
+    """Return the class of transformers for a config, or our own if none exists."""
     if config.attention_windows is not None:
         return TIEDGPT
     if config.norm == "pre":

@@ -1,4 +1,4 @@
-"""Write a Hugging Face directory that transformers loads as it is, one copy of a tied matrix."""
+"""Write a Hugging Face directory that transformers loads unchanged, one copy of a tied matrix."""
 
 from __future__ import annotations
 
@@ -35,9 +35,9 @@ def save_model(
 ) -> None:
     """Write config.json, generation_config.json, model.safetensors and a model card.
 
-    dtype None is the model's own; with another, the model stays as it is. Tied, the file has no
-    `lm_head.weight`. Raises `UserError`, before anything is written, for a model that is not what
-    its config says: adapters, parametrizations, other parameters, a head that is no plain matrix.
+    dtype None is the model's own; with another, the model stays unchanged. Tied, the file has no
+    `lm_head.weight`. Raises `UserError`, before anything is written, for a model that
+    does not match its config: adapters, parametrizations, other parameters, or a larger head.
     """
     tensors = tensors_of(model, dtype)
     write_directory(directory, tensors, descriptions(model, dtype), model_card(model.config))
@@ -101,7 +101,7 @@ def save_tokenizer(tokenizer: Tokenizer, config: GPTConfig, directory: Path) -> 
 
 
 def describe(model: GPT, dtype: torch.dtype | None = None) -> dict[str, Any]:
-    """Return the model's config.json; `UserError` where it cannot be written."""
+    """Return the model's config.json; `UserError` if it cannot be written."""
     dtype_name = str(dtype or model.wte.weight.dtype).removeprefix("torch.")
     description = config_json(model.config, model.foreign_config, dtype_name)
     try:
@@ -130,7 +130,7 @@ def peculiarities(config: GPTConfig) -> str:
 
 
 def model_card(config: GPTConfig) -> str:
-    """Return a short model card: what the model is and how to load it."""
+    """Return a short model card with the model's shape and the call that loads it."""
     tie = "the head predicts with a matrix of its own"
     if config.tie_word_embeddings:
         size = f"{config.vocab_size:,} x {config.n_embd}"
