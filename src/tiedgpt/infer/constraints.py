@@ -19,6 +19,7 @@ import numpy as np
 from tiedgpt.core.config import GPTConfig
 from tiedgpt.errors import UserError
 from tiedgpt.infer.filters import Array
+from tiedgpt.infer.prompts import common_prefix
 from tiedgpt.text import Tokenizer
 
 if TYPE_CHECKING:
@@ -139,8 +140,7 @@ class Matcher:
 
     def _go_to(self, text: Sequence[int]) -> None:
         """Bring the machine to the state in which it has read exactly these ids."""
-        pairs = enumerate(zip(self._text, text, strict=False))
-        same = next((n for n, (a, b) in pairs if a != b), min(len(self._text), len(text)))
+        same = common_prefix(self._text, text)
         self._machine.rollback(len(self._text) - same)
         taken = self._machine.try_consume_tokens(list(text[same:]))
         if self._machine.is_error():

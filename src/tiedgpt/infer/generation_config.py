@@ -247,7 +247,7 @@ def default_of(name: str) -> object:
 
 
 def _require_known(options: Mapping[str, Any], known: Mapping[str, Any]) -> None:
-    """Raise `TypeError` for an unknown option, with the one that is meant or what to use."""
+    """Raise `TypeError` for an unknown option, and name the likely one or a remedy."""
     for name in options.keys() - known.keys():
         if remedy := REMOVED_OPTIONS.get(name):
             raise TypeError(f"{name} is no longer an option of generation: {remedy}")

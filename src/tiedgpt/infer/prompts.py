@@ -90,7 +90,7 @@ def split_choices(
     rows = [prompt_ids(context + choice, config, tokenizer) for choice in choices]
     given = prompt_ids(begins, config, tokenizer)
     if begins:
-        n_context = min(_common_length(given, row) for row in rows)
+        n_context = min(common_prefix(given, row) for row in rows)
         if n_context == 0:
             rows, n_context = [[start_id(config), *row] for row in rows], 1
     else:
@@ -100,10 +100,11 @@ def split_choices(
     return rows, n_context
 
 
-def _common_length(a: Sequence[int], b: Sequence[int]) -> int:
+def common_prefix(a: Sequence[int], b: Sequence[int]) -> int:
     """Return the length of the longest common prefix of two lists of ids."""
-    differ = (at for at, (x, y) in enumerate(zip(a, b, strict=False)) if x != y)
-    return next(differ, min(len(a), len(b)))
+    if list(a[: len(b)]) == list(b[: len(a)]):
+        return min(len(a), len(b))
+    return next(at for at, (x, y) in enumerate(zip(a, b, strict=False)) if x != y)
 
 
 def one_or_many(prompts: Prompt | Sequence[Prompt]) -> tuple[list[Prompt], bool]:

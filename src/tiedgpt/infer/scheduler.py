@@ -21,10 +21,11 @@ from typing import Any
 import numpy as np
 
 from tiedgpt.errors import NoRoomError, UserError
+from tiedgpt.infer.prompts import common_prefix
 from tiedgpt.infer.sampling import NextToken, SamplingInput
 from tiedgpt.infer.sequence import FinishReason, SequenceState
 from tiedgpt.infer.session import Logits, Session
-from tiedgpt.infer.slots import Decoding, RunResult, SlotPool, TokensToRun, common_prefix
+from tiedgpt.infer.slots import Decoding, RunResult, SlotPool, TokensToRun
 
 MIN_SHARED = 32
 """A request waits until another has run their common prefix if that saves so many tokens."""
@@ -105,7 +106,7 @@ class Request:
         self.result: Any = None
         self.error: Exception | None = None
         self.to_run: list[TokensToRun] = []
-        """What has to run before the generator goes on."""
+        """Tokens to run before the generator goes on."""
         self.logits: list[Logits] = []
         """The logits of what has run so far and is asked for."""
         self.slot_ids: list[int] = []
@@ -233,7 +234,7 @@ class Scheduler:
         self._advance(ready, next_tokens)
 
     def _schedule(self) -> Batch:
-        """End what is late, admit requests, and return what runs: new tokens, chunks of prompts.
+        """End late requests, admit waiting ones, and return the tokens to run.
 
         Prompts that came together all run before the first of their texts goes on. Texts that are
         scored, which may be long, delay no sequence.

@@ -186,7 +186,7 @@ class SequenceState:
                 self.prompt_top_logprobs.append(top)
 
     def slide(self, capacity: int) -> None:
-        """Drop the older half of what the model sees."""
+        """Drop the older half of the context."""
         self.start = len(self.ids) - max(1, capacity // 2)
 
     def finish(self, reason: FinishReason) -> None:

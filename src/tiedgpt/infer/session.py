@@ -22,7 +22,7 @@ Logits = NDArray[np.float32]
 
 
 class Session(Protocol):
-    """Sequences in slots: each read appends to what a slot holds."""
+    """Sequences in slots; each read appends ids to a slot."""
 
     config: GPTConfig
     n_slots: int
@@ -107,7 +107,7 @@ def check_length(session: Session, slot_id: int, length: int, low: int = 0) -> N
 
 
 def require_memory(n_bytes: int, what: str, free: int | None = None) -> None:
-    """Raise `NoRoomError` if fewer bytes are free: `free`, or else what the system reports."""
+    """Raise `NoRoomError` if fewer than `n_bytes` are free; `free` replaces the measurement."""
     free = free_memory() if free is None else free
     if free is not None and n_bytes > free:
         raise memory_error(n_bytes, what, free)

@@ -10,6 +10,7 @@ from collections.abc import Generator, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple, TypeVar
 
+from tiedgpt.infer.prompts import common_prefix
 from tiedgpt.infer.sampling import NextToken
 from tiedgpt.infer.session import Logits, Session, require_memory
 
@@ -122,10 +123,3 @@ class SlotPool:
         """Copy the contents of a slot to another slot."""
         self.session.copy(source, target)
         self.cached_ids[target] = list(self.cached_ids[source])
-
-
-def common_prefix(a: Sequence[int], b: Sequence[int]) -> int:
-    """Return the length of the longest common prefix of two lists of ids."""
-    if list(a[: len(b)]) == list(b[: len(a)]):
-        return min(len(a), len(b))
-    return next(at for at, (x, y) in enumerate(zip(a, b, strict=False)) if x != y)

@@ -118,7 +118,7 @@ class Worker:
     ) -> Generation:
         """Send a request to the thread; if the queue is full, wait or raise `QueueFullError`.
 
-        The generation yields what comes in `tokens`, and keeps `owner` alive.
+        The generation yields from `tokens`, and keeps `owner` alive.
         """
         with self._lock:
             self._require_open()
@@ -174,7 +174,7 @@ class Worker:
 
 
 class _EngineThread:
-    """A thread that runs commands and the scheduler's steps in turn, until a command is None."""
+    """The thread of an engine: it runs commands and steps in turn until a command is None."""
 
     def __init__(
         self,
@@ -218,7 +218,7 @@ class _EngineThread:
             self.commands.put(partial(self._end, request))
 
     def _run(self) -> None:
-        """Take commands and steps in turn until a command is None."""
+        """Run commands and steps in turn until a command is None."""
         while self._run_commands():
             if self._scheduler is not None:
                 began = time.perf_counter_ns()

@@ -40,7 +40,7 @@ EXPECTED = {
     "content": 'a text, or a list of parts {"type": "text", "text": ...}',
     "tool_choice": "none: tools are not supported",
 }
-"""What the fields of several types must be, for errors."""
+"""Descriptions of the fields that have several types, for errors: "must be ..."."""
 
 
 def _require_few_fields(value: Any) -> Any:
