@@ -252,7 +252,9 @@ def test_an_encoding_can_be_named(write, tmp_path):
     assert len(list(documents([str(tmp_path / "f")], encoding="latin-1"))) == 2
     wide = write("c.txt", "wide".encode("utf-16-le"))
     assert [document.text for document in documents([wide], encoding="utf-16-le")] == ["wide"]
-    with pytest.raises(UserError, match="knows no such encoding"):
-        list(documents([path], encoding="klingon"))
+    for unknown in ("klingon", "hex", "a\0b"):
+        for name in (path, "a.csv", "a.jsonl"):
+            with pytest.raises(UserError, match=r"--encoding .*no such encoding"):
+                documents([name], encoding=unknown)
     with pytest.raises(CorruptInputError, match="nor in ascii"):
         list(documents([path], encoding="ascii"))

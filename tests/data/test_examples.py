@@ -1,4 +1,4 @@
-"""Examples to fine-tune on: which tokens are trained, and what is refused."""
+"""Examples for fine-tuning: the trained tokens, and the refusals."""
 
 import json
 

@@ -1,4 +1,4 @@
-"""`hf:OWNER/NAME`: which rows of a data set are read, at which commit; and what is refused."""
+"""`hf:OWNER/NAME`: the rows and the commit of a data set, and the refusals."""
 
 import hashlib
 import json

@@ -13,7 +13,7 @@ from tiedgpt.errors import UserError
 
 
 class Stream:
-    """Tokens 0, 1, 2, ..., so that a token says where it stands."""
+    """Tokens 0, 1, 2, ...: each token is its own position."""
 
     def __init__(self, n):
         self.n = n

@@ -182,14 +182,6 @@ def test_a_missing_package_names_the_extra(tmp_path, monkeypatch):
     assert "tiedgpt[data]" in caught.value.hint
 
 
-@pytest.mark.parametrize("encoding", ["klingon", "hex", "a\0b"])
-@pytest.mark.parametrize("name", ["a.txt", "a.csv", "a.tsv.gz", "a.jsonl"])
-def test_an_encoding_that_python_has_not_is_refused_for_every_kind_of_file(write, name, encoding):
-    path = write(name, table(","))
-    with pytest.raises(UserError, match=r"--encoding .*no such encoding"):
-        documents([path], encoding=encoding)
-
-
 def test_a_table_in_another_encoding_than_the_named_one_is_refused_by_name(write):
     path = write("a.csv", table(","))
     with pytest.raises(CorruptInputError, match=r"a\.csv is not in UTF-16: .*--encoding"):

@@ -1,4 +1,4 @@
-"""95 % intervals hold the truth in 95 of 100 samples, or there is none."""
+"""95 % intervals cover the true mean in 95 of 100 samples; few groups give no interval."""
 
 import math
 
@@ -13,7 +13,7 @@ TRUTH = 3.0
 
 
 def documents(generator, n, length_spread):
-    """Scores of documents that differ in length and in what a token costs."""
+    """Return scores of documents that differ in length and in loss per token."""
     lengths = np.maximum(5, np.exp(generator.normal(5, length_spread, n))).astype(int)
     means = TRUTH + generator.normal(0, 0.5, n) + generator.normal(0, 2, n) / np.sqrt(lengths)
     scores = []
@@ -24,7 +24,7 @@ def documents(generator, n, length_spread):
 
 
 def one_text(generator, n, correlation, stride):
-    """Scores of the windows of one text, each correlated with the one before."""
+    """Return scores of the windows of one text, each correlated with the previous one."""
     noise, values = generator.normal(size=n) * math.sqrt(1 - correlation**2), [0.0] * n
     values[0] = generator.normal()
     for at in range(1, n):

@@ -1,4 +1,4 @@
-"""Models, tokenizers, texts and counts in every form, and what is said of those that do not fit."""
+"""Models, tokenizers, texts and counts in every form, and the errors for wrong ones."""
 
 import json
 import math

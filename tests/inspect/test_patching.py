@@ -1,4 +1,4 @@
-"""Activation patching: the numbers of hooks on transformers' GPT-2, and what must hold of them."""
+"""Activation patching: the numbers of hooks on transformers' GPT-2, and their invariants."""
 
 import numpy as np
 import pytest
@@ -14,7 +14,7 @@ ANSWER, WRONG = 5, 60
 
 
 def by_hooks(model, part, layer, place):
-    """The score after the corrupted text, where a hook puts in what the clean text had there."""
+    """Return the score of the corrupted text with an activation of the clean text."""
     block, kept = model.transformer.h[layer], []
     module = {"residual": block, "attention": block.attn, "mlp": block.mlp,
               "heads": block.attn.c_proj}[part]  # fmt: skip

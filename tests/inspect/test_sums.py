@@ -1,4 +1,4 @@
-"""What must add up adds up, and what must not move does not, in every kind of model."""
+"""Sums and invariants of the inspections, in every kind of model."""
 
 import numpy as np
 import pytest

@@ -1,4 +1,4 @@
-"""What the lessons say is measured, on any model, and fits a screen and a half."""
+"""The numbers of the lessons are measured on any model, and each fits a screen and a half."""
 
 import json
 from importlib import import_module

@@ -1,4 +1,4 @@
-"""Adapters on blocks and on both sides of W: what they compute, what they leave alone."""
+"""Adapters on blocks and on both sides of W: their results, and the unchanged rest."""
 
 import copy
 

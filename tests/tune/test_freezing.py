@@ -1,4 +1,4 @@
-"""What moves is chosen by name, and said."""
+"""Trained parameters are chosen by name and reported."""
 
 import pytest
 import torch

@@ -1,4 +1,4 @@
-"""Adapters in PEFT's format: what is written, what is read, and what is refused by name."""
+"""Adapters in PEFT's format: writing, reading and refusals."""
 
 import json
 
