@@ -261,11 +261,11 @@ def parse_json_lines(
     `CorruptInputError` with its place and `expected`. Raises `UserError` for an unreadable file.
     """
     with reading(path, "file of JSON lines"), path.open("rb") as file:
-        for place, record in read_json_lines(file, str(path), expected):
+        for origin, record in read_json_lines(file, str(path), expected):
             try:
-                parsed = parse(record, place)
+                parsed = parse(record, origin)
             except (UserError, TypeError, ValueError) as error:
-                raise CorruptInputError(f"{place}: {error}; a line is {expected}") from None
+                raise CorruptInputError(f"{origin}: {error}; a line is {expected}") from None
             yield parsed
 
 
