@@ -6,7 +6,7 @@ For example:
 
     model = GPT(GPTConfig.preset("gpt2", n_layer=2))
     logits = model(ids)  # (B, T) -> (B, T, V)
-    h = model.body(ids)  # (B, T, D): what the head reads
+    h = model.body(ids)  # (B, T, D): the input of the head
     model.wte.unembed(h)  # the logits again: W predicts
     model.loss(ids[:, :-1], ids[:, 1:]).backward()  # W gets the gradients of both sides
 """

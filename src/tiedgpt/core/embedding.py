@@ -1,7 +1,7 @@
 """The tied embedding: one matrix that reads tokens and predicts them.
 
 Radford et al. 2018, eq. 2:  h_0 = U W_e + W_p,  ...,  P(u) = softmax(h_n W_e^T).
-There is no second parameter to tie to the first, so nothing can untie them.
+One parameter has both jobs, so no operation can untie them.
 """
 
 from __future__ import annotations

@@ -109,7 +109,7 @@ class MLP(nn.Module):
 class Block(nn.Module):
     """Attention, then MLP, each added to the residual stream.
 
-    GPT-2 normalises what a sublayer reads (pre-LN); GPT-1 normalises the sum (post-LN).
+    GPT-2 normalises the input of a sublayer (pre-LN); GPT-1 normalises the sum (post-LN).
     """
 
     def __init__(self, config: GPTConfig, layer: int) -> None:
