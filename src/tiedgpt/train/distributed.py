@@ -17,7 +17,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from datetime import timedelta
-from typing import Any, Literal, TypeVar
+from typing import Any, Literal, ParamSpec, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -27,6 +27,7 @@ from tiedgpt.errors import DivergedError, TiedGPTError, UserError
 from tiedgpt.train.objective import Arrays, Loss, LossModule, Model, Objective, body_of, on_device
 from tiedgpt.train.plan import Plan
 
+P = ParamSpec("P")
 T = TypeVar("T")
 Parallel = Literal["ddp", "fsdp"]
 EXCHANGE_TIMEOUT = timedelta(hours=1)
@@ -156,17 +157,17 @@ class Processes:
         """Return rank 0's value in all processes."""
         return self.on_main(lambda: value)
 
-    def on_main(self, act: Callable[[], T]) -> T:
-        """Run `act` on rank 0 alone and return its result in all processes.
+    def on_main(self, act: Callable[P, T], *args: P.args, **options: P.kwargs) -> T:
+        """Call `act` with these arguments on rank 0 alone; return its result in all processes.
 
         If it raises, the other processes exit silently with the error's exit code.
         """
         if self.size == 1:
-            return act()
+            return act(*args, **options)
         sent: list[Any] = [None, None]
         try:
             if self.is_main:
-                sent[0] = act()
+                sent[0] = act(*args, **options)
         except Exception as error:
             sent[1] = getattr(error, "exit_code", 1)
             raise
@@ -183,11 +184,11 @@ class Processes:
             self.barrier()
             raise SystemExit(exit_code)
 
-    def main_first(self, make: Callable[[], T]) -> T:
-        """Return `make()` in each process; the others call it after rank 0 has finished."""
-        made: list[T] = []
-        self.on_main(lambda: made.append(make()))
-        return made[0] if self.is_main else make()
+    def main_first(self, act: Callable[P, T], *args: P.args, **options: P.kwargs) -> T:
+        """Return `act` with these arguments; other processes call it after rank 0 has finished."""
+        results: list[T] = []
+        self.on_main(lambda: results.append(act(*args, **options)))
+        return results[0] if self.is_main else act(*args, **options)
 
     def with_full_model(self, model: Model, objective: Objective, act: Callable[[Model], T]) -> T:
         """Run `act` on rank 0 on the model with all its weights; return its result."""

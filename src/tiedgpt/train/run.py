@@ -16,6 +16,7 @@ import tempfile
 import time
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
+from enum import Enum
 from pathlib import Path
 from typing import Any
 
@@ -35,7 +36,7 @@ from tiedgpt.train.machine import (
     resize,
     training_device,
 )
-from tiedgpt.train.objective import Data, Objective, Progress
+from tiedgpt.train.objective import Data, Objective, Progress, Sources
 from tiedgpt.train.objectives import open_objective
 from tiedgpt.train.options import DURATIONS, TrainOptions
 from tiedgpt.train.plan import Plan
@@ -85,54 +86,127 @@ def train(
     Raises `UserError` or `CorruptInputError` for what cannot be trained, `NoRoomError` for what
     does not fit in memory or on the disk, `DivergedError` if loss or weights are not finite.
     """
-    called, deadline = time.perf_counter(), None
+    called = time.perf_counter()
     began = called if began is None else began
     with contextlib.ExitStack() as stack:
-        device = training_device(options.device)
-        processes = stack.enter_context(join_processes(parallel, device))
-        if out is not None:
-            processes.on_main(lambda: require_same(options, RunDirectory(Path(out))))
-        kind = open_objective(options)
-        sources = processes.main_first(lambda: kind.open(options))
-        digest = processes.on_main(sources.digest) if options.data else None
-        directory = RunDirectory(Path(out or processes.on_main(lambda: find_run(options, digest))))
-        if processes.is_main:
-            stack.enter_context(directory.lock())
-        tables = processes.main_first(lambda: _open_record(options, directory, digest))
-        config, plan = read_plan(tables) if tables else (None, None)
-        is_finished = bool(tables) and processes.main_first(directory.is_finished)
-        if is_finished:
-            yield AlreadyFinished(directory.path)
+        processes = stack.enter_context(join_processes(parallel, training_device(options.device)))
+        processes.on_main(compare_options, options, out)
+        objective_class = processes.main_first(open_objective, options)
+        sources = processes.main_first(objective_class.open, options)
+        run = stack.enter_context(open_run(options, sources, out, processes))
+        if run.status is RunStatus.FINISHED:
+            yield AlreadyFinished(run.directory.path)
             return
         yield from _hub_notes(options)
         objective, data = processes.main_first(
-            lambda: prepare(kind, sources, directory, options, config, progress)
+            prepare, objective_class, sources, run.directory, options, run.config, progress
         )
+        del sources  # they may hold the text in memory
+        plan, deadline = run.plan, None
         if plan is None:
-            prepared = processes.on_main(lambda: time.perf_counter() - called)
+            if (prepared := time.perf_counter() - called) > NOTABLE_SECONDS:
+                minutes, seconds = divmod(round(prepared), 60)
+                yield Note(f"prepared the text in {minutes}:{seconds:02}; kept")
             yield Note("measuring this machine")
             stack.enter_context(cpu_threads(threads))
-            config, plan, notes = _plan(options, objective, data, processes, threads, began)
+            config, plan, notes = plan_new_run(options, objective, data, processes, threads, began)
             objective, data = resize(objective, data, config)
-            tables = make_record(options, config, plan, data.counts, digest, processes.describe())
-            processes.on_main(lambda: directory.write_record(tables))
+            record = make_record(
+                options, config, plan, data.counts, run.digest, processes.describe()
+            )
+            processes.on_main(run.directory.write_record, record)
             if plan.minutes is not None:
-                now = processes.on_main(time.perf_counter)
+                now = time.perf_counter()
                 deadline = now + seconds_left(60 * plan.minutes, now - began)
-            if prepared > NOTABLE_SECONDS:
-                minutes, seconds = divmod(round(prepared), 60)
-                notes.insert(0, f"prepared the text in {minutes}:{seconds:02}; kept")
             yield from map(Note, notes)
         stack.enter_context(cpu_threads(threads or plan.threads))
-        yield Planned(directory, options, objective, data, plan, processes)
+        yield Planned(run.directory, options, objective, data, plan, processes)
         yield from Trainer(
-            directory, objective, data, plan, processes.device,
+            run.directory, objective, data, plan, processes.device,
             stop_requested=stop_requested, track=track, processes=processes, deadline=deadline,
             progress=scoring,
         ).run()  # fmt: skip
 
 
-def _plan(
+class RunStatus(Enum):
+    """The state of a run's directory before training."""
+
+    NEW = "new"
+    RESUMED = "resumed"
+    PROLONGED = "prolonged"
+    """It was finished, and continues for a longer duration."""
+    FINISHED = "finished"
+
+
+@dataclass(frozen=True)
+class Run:
+    """A run's directory, and the config and the plan in its run.toml."""
+
+    directory: RunDirectory
+    digest: str | None
+    """Digest of the data; None: the documentation of Python."""
+    status: RunStatus
+    config: GPTConfig | None = None
+    plan: Plan | None = None
+
+
+@contextlib.contextmanager
+def open_run(
+    options: TrainOptions, sources: Sources, out: str | Path | None, processes: Processes
+) -> Iterator[Run]:
+    """Lock the directory of these options on this data, and yield the run in it.
+
+    A finished run is prolonged if the options ask for a longer duration. Raises `UserError` if the
+    run has other options or other data.
+    """
+    digest = processes.on_main(sources.digest) if options.data else None
+    directory = RunDirectory(Path(out or processes.on_main(find_run, options, digest)))
+    with directory.lock() if processes.is_main else contextlib.nullcontext():
+        yield processes.on_main(_read_run, options, directory, digest)
+
+
+def _read_run(options: TrainOptions, directory: RunDirectory, digest: str | None) -> Run:
+    tables = directory.read_record()
+    if not tables:
+        return Run(directory, digest, RunStatus.NEW)
+    if digest != tables.get("text", {}).get("sha256"):
+        raise UserError(
+            f"the text has changed since {directory.path} began",
+            hint="give another --out, or the same text",
+        )
+    factor = compare_options(options, directory.path)
+    config, plan = read_plan(tables)
+    if factor is None:
+        status = RunStatus.FINISHED if directory.is_finished() else RunStatus.RESUMED
+        return Run(directory, digest, status, config, plan)
+    plan = prolong(plan, options, directory.reopen(), factor)
+    durations = {name: getattr(options, name) for name in DURATIONS}
+    asked = {"options": tables["options"] | durations}
+    directory.write_record({**tables, **asked, **plan_tables(plan)})
+    return Run(directory, digest, RunStatus.PROLONGED, config, plan)
+
+
+def compare_options(options: TrainOptions, out: str | Path | None) -> float | None:
+    """Raise `UserError` if the run in `out` has other options.
+
+    Returns the factor by which a finished run is prolonged, or None.
+    """
+    if out is None:
+        return None
+    directory = RunDirectory(Path(out))
+    tables = directory.read_record()
+    differences = options.differences(tables.get("options", {})) if tables else []
+    factor = compare_duration(options, tables) if differences and directory.is_finished() else None
+    if differences and factor is None:
+        raise UserError(
+            f"{out} holds a run with other options ({'; '.join(differences)})",
+            hint=f"give the same options to resume, or another --out, with --start {out} to begin "
+            "from its weights",
+        )
+    return factor
+
+
+def plan_new_run(
     options: TrainOptions,
     objective: Objective,
     data: Data,
@@ -142,18 +216,15 @@ def _plan(
 ) -> tuple[GPTConfig, Plan, list[str]]:
     """Return the config and the plan of a new run, and notes; equal in all processes."""
     machine, speed = measure_machine(options, objective, data, processes, threads=threads)
-    facts, spent = (
-        find_facts(objective, data),
-        processes.on_main(lambda: time.perf_counter() - began),
-    )
+    facts = find_facts(objective, data)
+    spent = processes.broadcast(time.perf_counter() - began)
     try:
         config, plan = plan_run(options, objective.config, facts, machine, seconds_spent=spent)
     except TiedGPTError as error:  # in all processes: the first reports it
         processes.leave_to_main(error.exit_code)
         raise
-    warnings = find_warnings(options, config, facts, plan)
     plan = replace(plan, threads=threads or speed.threads)
-    return config, plan, [*speed.notes, *warnings]
+    return config, plan, [*speed.notes, *find_warnings(options, config, facts, plan)]
 
 
 def prepare_fresh(
@@ -241,43 +312,6 @@ def dry_run(
             warnings=[*speed.notes, *find_warnings(options, config, facts, plan)],
             problem=problem,
         )
-
-
-def require_same(options: TrainOptions, directory: RunDirectory) -> float | None:
-    """Raise `UserError` if a run has other options; return the factor by which it is prolonged."""
-    out, tables = directory.path, directory.read_record()
-    differences = options.differences(tables.get("options", {})) if tables else []
-    times = compare_duration(options, tables) if differences and directory.is_finished() else None
-    if differences and times is None:
-        raise UserError(
-            f"{out} holds a run with other options ({'; '.join(differences)})",
-            hint=f"give the same options to resume, or another --out, with --start {out} to begin "
-            "from its weights",
-        )
-    return times
-
-
-def _open_record(
-    options: TrainOptions, directory: RunDirectory, digest: str | None
-) -> dict[str, Any]:
-    """Return the tables of run.toml, or {} for a fresh run; prolong a finished run if asked.
-
-    Raises `UserError` if the run has other options or other data.
-    """
-    tables = directory.read_record()
-    if tables and digest != tables.get("text", {}).get("sha256"):
-        raise UserError(
-            f"the text has changed since {directory.path} began",
-            hint="give another --out, or the same text",
-        )
-    if (times := require_same(options, directory)) is not None:
-        _, plan = read_plan(tables)
-        longer = prolong(plan, options, directory.reopen(), times)
-        durations = {name: getattr(options, name) for name in DURATIONS}
-        asked = {"options": tables["options"] | durations}
-        directory.write_record({**tables, **asked, **plan_tables(longer)})
-        return directory.read_record()
-    return tables
 
 
 def _hub_notes(options: TrainOptions) -> Iterator[Note]:
