@@ -218,6 +218,11 @@ def test_beams_a_sliding_context_and_a_timeout_give_what_the_engine_gives(client
     assert told["choices"][0]["finish_reason"] in (expected.finish_reason, "length")
 
 
+def test_text_of_a_sliding_context_has_an_end(client):
+    error = refused(client, prompt="a", context_end="slide", max_tokens=16 * 48 + 1)
+    assert error["param"] == "max_tokens" and "at most 768" in error["message"]
+
+
 @pytest.mark.parametrize("other", [{"n": 2}, {"stream": True}, {"logprobs": 0}, {"top_p": 0.5}])
 def test_beams_exclude_what_needs_tokens_one_by_one(client, other):
     error = refused(client, prompt="a", num_beams=2, **other)

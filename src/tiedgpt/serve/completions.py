@@ -35,6 +35,8 @@ if TYPE_CHECKING:
 
 MAX_TOKENS = 16
 """The default of max_tokens for completions, as in OpenAI's API."""
+MAX_CONTEXTS = 16
+"""Maximum length of a text in contexts if the context slides, so that every request ends."""
 FINISH = {"stop": "stop", "length": "length", "context": "length", "timeout": "length"}
 error_log = logging.getLogger("uvicorn.error")
 
@@ -216,6 +218,13 @@ async def _encode(
             400, f"the number of prompts times n must be at most {service.max_choices}, got "
             f"{len(prompts)} x {body.n}", param="prompt",
         )  # fmt: skip
+    slides = body.context_end == "slide"
+    longest = MAX_CONTEXTS * service.engine.runner.config.n_positions
+    if slides and max_tokens > longest:
+        message = (
+            f"max_tokens must be at most {longest:,} if the context slides, got {max_tokens:,}"
+        )
+        raise APIError(400, message, param="max_tokens")
     options: dict[str, Any] = {"param": "messages"}
     if isinstance(body, CompletionRequest):
         options = {"echo": body.echo, "allow_special": body.allow_special}
@@ -224,7 +233,7 @@ async def _encode(
         service.engine,
         prompts,
         n=body.n,
-        room=None if body.context_end == "slide" else max_tokens,
+        room=None if slides else max_tokens,
         **options,
     )
 
