@@ -2,6 +2,8 @@
 
 import dataclasses
 import json
+import os
+import re
 import tomllib
 
 import pytest
@@ -13,7 +15,7 @@ from tiedgpt.cli.main import main
 from tiedgpt.errors import NoRoomError
 from tiedgpt.train import train
 from tiedgpt.train.distributed import Processes
-from tiedgpt.train.events import Replanned, Stepped
+from tiedgpt.train.events import Note, Replanned, Stepped
 from tiedgpt.train.machine import SpeedMeasurement, find_facts, measure_machine
 from tiedgpt.train.objectives.language import LanguageModelling
 from tiedgpt.train.optim import make_optimizers
@@ -82,6 +84,24 @@ def test_a_busy_machine_trains_with_the_faster_number_of_threads(trial):
     assert speed.threads == 1
     assert "1 thread, at 900 tokens/s instead of 300 with 2; --threads" in speed.notes[0]
     assert speed(run.objective.config, run.plan) == 900.0, "measured with the chosen threads"
+
+
+@pytest.mark.skipif(not hasattr(os, "getloadavg"), reason="the system tells no load")
+def test_a_run_by_steps_compares_threads_on_a_busy_machine(options, tmp_path, monkeypatch):
+    monkeypatch.setattr(os, "getloadavg", lambda: (99.0, 99.0, 99.0))
+    threads, notes = torch.get_num_threads(), []
+    try:
+        torch.set_num_threads(2)
+        for event in train(dataclasses.replace(options, steps=100), tmp_path / "run"):
+            notes += [event.text] if isinstance(event, Note) else []
+            if isinstance(event, Stepped):
+                break
+    finally:
+        torch.set_num_threads(threads)
+    (note,) = (note for note in notes if "busy" in note)
+    chosen = int(re.search(r"training with (\d) thread", note)[1])
+    record = tomllib.loads((tmp_path / "run/run.toml").read_text())
+    assert record["training"]["threads"] == chosen in (1, 2)
 
 
 def test_threads_are_used_and_recorded(options, tmp_path):

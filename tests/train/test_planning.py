@@ -201,7 +201,9 @@ def test_every_size_is_a_possible_model(size):
     ("asked", "tokens", "warning"),
     [
         ({"size": "tiny", "steps": 2}, 3_000, "a batch holds 67% of the training data"),
-        ({"size": "tiny", "steps": 2}, 100_000_000, None),
+        ({"size": "tiny", "steps": 100}, 100_000_000, None),
+        ({"size": "tiny", "steps": 99}, 100_000_000, "^99 steps only: .* more --minutes, --steps"),
+        ({"size": "tiny", "epochs": 1.0}, 100_000, "^49 steps only"),
         ({"size": "gpt2", "steps": 100}, 600_000, "parameters per token .* smaller --size"),
         ({"minutes": 1.0}, 600_000, None),
     ],

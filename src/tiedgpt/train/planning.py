@@ -60,6 +60,8 @@ MAX_PARAMETERS_PER_TOKEN = 12
 WARN_PARAMETERS_PER_TOKEN = 24
 WARN_BATCH_SHARE = 0.1
 """Share of an epoch in one batch above which a warning is given."""
+SHORT_RUN_STEPS = 100
+"""A run with fewer steps is warned about."""
 TARGET_MIN_STEPS = 300
 """The batch size is reduced until a run has so many steps."""
 MIN_STEPS = 50
@@ -390,8 +392,13 @@ def choose_size(
 
 
 def find_warnings(options: TrainOptions, config: GPTConfig, facts: Facts, plan: Plan) -> list[str]:
-    """Return warnings about batches and models that are too large for the data."""
+    """Return warnings about short runs, and batches and models too large for the data."""
     warnings = []
+    if plan.steps < SHORT_RUN_STEPS:
+        warnings.append(
+            f"{format_count(plan.steps, 'step')} only: too few to learn much; give more --minutes, "
+            "--steps or --epochs"
+        )
     share = plan.batch_size / facts.epoch_rows
     if share > WARN_BATCH_SHARE and plan.batch_size > 1:
         warnings.append(

@@ -41,6 +41,7 @@ from tiedgpt.train.objectives import open_objective
 from tiedgpt.train.options import DURATIONS, TrainOptions
 from tiedgpt.train.plan import Plan
 from tiedgpt.train.planning import (
+    SHORT_RUN_STEPS,
     draft_plan,
     estimate_memory,
     find_warnings,
@@ -223,6 +224,8 @@ def plan_new_run(
     except TiedGPTError as error:  # in all processes: the first reports it
         processes.leave_to_main(error.exit_code)
         raise
+    if speed.compares_threads and plan.steps >= SHORT_RUN_STEPS:
+        speed(config, plan)  # the number of steps was given, so no speed was measured
     plan = replace(plan, threads=threads or speed.threads)
     return config, plan, [*speed.notes, *find_warnings(options, config, facts, plan)]
 
