@@ -91,12 +91,16 @@ def body_error(error: RequestValidationError) -> APIError:
     if first["type"] == "json_invalid":
         return APIError(400, f"the body must be JSON: {first['ctx']['error']}", code="invalid_json")
     path, value = list[str](), error.body
-    for part in first["loc"][1:]:  # names of types in a union are no fields
+    parts = first["loc"][1:]
+    for number, part in enumerate(parts):  # names of types in a union are no fields
         is_inside = isinstance(value, dict | list)
         has_part = part in value if isinstance(value, dict) else is_inside and isinstance(part, int)
         if has_part or (first["type"] == "missing" and part == first["loc"][-1]):
             path.append(str(part)[:64])
             value = value[part] if has_part else None
+        is_outer = isinstance(value, dict) and any(inner in value for inner in parts[number + 1 :])
+        if is_outer:  # the wrong field is inside
+            continue
         if part in EXPECTED and first["type"] not in ("missing", "extra_forbidden"):
             must = f"must be {EXPECTED[part]}"
             return APIError(400, f"{'.'.join(path)} {must}", param=".".join(path))
