@@ -74,6 +74,13 @@ def split_panel(n: int) -> list[range]:
     return [range(start, start + n_parts) for start in range(0, PARTS, n_parts)]
 
 
+def _prefetch_later_parts(builder: Any, row: Any, parts: range, size: int) -> None:
+    """Prefetch the parts of a row that the next passes read, so that memory is read in order."""
+    if parts.start == 0:
+        for part in range(parts.stop, PARTS):
+            simd.prefetch(builder, builder.gep(row, [i64(size * part)]))
+
+
 def _variables(builder: Any, n: int, n_parts: int, kind: Any) -> list[list[Any]]:
     """Return places on the stack for n rows of vectors; LLVM keeps them in registers."""
     return [[cgutils.alloca_once(builder, kind) for _ in range(n_parts)] for _ in range(n)]
@@ -137,6 +144,7 @@ def _floats(
         row = builder.gep(weights, [builder.mul(loop.index, i64(PANEL))])
         places = [builder.gep(row, [i64(LANES * part)]) for part in parts]
         rows = [simd.load(builder, place, place.type.pointee) for place in places]
+        _prefetch_later_parts(builder, row, parts, LANES)
         starts = [builder.mul(steps, i64(m)) for m in range(n)]
         numbers = [builder.load(builder.gep(x, [builder.add(s, loop.index)])) for s in starts]
         add_products(builder, sums, rows, numbers, add)
@@ -174,6 +182,7 @@ def _integers(
             step = builder.add(builder.mul(g, i64(steps)), inner.index)
             row = builder.gep(w.weights, [builder.mul(step, i64(4 * PANEL))])
             rows = [simd.load(builder, builder.gep(row, [i64(64 * p)]), i8, 64) for p in parts]
+            _prefetch_later_parts(builder, row, parts, 64)
             if is_signed:
                 rows = [builder.xor(part, constant(i8, -128, 64)) for part in rows]
             for half, its in enumerate([rows] if per_byte == 1 else _halves(builder, rows)):
