@@ -77,8 +77,8 @@ def split_panel(n: int) -> list[range]:
 def _prefetch_later_parts(builder: Any, row: Any, parts: range, size: int) -> None:
     """Prefetch the parts of a row that the next passes read, so that memory is read in order."""
     if parts.start == 0:
-        for part in range(parts.stop, PARTS):
-            simd.prefetch(builder, builder.gep(row, [i64(size * part)]))
+        for number in range(parts.stop, PARTS):
+            simd.prefetch(builder, builder.gep(row, [i64(size * number)]))
 
 
 def _variables(builder: Any, n: int, n_parts: int, kind: Any) -> list[list[Any]]:
