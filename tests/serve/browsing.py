@@ -24,7 +24,7 @@ WIDE = {"width": 1280, "height": 900}
 
 @contextmanager
 def serving(run, name="cats", **options):
-    limits = Limits(queue=8, inspections=16)
+    limits = Limits(queue=8)
     with Engine(str(run), queue_size=8) as engine:
         app = create_app(engine, name=name, limits=limits, source=run, **options)
         with Running(app, engine, limits) as running:

@@ -1,6 +1,7 @@
 """On a socket: clients that go away, dawdle, or are many; and the end."""
 
 import contextlib
+import copy
 import json
 import socket
 import threading
@@ -10,7 +11,6 @@ import pytest
 
 from tests.serve.conftest import Running
 from tiedgpt.infer import Engine
-from tiedgpt.serve import torch_model
 from tiedgpt.serve.app import create_app
 from tiedgpt.serve.guards import Limits
 
@@ -59,30 +59,43 @@ def slow(engine, monkeypatch):
     monkeypatch.setattr(session, "read", slowly)
 
 
-def test_nothing_is_inspected_for_clients_that_left_while_they_waited(running, monkeypatch):
-    read, begun, go_on = [], threading.Event(), threading.Event()
+def test_inspections_and_embeddings_wait_in_a_queue_that_clients_can_leave(engine):
+    """One is computed, `queue` wait; nothing is computed for clients that left."""
+    seen, is_loading, go_on = [], threading.Event(), threading.Event()
 
-    def slowly(inspection, model, tokenizer, source, options):
-        read.append(options["text"])
-        begun.set()
+    def load():
+        is_loading.set()
         assert go_on.wait(60)
-        return "{}"
+        model = copy.deepcopy(engine.model)
+        model.wte.register_forward_pre_hook(lambda _, inputs: seen.append(inputs[0].tolist()))
+        return model
 
-    monkeypatch.setattr(torch_model, "inspect_model", slowly)
-    first = send(running.port, {"ids": [1]}, "/inspect/positions")
-    assert begun.wait(60)
-    gone = [send(running.port, {"ids": [id]}, "/inspect/positions") for id in (2, 3)]
-    last = send(running.port, {"ids": [4]}, "/inspect/positions")
-    state = running.server.server_state
-    until(lambda: len(state.tasks) == 4)
-    for connection in gone:
-        connection.close()
-    until(lambda: len(state.connections) == 2)
-    go_on.set()
-    for connection in (first, last):
-        assert connection.recv(12) == b"HTTP/1.1 200"
-        connection.close()
-    assert read == [[1], [4]]
+    limits = Limits(queue=4)
+    app = create_app(engine, name="tiny", limits=limits, load=load)
+
+    def embed(id):
+        return send(running.port, {"input": [id]}, "/v1/embeddings")
+
+    with Running(app, engine, limits) as running:
+        first = embed(1)
+        assert is_loading.wait(60)
+        tasks = running.server.server_state.tasks
+        leavers = [embed(id) for id in (2, 3)]
+        stays = [send(running.port, {"ids": [4]}, "/inspect/positions"), embed(5)]
+        until(lambda: len(tasks) == 5)
+        with embed(6) as refused:
+            assert b"429" in refused.recv(12)
+        for connection in leavers:
+            connection.close()
+        until(lambda: len(tasks) == 3)
+        last = embed(7)
+        until(lambda: len(tasks) == 4)
+        go_on.set()
+        for connection in (first, *stays, last):
+            with connection:
+                assert connection.recv(12) == b"HTTP/1.1 200"
+    assert seen[0] == [[1]] and seen[-2:] == [[[5]], [[7]]]
+    assert [[2]] not in seen and [[3]] not in seen and [[6]] not in seen
 
 
 @pytest.mark.parametrize("stream", [True, False])

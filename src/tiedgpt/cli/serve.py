@@ -67,7 +67,10 @@ class Arguments(SourceOrNewest, EngineOptions):
         None, "Another model, which the page compares with this one: untied, or before tuning."
     )
     slots: int = option(8, "Maximum number of texts that are generated at the same time.")
-    queue: int = option(64, "Maximum number of texts that wait; further requests get status 429.")
+    queue: int = option(
+        64,
+        "Maximum number of texts that wait, and of inspections; further requests get status 429.",
+    )
     drain: float = option(30.0, "Seconds that running texts have to finish after SIGTERM.")
 
 

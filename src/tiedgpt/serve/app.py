@@ -80,11 +80,11 @@ def create_app(
     )
     _add_generation(app, service)
     _add_tokens(app, service)
-    model = TorchModel(load or (lambda: _copy_model(engine)), limits.inspections, source)
+    model = TorchModel(load or (lambda: _copy_model(engine)), limits.queue, source)
     _add_torch_model(app, service, model)
     _add_page(app, service, model, source if hosts.are_local else None, beside)
     if beside is not None:
-        _add_beside(app, beside, limits.inspections)
+        _add_beside(app, beside, limits.queue)
     _add_operation(app, service)
     path = "" if hosts.are_local or source is None else os.fspath(source)
     add_error_handlers(app, {path: name} if os.path.isabs(path) else {})
@@ -210,7 +210,7 @@ def _add_page(
         return _cached_response(request, texts[0], headers, "application/json")
 
 
-def _add_beside(app: FastAPI, source: page_data.Source, limit: int) -> None:
+def _add_beside(app: FastAPI, source: page_data.Source, queue: int) -> None:
     """Add another model, whose description and positions the page shows beside this one's."""
     from tiedgpt.core.model import GPT
     from tiedgpt.tie.audits import open_source
@@ -219,7 +219,7 @@ def _add_beside(app: FastAPI, source: page_data.Source, limit: int) -> None:
     open_source(source)  # it is loaded later, and must be there now
     name, inspection = page_data.directory_name(source), INSPECTIONS["positions"]
     tokenizer = tokenizer_for(source, None)
-    model = TorchModel(lambda: GPT.from_pretrained(source), limit, source)
+    model = TorchModel(lambda: GPT.from_pretrained(source), queue, source)
 
     @app.get("/beside/inspect/model")
     async def the_model(request: Request) -> Response:

@@ -39,7 +39,10 @@ class Limits:
     """The limits of a request, and of all together; the limits of fields are in `schemas`."""
 
     queue: int = 64
-    """Texts that may wait for a slot; beyond that: 429 with Retry-After."""
+    """Texts that may wait for a slot, and inspections and embeddings for their turn.
+
+    Beyond that: 429 with Retry-After.
+    """
     body: int = 1 << 20
     """Bytes of a body; beyond that: 413."""
     headers: int = 1 << 16
@@ -52,8 +55,6 @@ class Limits:
     """Seconds for a client to take the response; after that the connection is closed."""
     drain_seconds: float = 30
     """Seconds for running requests to end after SIGTERM."""
-    inspections: int = 4
-    """Embeddings and inspections that may run or wait; beyond that: 429."""
     discarded: int = 1 << 26
     """Bytes of a body that is too large which are read, so that the client reads the refusal."""
 

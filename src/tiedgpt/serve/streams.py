@@ -113,6 +113,12 @@ def encode_prompts(
     return choices
 
 
+async def wait_for_disconnect(request: Request) -> None:
+    """Return when the client of a request disconnects."""
+    while (await request.receive())["type"] != "http.disconnect":
+        pass
+
+
 class RequestStream:
     """The choices of one request while they are generated: iterate over their tokens, or wait."""
 
@@ -174,8 +180,7 @@ class RequestStream:
             self.cancel()
 
     async def _cancel_on_disconnect(self, request: Request) -> None:
-        while (await request.receive())["type"] != "http.disconnect":
-            pass
+        await wait_for_disconnect(request)
         self.cancel()
 
     def require_finished(self, completion: Completion) -> None:

@@ -17,7 +17,7 @@ from tiedgpt.inspect.registry import Inspection
 from tiedgpt.serve.errors import APIError
 from tiedgpt.serve.page_data import Source, inspect_model
 from tiedgpt.serve.schemas import Body, EmbeddingRequest, TextBody, as_list
-from tiedgpt.serve.streams import CLIENT_LEFT, encode_prompt
+from tiedgpt.serve.streams import CLIENT_LEFT, encode_prompt, wait_for_disconnect
 
 if TYPE_CHECKING:
     from tiedgpt.core.model import GPT
@@ -27,29 +27,45 @@ T = TypeVar("T")
 
 
 class TorchModel:
-    """The model in torch, for one caller at a time."""
+    """The model in torch, for one caller at a time; up to `queue` others wait for their turn."""
 
-    def __init__(self, load: Callable[[], GPT], limit: int, source: Source | None = None) -> None:
-        self._load, self._limit, self.source = load, limit, source
+    def __init__(self, load: Callable[[], GPT], queue: int, source: Source | None = None) -> None:
+        self._load, self._queue, self.source = load, queue, source
         self._model: GPT | None = None
         self._lock = asyncio.Lock()
-        self._n = 0
+        self._n_waiting = 0
 
     async def run(self, request: Request, function: Callable[[GPT], T]) -> T:
         """Call a function with the model in another thread; 429 if too many wait.
 
-        Nothing is computed for a client that disconnected while it waited.
+        A client that disconnects leaves the queue, and nothing is computed for it.
         """
-        if self._n >= self._limit:
-            raise APIError(429, "too many inspections wait: try again later", code="queue_full")
-        self._n += 1
+        if self._n_waiting >= self._queue:
+            raise APIError(429, "too many requests wait: try again later", code="queue_full")
+        self._n_waiting += 1
         try:
-            async with self._lock:
-                if await request.is_disconnected():
-                    raise APIError(CLIENT_LEFT, "the client disconnected", code="cancelled")
-                return await asyncio.to_thread(lambda: function(self._open()))
+            await self._wait_for_turn(request)
         finally:
-            self._n -= 1
+            self._n_waiting -= 1
+        try:
+            return await asyncio.to_thread(lambda: function(self._open()))
+        finally:
+            self._lock.release()
+
+    async def _wait_for_turn(self, request: Request) -> None:
+        """Acquire the lock; raise `APIError` if the client disconnects before."""
+        turn = asyncio.create_task(self._lock.acquire())
+        departure = asyncio.create_task(wait_for_disconnect(request))
+        try:
+            await asyncio.wait((turn, departure), return_when=asyncio.FIRST_COMPLETED)
+            if departure.done():
+                raise APIError(CLIENT_LEFT, "the client disconnected", code="cancelled")
+        except BaseException:
+            if not turn.cancel():
+                self._lock.release()
+            raise
+        finally:
+            departure.cancel()
 
     def _open(self) -> GPT:
         if self._model is None:
