@@ -54,14 +54,14 @@ def saved_for_backward(model) -> int:
     return sum(tensor.untyped_storage().nbytes() for tensor in held.values())
 
 
-def test_recomputed_blocks_keep_little_for_backward():
+def test_recomputed_blocks_save_little_for_backward():
     model = GPT(dataclasses.replace(CONFIG, **SAME)).train()
     before = saved_for_backward(model)
     prepare_blocks(model, dataclasses.replace(PLAN, recompute="blocks"))
     assert saved_for_backward(model) < before / 5
 
 
-def test_a_model_with_recomputed_blocks_generates_and_copies_as_ever():
+def test_a_model_with_recomputed_blocks_generates_and_copies():
     model = GPT(CONFIG).eval()
     ids = torch.randint(90, (1, 7))
     before = model(ids)
@@ -70,20 +70,20 @@ def test_a_model_with_recomputed_blocks_generates_and_copies_as_ever():
         assert torch.equal(copy.deepcopy(model)(ids), before)
 
 
-def test_a_run_with_recomputed_blocks_is_the_same_run(trial):
+def test_a_run_with_recomputed_blocks_has_the_same_result(trial):
     off, blocks = (trial(name, DROPOUT, recompute=name) for name in ("off", "blocks"))
     assert off.train()[-1].finished and blocks.train()[-1].finished
     weights = [run.run.model / "model.safetensors" for run in (off, blocks)]
     assert weights[0].read_bytes() == weights[1].read_bytes()
 
 
-def test_what_is_asked_for_is_planned(trial, options):
+def test_requested_recomputation_and_compilation_are_planned(trial, options):
     run = trial()
     assert run.make_plan(options).recompute == "off"
     assert run.make_plan(options, recompute="blocks").recompute == "blocks"
 
 
-def test_without_a_compiler_blocks_run_as_they_are_and_a_line_says_so(monkeypatch, trial, options):
+def test_without_a_compiler_blocks_run_eagerly_with_a_note(monkeypatch, trial, options):
     monkeypatch.setattr(shutil, "which", lambda name: None)
     monkeypatch.delenv("CXX", raising=False)
     compiles, line = decide_compile("on", CPU, one_shape=True)
@@ -93,7 +93,7 @@ def test_without_a_compiler_blocks_run_as_they_are_and_a_line_says_so(monkeypatc
     assert trial().make_plan(options, compile="on").compile == "off"
 
 
-def test_blocks_are_compiled_by_themselves_on_a_gpu_and_for_rows_of_one_length(monkeypatch):
+def test_blocks_are_compiled_on_a_gpu_for_rows_of_one_length(monkeypatch):
     monkeypatch.setattr(blocks, "find_missing", lambda device: None)
     gpu = torch.device("cuda")
     assert decide_compile("auto", gpu, one_shape=True) == (True, None)
@@ -107,7 +107,7 @@ def test_blocks_are_compiled_by_themselves_on_a_gpu_and_for_rows_of_one_length(m
 
 
 @pytest.mark.parametrize("most, sizes", [(2**31, [1 << 30]), (32 << 20, [1 << 30, 32 << 20])])
-def test_memory_is_kept_as_far_as_the_c_library_allows(monkeypatch, most, sizes):
+def test_freed_memory_is_kept_as_far_as_the_c_library_allows(monkeypatch, most, sizes):
     asked = []
 
     def set_malloc(option, value):
@@ -129,7 +129,7 @@ def test_memory_is_left_to_a_library_that_takes_no_size(monkeypatch):
 
 @pytest.mark.slow
 @pytest.mark.filterwarnings("ignore")  # the compiler warns of its own code
-def test_a_compiled_run_that_was_stopped_equals_one_that_was_not(trial):
+def test_a_stopped_compiled_run_equals_an_uninterrupted_one(trial):
     whole, parts = (trial(name, DROPOUT, compile="on") for name in ("whole", "parts"))
     for events in (whole.train(), parts.train(stop_after=3), parts.train()):
         (started,) = (event for event in events if isinstance(event, Started))
@@ -138,7 +138,7 @@ def test_a_compiled_run_that_was_stopped_equals_one_that_was_not(trial):
     assert_same(whole, parts)
 
 
-def test_each_shape_has_code_of_its_own(monkeypatch):
+def test_each_shape_is_compiled_once(monkeypatch):
     """torch compiles a code eight times at most and then runs it as it is."""
 
     def twice(x):

@@ -49,7 +49,7 @@ def test_the_card_names_the_tie_the_parameters_and_the_scores(trained):
     assert "Trained for 20 steps" in card
 
 
-def test_the_card_of_a_run_that_stopped_has_no_score(tmp_path, text_file):
+def test_the_card_of_a_stopped_run_has_no_score(tmp_path, text_file):
     options = TrainOptions(
         data=(str(text_file),), size="nano", context=16, steps=9, tokenizer="char"
     )
@@ -71,9 +71,7 @@ def test_the_card_names_a_base_model_of_the_hub_alone(trial, trained, start, bas
     assert (front and front[1]) == base_model
 
 
-def test_the_card_of_a_memorized_tune_says_that_its_score_is_of_the_training_data(
-    trained, tmp_path
-):
+def test_the_card_of_a_memorized_tune_marks_its_score_as_training_data(trained, tmp_path):
     lines = [{"prompt": f"line {n}", "completion": f" the {n}"} for n in range(9)]
     data = write_lines(tmp_path / "lines.jsonl", lines)
     run = tmp_path / "run"
@@ -84,7 +82,7 @@ def test_the_card_of_a_memorized_tune_says_that_its_score_is_of_the_training_dat
     assert "held-out" not in card
 
 
-def test_a_card_that_someone_wrote_stays(trial, trained):
+def test_a_users_card_is_not_overwritten(trial, trained):
     run = trial()
     run.run.record.write_text((trained / "run.toml").read_text())
     run.run.model.mkdir()

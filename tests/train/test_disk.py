@@ -30,7 +30,7 @@ def fail_at(ready: Path, whole: Path, fault: Fault) -> int:
     return code
 
 
-def test_a_full_disk_ends_the_run_with_code_4_and_what_was_saved_stays_good(ready, whole):
+def test_a_full_disk_ends_the_run_with_code_4_and_keeps_the_checkpoints(ready, whole):
     every = len(operations(whole))
     codes = {
         fail_at(ready, whole, Fault(number, error=errno.ENOSPC, lasting=True))
@@ -39,7 +39,7 @@ def test_a_full_disk_ends_the_run_with_code_4_and_what_was_saved_stays_good(read
     assert codes == {4}
 
 
-def test_an_error_of_the_disk_is_one_line_and_what_was_saved_stays_good(ready, whole):
+def test_a_disk_error_is_one_line_and_keeps_the_checkpoints(ready, whole):
     every = len(operations(whole))
     for number in range(11, every, every // 4):
         assert fail_at(ready, whole, Fault(number, error=errno.EIO)) in (0, 1, 3)
@@ -48,7 +48,7 @@ def test_an_error_of_the_disk_is_one_line_and_what_was_saved_stays_good(ready, w
 @pytest.mark.slow
 @pytest.mark.timeout(3600)
 @pytest.mark.parametrize("lasting", [True, False])
-def test_a_disk_that_is_full_at_any_operation(ready, whole, lasting):
+def test_a_full_disk_at_any_operation_loses_nothing(ready, whole, lasting):
     for number in range(len(operations(whole))):
         fault = Fault(number, error=errno.ENOSPC, lasting=lasting)
         assert fail_at(ready, whole, fault) in (0, 4)
@@ -56,7 +56,7 @@ def test_a_disk_that_is_full_at_any_operation(ready, whole, lasting):
 
 @pytest.mark.slow
 @pytest.mark.timeout(3600)
-def test_an_error_at_any_operation_of_the_disk(ready, whole):
+def test_a_disk_error_at_any_operation_loses_nothing(ready, whole):
     for number in range(len(operations(whole))):
         assert fail_at(ready, whole, Fault(number, error=errno.EIO)) in (0, 1, 3)
 
@@ -70,7 +70,7 @@ def test_an_error_at_any_operation_of_the_disk(ready, whole):
         ("manifest.json", "gone"),
     ],
 )
-def test_a_damaged_checkpoint_is_kept_aside_and_the_run_ends_the_same(ready, whole, file, damage):
+def test_a_damaged_checkpoint_is_set_aside_and_the_result_is_the_same(ready, whole, file, damage):
     run = shutil.copytree(ready, ready.with_name("damaged"))
     checkpoint, kept = stop_in_step_5(run, whole)
     path = checkpoint / file

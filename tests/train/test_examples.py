@@ -29,12 +29,12 @@ def encode(kind, record, *, context=99, **more):
     return objective.encode(objective.parse(record), context)
 
 
-def test_of_a_long_text_that_is_classified_the_beginning_is_taken():
+def test_a_long_text_to_classify_is_truncated_at_its_end():
     row = encode("classify", {"text": "abcdef", "label": 1}, context=4, labels=["0", "1"])
     assert CHAR.decode(row.ids[0]) == "abcd" and row.cut and row.answer == 1
 
 
-def test_choices_follow_their_text_and_only_the_right_one_is_learned_as_language():
+def test_choices_follow_their_text_and_only_the_right_one_has_a_language_loss():
     row = encode("choose", {"text": "ab", "choices": ["c", " dd"], "answer": 1})
     assert [CHAR.decode(ids) for ids in row.ids] == ["ab c", "ab dd"]
     other = encode("choose", {"text": "a", "choices": ["b", "c", "d"], "answer": 0})
@@ -92,7 +92,7 @@ def test_a_wrong_line_is_refused_with_file_line_and_reason(tmp_path, task, recor
         ),
     ],
 )
-def test_files_that_cannot_be_learned_from_are_refused(tmp_path, text, kind, says):
+def test_files_without_enough_labels_are_refused(tmp_path, text, kind, says):
     file = tmp_path / "x.jsonl"
     file.write_bytes(text if isinstance(text, bytes) else text.encode())
     with pytest.raises(kind) as error:
@@ -102,7 +102,7 @@ def test_files_that_cannot_be_learned_from_are_refused(tmp_path, text, kind, say
         LabelSources(LABELLED["classify"], [str(tmp_path / "missing.jsonl")])
 
 
-def test_a_tenth_is_held_out_by_what_it_says_and_equal_lines_stay_together(tmp_path):
+def test_a_tenth_is_held_out_by_content_and_equal_lines_stay_together(tmp_path):
     records = [{"text": f"text {n % 50}", "label": n % 2} for n in range(200)]
     whole = LabelSources(LABELLED["classify"], [write_lines(tmp_path / "a.jsonl", records)])
     assert len(whole.held_out) == 20 and len(whole.train) == 180
@@ -114,7 +114,7 @@ def test_a_tenth_is_held_out_by_what_it_says_and_equal_lines_stay_together(tmp_p
     assert again.digest() != whole.digest()
 
 
-def test_named_validation_is_taken_whole_and_never_trained_on(tmp_path):
+def test_a_validation_file_is_used_whole_and_never_trained_on(tmp_path):
     train = write_lines(tmp_path / "a.jsonl", [{"text": f"t{n}", "label": n % 2} for n in range(9)])
     val = write_lines(tmp_path / "b.jsonl", [{"text": "t3", "label": 1}, {"text": "v", "label": 0}])
     found = LabelSources(LABELLED["classify"], [train], val)
@@ -124,7 +124,7 @@ def test_named_validation_is_taken_whole_and_never_trained_on(tmp_path):
         LabelSources(LABELLED["classify"], [train], odd)
 
 
-def test_labels_that_are_numbers_are_in_the_order_of_numbers(tmp_path):
+def test_numeric_labels_are_ordered_by_value(tmp_path):
     records = [{"text": f"t{n}", "label": n % 12} for n in range(240)]
     found = LabelSources(LABELLED["classify"], [write_lines(tmp_path / "a.jsonl", records)])
     assert found.labels == tuple(str(n) for n in range(12))

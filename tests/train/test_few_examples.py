@@ -112,7 +112,7 @@ def test_replies_to_examples_of_both_sides_are_shown_by_their_side(folder, base,
 
 
 @pytest.mark.parametrize("verb", ["tune", "train"])
-def test_to_keep_the_last_weights_trains_all_steps(folder, base, verb, capfd):
+def test_keeping_the_last_weights_trains_all_steps(folder, base, verb, capfd):
     (folder / "text.txt").write_text("it is red\n" * 40)
     (folder / "val.txt").write_text("blue? " * 40)  # of which nothing is learned
     command = [verb, "text.txt", "--val", "val.txt", "--steps", "40", "--eval-every", "1"]

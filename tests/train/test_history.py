@@ -35,7 +35,7 @@ def test_each_key_is_a_column_over_tokens_steps_and_seconds():
     assert found.samples == {2: "a \u2028 b"}
 
 
-def test_the_last_evaluation_counts_in_whole_and_stands_in_the_curve_by_its_part():
+def test_the_final_score_is_whole_and_its_curve_point_is_the_sampled_part():
     found = parse_history("run", TEXT)
     assert found.finished and found.last("val_loss") == 3.0
     assert found.series("val_loss", "steps") == ([2, 4], [3.5, 3.25])
@@ -44,7 +44,7 @@ def test_the_last_evaluation_counts_in_whole_and_stands_in_the_curve_by_its_part
     )
 
 
-def test_lines_that_are_torn_or_no_metrics_are_left_out():
+def test_truncated_and_foreign_lines_are_skipped():
     torn = TEXT.rsplit("\n", 1)[0] + '\n{"step": 5, "lo'
     found = parse_history("run", f"\n[1]\nnull\n{{}}\n{torn}")
     assert (found.step, found.finished) == (4, False)
@@ -59,11 +59,11 @@ def test_a_run_may_be_empty_and_its_losses_need_not_be_finite(tmp_path):
     assert math.isnan(parse_history("run", '{"step": 1, "loss": NaN}').last("loss"))
 
 
-def test_examples_are_counted_where_they_are_the_unit():
+def test_examples_are_counted_if_they_are_the_unit():
     found = parse_history("head", '{"step": 2, "loss": 1.0, "examples": 64}')
     assert found.unit == "examples" and found.series("loss", "tokens") == ([64], [1.0])
 
 
-def test_a_directory_that_is_no_run_is_refused(tmp_path):
+def test_other_directories_are_refused(tmp_path):
     with pytest.raises(UserError, match=r"has no metrics\.jsonl"):
         read_history(tmp_path / "nothing")

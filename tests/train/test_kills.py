@@ -56,9 +56,7 @@ def whole_command(text_file, tmp_path) -> Path:
 
 @pytest.mark.slow
 @pytest.mark.timeout(3600)
-def test_a_command_killed_two_hundred_times_ends_as_if_it_never_had_been(
-    text_file, tmp_path, whole_command
-):
+def test_a_command_killed_two_hundred_times_ends_the_same(text_file, tmp_path, whole_command):
     kill_at_random(text_file, tmp_path, 200, whole_command)
 
 

@@ -93,7 +93,7 @@ def test_the_published_classifier_says_what_it_learned(learned):
 
 
 @pytest.mark.parametrize("task", LABELLED)
-def test_a_run_that_stopped_and_went_on_equals_one_that_never_stopped(make, task):
+def test_a_resumed_run_equals_an_uninterrupted_one(make, task):
     plan = dataclasses.replace(PLAN, steps=7, save_every=3, micro_batch=3)
     more = {"n": 20, "plan": plan, "embd_pdrop": 0.2, "resid_pdrop": 0.2}
     whole, parts = (make(task, name, **more) for name in ("whole", "parts"))
@@ -107,7 +107,7 @@ def test_a_run_that_stopped_and_went_on_equals_one_that_never_stopped(make, task
 
 
 @pytest.mark.parametrize("task", LABELLED)
-def test_parts_of_a_batch_add_up_to_its_gradient(make, task):
+def test_micro_batches_add_up_to_the_gradient_of_the_batch(make, task):
     run = make(task, n=40)
     model = run.objective.build().eval()
     batch = run.data.batches(8, 0)(0)
@@ -135,7 +135,7 @@ def test_an_epoch_visits_every_example_once(make):
 
 
 @pytest.mark.parametrize("task", LABELLED)
-def test_the_evaluation_is_the_loss_of_all_that_is_held_out(make, task):
+def test_the_evaluation_is_the_loss_of_the_whole_validation_set(make, task):
     run = make(task, n=70)
     model = run.objective.build()
     (arrays,) = run.data.held_out(100, None)
@@ -148,7 +148,7 @@ def test_the_evaluation_is_the_loss_of_all_that_is_held_out(make, task):
 
 
 @pytest.mark.parametrize("kind", [SequenceClassifier, MultipleChoice])
-def test_every_parameter_of_a_head_stands_in_exactly_one_group(tiny, kind):
+def test_every_parameter_of_a_head_is_in_exactly_one_group(tiny, kind):
     labels = {"labels": ["a", "b"]} if kind is SequenceClassifier else {}
     model = kind(tiny, **labels)
     groups = parameter_groups(model, matrices="muon", weight_decay=0.1)
@@ -160,7 +160,7 @@ def test_every_parameter_of_a_head_stands_in_exactly_one_group(tiny, kind):
     assert names[reads] == ["gpt.wte.weight"]
 
 
-def test_examples_that_do_not_fit_are_cut_or_left_out_and_counted(make, tmp_path):
+def test_examples_that_do_not_fit_are_cut_or_dropped_and_counted(make, tmp_path):
     assert any("cut 54 of 54" in note for note in make("classify", n=60, context=12).data.notes)
     run = make("choose", n=20)
     choices = [{"text": "a", "choices": ["b", "c"], "answer": 0}] * 2  # "a b": three characters
@@ -256,7 +256,7 @@ def test_bad_input_gets_one_line_and_its_exit_code(files, capfd, arguments, code
     assert not list(files.glob("runs/*/model"))
 
 
-def test_removed_tasks_name_what_to_use_in_python():
+def test_removed_tasks_name_their_replacement():
     for task in ("tag", "answer"):
         with pytest.raises(UserError) as caught:
             TrainOptions(task=task, data=("a.jsonl",))

@@ -212,7 +212,7 @@ def test_a_dry_run_warns_of_large_batches_and_models(text_file, capsys):
 
 
 @pytest.mark.parametrize("option", ["--fork", "--untie-at", "--devices"])
-def test_removed_options_say_what_to_use(option, text_file, capsys):
+def test_removed_options_name_their_replacement(option, text_file, capsys):
     assert main(["train", str(text_file), option, "x"]) == 2
     said = " ".join(capsys.readouterr().err.split())
     assert f"no longer has {option}" in said

@@ -45,7 +45,9 @@ def two_gradients(model: GPT, ids, targets) -> tuple[float, float]:
 
 @pytest.mark.parametrize("micro_batch", [5, 2, 1])
 @pytest.mark.parametrize("tied", [True, False])
-def test_the_two_norms_are_those_of_w_taken_apart(tiny_config, batch, micro_batch, tied):
+def test_the_two_norms_equal_those_of_the_separated_gradients(
+    tiny_config, batch, micro_batch, tied
+):
     torch.manual_seed(2)
     model = GPT(dataclasses.replace(tiny_config, tie_word_embeddings=tied)).eval()
     expected = two_gradients(model, *batch)
@@ -58,7 +60,7 @@ def test_the_two_norms_are_those_of_w_taken_apart(tiny_config, batch, micro_batc
     assert list(found.values()) == pytest.approx(expected, rel=1e-4)
 
 
-def test_watching_changes_no_bit_of_a_step(tiny, batch):
+def test_measuring_changes_no_bit_of_a_step(tiny, batch):
     gradients = GradientNorms(tiny)
     seen = []
     for watched in (False, True):
@@ -99,17 +101,17 @@ def test_flops_follow_the_convention():
     assert model_flops(head, 64) == model_flops(model, 64) - 6 * 498 * 768
 
 
-def test_every_tenth_step_is_measured_and_the_first():
+def test_the_first_and_every_tenth_step_are_measured():
     assert [step for step in range(1, 31) if is_due(step)] == [1, 10, 20, 30]
 
 
-def test_this_machine_has_a_name_a_peak_and_a_memory():
+def test_the_machine_has_a_name_peak_flops_and_memory():
     assert 1e8 < peak_flops(CPU, "fp32") < 1e15
     assert 1e7 < peak_memory(CPU) < 1e13
     assert describe()["processor"] and describe()["cores"] >= 1
 
 
-def test_a_run_that_stopped_measures_what_one_that_never_stopped_does(trial, monkeypatch):
+def test_a_resumed_run_measures_what_an_uninterrupted_one_does(trial, monkeypatch):
     monkeypatch.setattr("tiedgpt.train.measures.MEASURE_EVERY_STEPS", 2)
     whole, parts = trial("whole"), trial("parts")
     whole.train()

@@ -42,7 +42,7 @@ def exact(x: torch.Tensor) -> torch.Tensor:
 
 @pytest.mark.parametrize("shape", [(8, 8), (8, 10), (8, 12), (8, 40), (64, 256)])
 @pytest.mark.parametrize("spectrum", ["drawn", "falling", "of low rank"])
-def test_newton_schulz_is_its_polynomial_of_the_singular_values(shape, spectrum):
+def test_newton_schulz_applies_its_polynomial_to_the_singular_values(shape, spectrum):
     (x,) = (p.detach() for p in drawn(3, [shape]))
     if spectrum != "drawn":
         u, s, v = torch.linalg.svd(x, full_matrices=False)
@@ -67,7 +67,7 @@ def test_a_zero_gradient_moves_nothing():
     assert torch.equal(p, before)
 
 
-def test_a_step_is_torchs_to_the_rounding_of_its_bf16():
+def test_a_step_equals_torchs_up_to_bf16_rounding():
     options = {"lr": 0.02, "momentum": 0.9, "weight_decay": 0.1}
     ours, optimizer = after_steps(lambda p: Muon(p, **options), drawn(1))
     theirs, torchs = after_steps(
@@ -82,7 +82,7 @@ def test_a_step_is_torchs_to_the_rounding_of_its_bf16():
         torch.testing.assert_close(mine["momentum_buffer"], its["momentum_buffer"])
 
 
-def test_a_stack_is_its_matrices_one_by_one():
+def test_a_stack_of_matrices_equals_the_single_ones():
     def one_each(parameters):
         optimizers = [Muon([parameter], lr=0.1) for parameter in parameters]
         return SimpleNamespace(step=lambda: [optimizer.step() for optimizer in optimizers])
@@ -93,7 +93,7 @@ def test_a_stack_is_its_matrices_one_by_one():
         torch.testing.assert_close(mine, its, rtol=1e-12, atol=1e-12)
 
 
-def test_three_matrices_below_each_other_are_updated_as_three():
+def test_three_stacked_matrices_are_updated_separately():
     (joined,) = drawn(5, [(24, 8)])
     parts = [torch.nn.Parameter(part.detach().clone()) for part in joined.chunk(3)]
     (gradient,) = drawn(6, [(24, 8)])
@@ -106,7 +106,7 @@ def test_three_matrices_below_each_other_are_updated_as_three():
     assert optimizer.state[joined]["momentum_buffer"].shape == (24, 8)
 
 
-def test_an_update_has_the_size_that_the_rate_asks_for():
+def test_an_update_has_the_size_of_the_learning_rate():
     """Root mean square 0.2 lr, whatever the shape, as AdamW's (Liu et al. 2025)."""
     for shape in ((64, 64), (64, 256), (256, 64)):
         (p,) = drawn(2, [shape])
@@ -128,7 +128,7 @@ def test_an_update_has_the_size_that_the_rate_asks_for():
         ({"avx2": True}, torch.float32),
     ],
 )
-def test_newton_schulz_runs_in_bf16_only_where_the_cpu_has_it(features, expected, monkeypatch):
+def test_newton_schulz_runs_in_bf16_only_on_cpus_that_support_it(features, expected, monkeypatch):
     monkeypatch.setattr(torch.cpu, "get_capabilities", lambda: features)
     dtypes = []
     run = muon.newton_schulz

@@ -13,7 +13,7 @@ from tiedgpt.weights.containers import SafetensorsFile
 
 @pytest.mark.parametrize("tied", [True, False])
 @pytest.mark.parametrize("rule", ["adamw", "muon"])
-def test_every_parameter_stands_in_exactly_one_group(tiny_config, tied, rule):
+def test_every_parameter_is_in_exactly_one_group(tiny_config, tied, rule):
     model = GPT(dataclasses.replace(tiny_config, tie_word_embeddings=tied))
     groups = parameter_groups(model, matrices=rule, weight_decay=0.1)
     grouped = [parameter for group in groups for parameter in group.parameters.values()]
@@ -23,7 +23,7 @@ def test_every_parameter_stands_in_exactly_one_group(tiny_config, tied, rule):
     assert len(held) == len(set(held)) == len(grouped)
 
 
-def test_the_shared_matrix_is_a_group_of_its_own_with_its_policy_in_words(tiny):
+def test_the_shared_matrix_is_a_separate_group_with_a_described_policy(tiny):
     first, *others = parameter_groups(tiny, matrices="muon", weight_decay=0.1)
     assert list(first.parameters) == ["wte.weight"]
     assert str(first) == "W, which reads and predicts: 3,104 parameters, AdamW, no decay"
@@ -90,7 +90,7 @@ def build_lion(groups, lr):
     return Lion(groups, {"lr": lr})
 
 
-def test_a_third_optimizer_is_one_record(trial, monkeypatch):
+def test_a_new_optimizer_is_one_record(trial, monkeypatch):
     lion = OptimizerSpec(name="lion", label="Lion", build=build_lion, moments=1, width_exponent=1.0)
     monkeypatch.setitem(OPTIMIZERS, "lion", lion)
     whole, parts = (trial(name, optimizer="lion", lr=1e-3) for name in ("whole", "parts"))

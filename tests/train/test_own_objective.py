@@ -123,7 +123,7 @@ def adapting(tmp_path):
     return make
 
 
-def test_an_objective_of_another_file_trains_saves_what_it_asks_for_and_resumes(adapting):
+def test_an_objective_in_another_file_trains_saves_and_resumes(adapting):
     whole, parts = adapting("whole"), adapting("parts")
     events = whole.train()
     assert isinstance(events[-1], Ended) and events[-1].finished
@@ -148,7 +148,7 @@ def test_an_objective_of_another_file_trains_saves_what_it_asks_for_and_resumes(
     assert_same(whole, parts)
 
 
-def test_rows_in_parts_step_as_the_whole_batch_does(adapting):
+def test_micro_batches_step_like_the_whole_batch(adapting):
     found = []
     for micro_batch in (4, 3, 1):
         torch.manual_seed(0)
@@ -169,7 +169,7 @@ def masked(*rows):
 
 
 @pytest.mark.parametrize("head", ["tied", "of its own, with a bias"])
-def test_a_part_without_targets_adds_nothing(tiny, head):
+def test_a_micro_batch_without_targets_adds_nothing(tiny, head):
     if head != "tied":
         tiny.head = nn.Linear(32, 97)
     found = []
@@ -180,12 +180,12 @@ def test_a_part_without_targets_adds_nothing(tiny, head):
     torch.testing.assert_close(found[1], found[0], atol=1e-6, rtol=1e-4)
 
 
-def test_a_batch_without_targets_changes_nothing_and_says_so(tiny):
+def test_a_batch_without_targets_changes_nothing_and_is_reported(tiny):
     with pytest.raises(DivergedError, match="the batch has no targets"):
         train_step(tiny, [], masked(*range(6)), PLAN)
 
 
-def test_of_several_processes_each_computes_as_many_parts_that_count():
+def test_each_process_computes_as_many_micro_batches_with_targets():
     shares = []
     for rank in range(2):
         processes = Processes(CPU)

@@ -181,7 +181,7 @@ def stepped(tmp_path_factory):
 
 @pytest.mark.parametrize("make", [language_model, classifier])
 @pytest.mark.parametrize("kind", ["ddp", "fsdp"])
-def test_two_processes_with_uneven_shares_in_parts_step_as_one_process(stepped, kind, make):
+def test_two_processes_with_uneven_shares_step_like_one_process(stepped, kind, make):
     here = three_steps(Processes(CPU), make)
     what = "lm" if make is language_model else "classify"
     there = stepped[0][f"{kind} {what}"]
@@ -195,16 +195,16 @@ def test_two_processes_with_uneven_shares_in_parts_step_as_one_process(stepped, 
             )
 
 
-def test_gradients_are_exchanged_once_a_step(stepped):
+def test_gradients_are_reduced_once_per_step(stepped):
     assert stepped[0]["exchanges"] == 2  # in two steps of three parts each
 
 
 @pytest.mark.parametrize("kind", ["ddp", "fsdp"])
-def test_all_skip_a_step_that_is_not_finite_in_one(stepped, kind):
+def test_all_processes_skip_a_step_that_is_not_finite_in_one(stepped, kind):
     assert [found[f"{kind} skipped"] for found in stepped] == [True, True]
 
 
-def test_muon_on_parts_updates_each_matrix_as_a_whole(stepped):
+def test_sharded_muon_updates_each_matrix_as_a_whole(stepped):
     parts, whole = stepped[0]["muon"]
     assert all(torch.equal(parts[name], whole[name]) for name in whole)
 
@@ -227,7 +227,7 @@ def copy_run(ready, name, *, config=None, **plan):
 
 
 @pytest.mark.slow
-def test_a_run_goes_on_in_fewer_and_in_more_processes(ready):
+def test_a_run_resumes_with_fewer_and_more_processes(ready):
     plan = {"batch_size": 5, "micro_batch": 1, "optimizer": "adamw", "lr": 1e-3}
     config = dict.fromkeys(DROPOUT, 0.0)
     one, fewer, more = (
@@ -273,7 +273,7 @@ def test_a_killed_process_ends_the_others(ready, rank):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", ["ddp", "fsdp"])
-def test_with_as_many_processes_a_run_resumes_bit_for_bit(ready, kind):
+def test_with_the_same_number_of_processes_a_run_resumes_bit_for_bit(ready, kind):
     whole, parts = copy_run(ready, "all"), copy_run(ready, "parts")
     assert together(go_on, whole, kind, None) == [0, 0]
     assert together(go_on, parts, kind, 3) == [EXIT_INTERRUPTED] * 2
@@ -281,7 +281,7 @@ def test_with_as_many_processes_a_run_resumes_bit_for_bit(ready, kind):
     assert left(whole) == left(parts)
 
 
-def test_what_cannot_be_run_in_parallel_is_refused(monkeypatch, tmp_path, text_file):
+def test_options_that_exclude_several_processes_are_refused(monkeypatch, tmp_path, text_file):
     assert not is_launched()
     with pytest.raises(UserError, match="torchrun --nproc-per-node"):
         train_command([str(text_file), "--parallel", "fsdp", "--out", str(tmp_path / "run")])

@@ -104,7 +104,7 @@ def test_a_size_with_fewer_than_50_steps_is_not_chosen():
     assert plan(minutes=0.6, on=Machine(tokens_per_second=tokens_per_second), **asked)[1].steps < 50
 
 
-def test_larger_sizes_are_not_measured_where_the_first_has_few_steps():
+def test_larger_sizes_are_not_measured_if_the_first_has_few_steps():
     measured = []
 
     def tokens_per_second(config, draft):
@@ -121,7 +121,7 @@ def test_a_size_that_does_not_fit_in_memory_is_not_chosen():
     assert (free.size, tight.size) == ("mini", "nano")
 
 
-def test_preparation_counts_when_the_size_is_chosen_and_half_of_the_time_is_trained():
+def test_preparation_counts_in_the_size_and_half_of_the_time_is_training():
     whole, late, too_late = (
         plan(minutes=1.0, size="tiny", spent=spent)[1].steps for spent in (0.0, 20.0, 300.0)
     )
@@ -129,7 +129,7 @@ def test_preparation_counts_when_the_size_is_chosen_and_half_of_the_time_is_trai
     assert too_late == pytest.approx(whole / 2, rel=0.1)
 
 
-def test_options_that_are_given_stay_as_they_are():
+def test_given_options_are_not_changed():
     asked = {"context": 32, "batch_size": 3, "dropout": 0.3, "lr": 0.5, "weight_decay": 0.7}
     config, chosen = plan(minutes=3.0, **asked)
     assert (chosen.batch_size, chosen.lr, chosen.weight_decay) == (3, 0.5, 0.7)
@@ -146,7 +146,7 @@ def test_a_small_text_ends_after_16_epochs_and_says_so():
     assert chosen.minutes is None and chosen.steps >= 100
 
 
-def test_epochs_that_are_given_are_trained():
+def test_given_epochs_are_trained():
     config, chosen = plan(epochs=2.0, tokens=20_000)
     rows = text(20_000, config.n_positions).epoch_rows
     assert chosen.steps * chosen.batch_size == pytest.approx(2 * rows, abs=chosen.batch_size)
@@ -170,7 +170,7 @@ def test_a_text_of_a_few_bytes_is_refused():
         plan(minutes=1.0, facts=dataclasses.replace(text(2), text_bytes=5))
 
 
-def test_effective_tokens_grow_less_with_every_epoch():
+def test_effective_tokens_grow_more_slowly_with_every_epoch():
     assert effective_tokens(500, 1000) == 500 and effective_tokens(1000, 1000) == 1000
     gains = [effective_tokens(n * 1000, 1000) - effective_tokens(n * 1000 - 1000, 1000)
              for n in (2, 4, 16)]  # fmt: skip
@@ -208,7 +208,7 @@ def test_every_size_is_a_possible_model(size):
         ({"minutes": 1.0}, 600_000, None),
     ],
 )
-def test_batches_and_models_too_large_for_the_data_are_warned_of(asked, tokens, warning):
+def test_batches_and_models_too_large_for_the_data_have_a_warning(asked, tokens, warning):
     options = TrainOptions(**asked)
     config, made = plan(options, tokens=tokens)
     warnings = find_warnings(options, config, text(tokens, config.n_positions), made)
@@ -297,7 +297,7 @@ def test_more_processes_than_rows_are_refused():
     assert plan(size="tiny", steps=5, batch_size=8, on=machine(n_processes=4))[1].micro_batch == 2
 
 
-def test_a_plan_says_how_it_keeps_to_its_limit():
+def test_a_plan_describes_how_it_keeps_its_limit():
     made = dataclasses.replace(PLAN, micro_batch=2, recompute="blocks", memory=305 * MB)
     assert describe_memory(made) == "2 sequences at a time, blocks recomputed in backward, to " \
         "stay in 305 MB"  # fmt: skip
@@ -313,12 +313,12 @@ def test_a_halved_micro_batch_scores_as_many_rows():
 @pytest.mark.parametrize(
     ("words", "size"), [("2", 2e9), ("1.5", 1.5e9), ("2GB", 2e9), ("800 mb", 8e8), (".5g", 5e8)]
 )
-def test_a_size_of_memory_is_read(words, size):
+def test_a_size_of_memory_is_parsed(words, size):
     assert parse_bytes(words) == size
 
 
 @pytest.mark.parametrize("words", ["", "0", "-1", "2 GiBs", "much", "nan"])
-def test_other_words_for_a_size_are_refused(words):
+def test_invalid_sizes_of_memory_are_refused(words):
     with pytest.raises(UserError, match="--memory"):
         TrainOptions(memory=words)
 
@@ -393,7 +393,7 @@ def rates(schedule="linear", *, steps=100, warmup=10, cooldown=0):
 
 
 @pytest.mark.parametrize("schedule", ["linear", "wsd", "cosine"])
-def test_every_schedule_rises_linearly_to_its_peak_and_never_rises_again(schedule):
+def test_every_schedule_rises_linearly_to_its_peak_and_then_only_falls(schedule):
     made = rates(schedule, cooldown=40)
     assert made[:10] == pytest.approx([n / 10 for n in range(1, 11)])
     assert max(made) == made[9] == made[10] == 1.0

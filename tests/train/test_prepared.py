@@ -58,7 +58,7 @@ def test_a_prepared_directory_is_trained_on_with_its_own_tokenizer(text, tmp_pat
     ("options", "option"),
     [({"val": "text.jsonl"}, "val"), ({"text_field": "body"}, "text_field")],
 )
-def test_what_was_decided_beforehand_is_refused(text, options, option):
+def test_options_decided_by_the_preparation_are_refused(text, options, option):
     prepare_data(plan_preparation([str(text)]), "data", "char")
     with pytest.raises(UserError, match="was decided when data was prepared") as caught:
         run("run", "data", **options)
@@ -84,7 +84,7 @@ def test_a_shard_that_lost_tokens_is_refused(text, tmp_path):
     assert main(["train", "data", "--out", "run", "--steps", "1", "--context", "16"]) == 3
 
 
-def test_a_large_text_is_prepared_in_the_run_and_known_by_its_date(large, tmp_path):
+def test_a_large_text_is_prepared_in_the_run_and_identified_by_its_date(large, tmp_path):
     assert isinstance(run("run", large), Ended)
     data = tmp_path / "run" / "data"
     assert (data / "manifest.json").exists() and (data / "000003").is_dir()
@@ -108,7 +108,7 @@ def interrupt(run_: str, *data: object, **options) -> None:
         list(train(chosen, run_, progress=progress))
 
 
-def test_an_interrupted_preparation_goes_on_unless_other_things_are_asked_for(large, tmp_path):
+def test_an_interrupted_preparation_continues_with_the_same_options(large, tmp_path):
     interrupt("run", large)
     kept = tmp_path / "run" / "data" / "000001" / "train_000000.bin"
     before = kept.stat().st_ino

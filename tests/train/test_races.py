@@ -35,7 +35,7 @@ def race(text_file, tmp_path, times):
 
 @pytest.mark.slow
 @pytest.mark.timeout(1200)
-def test_of_two_trainings_that_begin_at_once_one_trains_fifty_times(text_file, tmp_path):
+def test_one_of_two_simultaneous_trainings_trains_fifty_times(text_file, tmp_path):
     assert race(text_file, tmp_path, 50) >= 25
 
 

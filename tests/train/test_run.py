@@ -43,7 +43,7 @@ def test_a_training_yields_its_plan_its_steps_and_its_end_and_leaves_a_model(tmp
 
 
 @pytest.mark.parametrize("dtype", ["fp32", "bf16"])
-def test_a_training_that_is_stopped_goes_on_to_the_same_bytes(tmp_path, options, dtype):
+def test_a_stopped_training_resumes_to_the_same_bytes(tmp_path, options, dtype):
 
     options = replace(options, dtype=dtype)
     whole, parts = tmp_path / "whole", tmp_path / "parts"
@@ -64,7 +64,7 @@ def test_a_training_that_is_stopped_goes_on_to_the_same_bytes(tmp_path, options,
         assert one.read_bytes() == other.read_bytes()
 
 
-def test_the_final_score_takes_a_share_of_the_time_unless_all_is_asked_for(tmp_path, options):
+def test_the_final_score_takes_a_share_of_the_time_unless_told_to_score_all(tmp_path, options):
     batches = []
     *_, ended = train(options, tmp_path / "run", scoring=lambda *count: batches.append(count))
     assert ended.scored == 4 * 2 * 16  # at least four micro-batches
@@ -122,7 +122,7 @@ def test_a_second_signal_ends_the_process_at_once():
     assert process.exitcode == -signal.SIGINT  # 130 in a shell
 
 
-def test_one_that_is_abandoned_leaves_its_directory_to_others(tmp_path, options):
+def test_an_abandoned_training_releases_its_directory(tmp_path, options):
     events = train(options, tmp_path / "run")
     while not isinstance(next(events), Stepped):
         assert (tmp_path / "run").exists()

@@ -31,7 +31,7 @@ def train(*more):
     return main(["train", "cats.txt", *QUICK, *more])
 
 
-def test_experiments_need_no_names_and_more_steps_go_on(folder, capfd):
+def test_runs_are_numbered_and_more_steps_prolong_them(folder, capfd):
     assert train("--steps", "6") == 0
     assert train("--steps", "6", "--seed", "1") == 0
     assert sorted(path.name for path in Path("runs").iterdir()) == ["cats-tiny-1", "cats-tiny-2"]
@@ -70,7 +70,7 @@ def test_experiments_need_no_names_and_more_steps_go_on(folder, capfd):
     assert main(["runs", "nowhere"]) == 1
 
 
-def test_other_options_for_a_run_are_named_and_so_is_starting_from_it(folder, capfd):
+def test_changed_options_of_a_run_are_named_with_start(folder, capfd):
     assert train("--steps", "2", "--out", "one") == 0
     assert train("--steps", "2", "--seed", "1", "--out", "one") == 1
     said = capfd.readouterr().err
@@ -98,7 +98,7 @@ def test_a_number_is_found_among_damaged_and_foreign_directories(folder):
     assert find_run(TrainOptions(data=("cats.txt",), size="tiny", seed=1), "abc").name[-1] == "6"
 
 
-def test_longer_is_said_in_one_unit():
+def test_a_run_is_prolonged_in_one_unit():
     def times(then, now):
         tables = {"options": {k: v for k, v in vars(TrainOptions(**then)).items() if v is not None}}
         return compare_duration(TrainOptions(**now), tables)
@@ -117,7 +117,7 @@ def test_longer_is_said_in_one_unit():
         assert times(then, now) is None
 
 
-def test_the_newest_run_that_can_generate_is_taken(folder, capfd):
+def test_the_newest_run_that_can_generate_is_used(folder, capfd):
     options = TrainOptions(data=("cats.txt",), size="tiny")
     write_run(Path("runs/lm"), options)
     write_run(Path("runs/bare"), options)
@@ -143,7 +143,7 @@ def test_a_run_of_another_edition_is_refused_with_its_version(folder, capfd):
     assert "tiedgpt 0.1.0 wrote it" in said and "--start DIRECTORY/model" in said
 
 
-def test_epochs_evaluations_prompts_and_frozen_parameters_are_asked_for(folder, capfd):
+def test_epochs_evaluations_prompts_and_freezing_are_options(folder, capfd):
     more = ("--epochs", "0.02", "--eval-every", "3", "--sample-prompt", "line 7", "--device", "cpu")
     assert train(*more, "--freeze", "wte,h.0.attn", "--out", "run") == 0
     said = capfd.readouterr().err
@@ -172,7 +172,7 @@ def test_epochs_evaluations_prompts_and_frozen_parameters_are_asked_for(folder, 
         (("--encoding", "klingon"), "--encoding klingon"),
     ],
 )
-def test_impossible_options_are_one_line(folder, capfd, wrong, says):
+def test_impossible_options_are_refused_in_one_line(folder, capfd, wrong, says):
     Path("cats.txt").write_bytes(b"caf\xe9 " * 200)
     length = () if wrong[0] == "--epochs" else ("--steps", "2")
     assert train(*length, *wrong) == 1
@@ -180,7 +180,7 @@ def test_impossible_options_are_one_line(folder, capfd, wrong, says):
     assert not Path("runs").exists() or not list(Path("runs").iterdir())
 
 
-def test_a_file_is_not_taken_for_the_directory_of_a_run(folder, capfd):
+def test_a_file_is_refused_as_the_directory_of_a_run(folder, capfd):
     assert train("--steps", "2", "--out", "cats.txt") == 1
     assert "cats.txt is a file" in capfd.readouterr().err
 
@@ -201,7 +201,7 @@ def test_texts_of_one_line_and_of_one_character_train(folder, capfd, text, token
         (b"\0\1\2" * 99, 3, "cats.txt contains a NUL byte at 0"),
     ],
 )
-def test_what_cannot_be_trained_on_is_refused_in_one_line(folder, capfd, content, code, says):
+def test_unusable_training_data_is_refused_in_one_line(folder, capfd, content, code, says):
     Path("cats.txt").write_bytes(content)
     assert train("--steps", "2", "--context", "64") == code
     said = " ".join(capfd.readouterr().err.split())

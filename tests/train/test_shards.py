@@ -74,7 +74,7 @@ def one(plain):
 
 
 @pytest.mark.parametrize("size", [1, 2, pytest.param(4, marks=pytest.mark.slow)])
-def test_shards_of_two_processes_are_read_by_one_two_and_four(stopped, one, size):
+def test_shards_of_two_processes_load_in_one_two_and_four(stopped, one, size):
     path = shutil.copytree(stopped, stopped.with_name(f"in-{size}"))
     codes = (
         [go_on(path, None, None)] if size == 1 else together(go_on, path, "fsdp", None, size=size)
@@ -83,14 +83,14 @@ def test_shards_of_two_processes_are_read_by_one_two_and_four(stopped, one, size
     assert losses(path) == pytest.approx(one, abs=2e-6)
 
 
-def test_a_checkpoint_of_one_process_is_read_in_parts(plain, one):
+def test_a_checkpoint_of_one_process_loads_sharded(plain, one):
     path = shutil.copytree(plain, plain.with_name("whole"))
     assert go_on(path, None, 4) == EXIT_INTERRUPTED
     assert together(go_on, path, "fsdp", None) == [0, 0]
     assert losses(path) == pytest.approx(one, abs=2e-6)
 
 
-def test_each_process_writes_its_parts_and_no_file_is_a_pickle(stopped):
+def test_each_process_writes_its_shard_and_no_file_is_a_pickle(stopped):
     checkpoint = list_checkpoints(stopped / "checkpoints")[-1]
     *others, first, second = sorted(checkpoint.iterdir(), key=lambda file: file.suffix)
     assert {file.name for file in others} == {"manifest.json", "state.json"}
@@ -106,9 +106,7 @@ def test_each_process_writes_its_parts_and_no_file_is_a_pickle(stopped):
 
 @pytest.mark.parametrize("which", [0, 1])
 @pytest.mark.parametrize("is_in_manifest", [True, False])
-def test_a_checkpoint_that_lacks_a_shard_is_passed_over(
-    stopped, one, tmp_path, which, is_in_manifest
-):
+def test_a_checkpoint_that_lacks_a_shard_is_skipped(stopped, one, tmp_path, which, is_in_manifest):
     run = shutil.copytree(stopped, tmp_path / "run")
     newest = list_checkpoints(run / "checkpoints")[-1]
     shard = sorted(newest.glob("*.safetensors"))[which]
@@ -123,7 +121,7 @@ def test_a_checkpoint_that_lacks_a_shard_is_passed_over(
     assert losses(run) == pytest.approx(one, abs=2e-6)
 
 
-def test_a_checkpoint_is_not_read_without_the_state_of_its_optimizer(trial):
+def test_a_checkpoint_without_optimizer_state_is_not_loaded(trial):
     run = trial()
     run.train(4)
     path = run.newest("manifest.json")
@@ -173,7 +171,7 @@ def test_a_sharded_run_killed_at_any_operation_ends_the_same(plain, unbroken, ra
 
 
 @pytest.mark.slow
-def test_a_disk_that_is_full_for_one_process_ends_all_and_the_run_goes_on(plain, unbroken):
+def test_a_full_disk_in_one_process_ends_all_and_the_run_resumes(plain, unbroken):
     whole, every = unbroken
     run = shutil.copytree(plain, plain.with_name("full"))
     fault = Fault(every[1][1], error=errno.ENOSPC)

@@ -33,7 +33,7 @@ class Fake:
         self._call("finish")
 
 
-def test_a_tracker_is_given_the_lines_of_a_training_in_their_order(trial):
+def test_a_tracker_receives_the_metrics_in_order(trial):
     run, fake, warnings = trial(), Fake(), []
     with Tracking("Fake", fake.start, run.run.path, {}, warn=warnings.append) as tracking:
         *_, ended = run.train(track=tracking.log)
@@ -49,7 +49,7 @@ def test_a_tracker_is_given_the_lines_of_a_training_in_their_order(trial):
 
 
 @pytest.mark.parametrize("breaks", ["start", "log", "finish"])
-def test_what_a_tracker_raises_becomes_one_line_and_it_is_given_no_more(tmp_path, breaks):
+def test_a_failing_tracker_is_reported_once_and_not_called_again(tmp_path, breaks):
     fake, warnings = Fake(breaks), []
     with Tracking("Fake", fake.start, tmp_path, {}, warn=warnings.append) as tracking:
         for step in range(1, 4):
@@ -59,7 +59,7 @@ def test_what_a_tracker_raises_becomes_one_line_and_it_is_given_no_more(tmp_path
     assert fake.calls[-1][0] == breaks
 
 
-def test_only_finite_numbers_and_texts_are_handed_over():
+def test_only_finite_numbers_and_texts_are_logged():
     line = {"step": 3, "final": True, "loss": float("nan"), "lr": 1, "sample": "a", "x": None}
     assert split_line(line) == ({"lr": 1.0}, {"sample": "a"})
 
@@ -72,7 +72,7 @@ def test_a_missing_package_is_named(monkeypatch, name):
 
 
 @pytest.mark.parametrize("name", ["trackio", "wandb"])
-def test_a_run_that_goes_on_goes_on_under_the_same_name(monkeypatch, tmp_path, name):
+def test_a_resumed_run_keeps_its_name(monkeypatch, tmp_path, name):
     calls = []
     module = types.ModuleType(name)
     module.__file__ = "fake.py"
@@ -95,7 +95,7 @@ def test_a_run_that_goes_on_goes_on_under_the_same_name(monkeypatch, tmp_path, n
     assert logged == (1, {"loss": 1.0, "sample": "a"}) and finished == "finish"
 
 
-def test_tensorboard_hides_what_an_earlier_call_wrote_of_later_steps(monkeypatch, tmp_path):
+def test_tensorboard_hides_later_steps_of_an_earlier_call(monkeypatch, tmp_path):
     calls = []
 
     class SummaryWriter:

@@ -40,9 +40,7 @@ def test_training_lowers_the_loss_and_leaves_a_model_that_generates(trial):
         (3, 0.2, "muon", "bf16"),
     ],
 )
-def test_a_run_that_stopped_and_went_on_equals_one_that_never_stopped(
-    trial, stop_after, dropout, rule, dtype
-):
+def test_a_resumed_run_equals_an_uninterrupted_one(trial, stop_after, dropout, rule, dtype):
     config = {"embd_pdrop": dropout, "attn_pdrop": dropout, "resid_pdrop": dropout}
     whole, parts = (trial(name, config, optimizer=rule, dtype=dtype) for name in ("whole", "parts"))
     whole.train()
@@ -53,7 +51,7 @@ def test_a_run_that_stopped_and_went_on_equals_one_that_never_stopped(
     assert_same(whole, parts)
 
 
-def test_a_killed_run_goes_on_from_its_last_checkpoint_without_repeated_metrics(trial):
+def test_a_killed_run_resumes_from_its_last_checkpoint_without_repeated_metrics(trial):
     whole, killed = trial("whole"), trial("killed")
     whole.train()
     for event in trainer_module.Trainer(
@@ -82,7 +80,7 @@ def test_gradient_accumulation_gives_the_gradient_of_the_whole_batch(tiny):
         torch.testing.assert_close(summed, whole, atol=1e-6, rtol=1e-4)
 
 
-def test_checkpoints_carry_sums_and_old_ones_go(trial):
+def test_checkpoints_have_checksums_and_old_ones_are_deleted(trial):
     run = trial()
     run.train()
     directory = run.run.checkpoints
@@ -94,7 +92,7 @@ def test_checkpoints_carry_sums_and_old_ones_go(trial):
     assert not [path for path in directory.iterdir() if "tmp" in path.name]
 
 
-def test_with_no_good_checkpoint_left_training_does_not_silently_begin_again(trial):
+def test_without_a_good_checkpoint_training_does_not_silently_restart(trial):
     run = trial()
     run.train(stop_after=3)
     for path in list_checkpoints(run.run.checkpoints):
@@ -143,7 +141,7 @@ def test_a_skipped_step_leaves_the_weights_as_they_were(trial):
 
 
 @pytest.mark.parametrize("stop_after", [2, 3, 4])
-def test_a_run_with_skipped_steps_resumes_as_if_it_never_stopped(trial, stop_after):
+def test_a_run_with_skipped_steps_resumes_to_the_same_result(trial, stop_after):
     dropout = {"embd_pdrop": 0.2}
     whole, parts = (break_steps(trial(name, dropout), 3, 5) for name in ("whole", "parts"))
     whole.train()
@@ -190,7 +188,7 @@ def test_weights_that_are_not_finite_are_named_and_never_saved(
     assert len(list_checkpoints(run.run.checkpoints)) == kept
 
 
-def test_a_rate_that_is_far_too_high_ends_the_run(trial):
+def test_a_far_too_high_learning_rate_ends_the_run(trial):
     run = trial(steps=150, lr=5.0, optimizer="adamw", warmup=0, eval_every=200, save_every=200)
     with pytest.raises(DivergedError, match=r"mean loss of the last 100 steps is .* step 100"):
         run.train()
@@ -219,7 +217,7 @@ def test_patience_ends_the_run_and_the_best_weights_become_the_model(trial, scor
 
 
 @pytest.mark.parametrize("keep", ["best", "last"])
-def test_the_best_weights_are_published_unless_the_last_are_asked_for(trial, scores, keep):
+def test_the_best_weights_are_published_unless_told_to_keep_the_last(trial, scores, keep):
     run = trial(eval_every=2, keep=keep)
     scores([2.0, 2.1, 2.2])
     ended = run.train()[-1]
@@ -231,7 +229,7 @@ def test_the_best_weights_are_published_unless_the_last_are_asked_for(trial, sco
     assert ("--keep best" in ended.notes[0]) == (keep == "last")
 
 
-def test_a_run_ends_when_validation_has_turned_and_not_when_it_is_only_unlucky(trial, scores):
+def test_a_run_ends_when_the_validation_loss_rises_steadily_not_on_noise(trial, scores):
     turned = [3.0, 2.0, 2.015, 2.01, 2.015, 2.03]  # more than 1 % above the best, at the last
     for keep, losses, steps in (("best", [*turned, 2.03], 6), ("last", [*turned, *[2.1] * 6], 12)):
         scores(losses)
@@ -248,7 +246,7 @@ def lengthen(run, options, **plan):
     return dataclasses.replace(run, plan=prolong(before, longer, run.run.reopen(), 2.0))
 
 
-def test_the_last_weights_of_a_run_that_goes_on_stay_its_best(trial, options, scores):
+def test_the_best_weights_of_a_prolonged_run_are_kept(trial, options, scores):
     losses = [3.0, 2.9, 2.0], [2.01] * 9
     once, twice = (trial(name, eval_every=2) for name in ("once", "twice"))
     for run, stop_after in (once, None), (twice, 7):
@@ -266,7 +264,7 @@ def test_the_last_weights_of_a_run_that_goes_on_stay_its_best(trial, options, sc
     assert_same(once, twice)
 
 
-def test_a_plan_made_longer_tells_its_own_time_and_not_why_a_size_was_chosen(trial, options):
+def test_a_prolonged_plan_reports_its_time_and_not_the_choice_of_size(trial, options):
     run = trial()
     run.train()
     more = lengthen(run, options, minutes=3.0, reason="it is the best").plan
@@ -274,9 +272,7 @@ def test_a_plan_made_longer_tells_its_own_time_and_not_why_a_size_was_chosen(tri
 
 
 @pytest.mark.parametrize("patience", [None, 3])
-def test_a_run_whose_validation_had_turned_trains_when_it_is_asked_to_go_on(
-    trial, options, scores, patience
-):
+def test_a_run_ended_by_validation_trains_when_prolonged(trial, options, scores, patience):
     run = trial(steps=12, eval_every=1, patience=patience)
     scores([3.0, 2.0, 2.1, 2.1, 2.1, 2.1])
     assert run.train()[-1].step == 5
@@ -290,7 +286,7 @@ def find(events, kind):
 
 
 @pytest.mark.parametrize("step_seconds", [2.0, 0.5])
-def test_a_run_is_planned_again_until_it_ends_with_the_time(trial, options, step_seconds):
+def test_a_run_is_replanned_until_it_ends_with_the_time(trial, options, step_seconds):
     run = trial(steps=40, minutes=1.0, eval_every=5, save_every=7).with_clock(step_seconds)
     run.write_record(options)
     events = run.train()
@@ -319,7 +315,7 @@ def replanned(trial, options, name, stop_after=None):
 
 
 @pytest.mark.parametrize("damage", ["none", "the newest checkpoint", "run.toml's plan"])
-def test_a_run_that_was_planned_again_resumes_as_if_it_never_stopped(trial, options, damage):
+def test_a_replanned_run_resumes_to_the_same_result(trial, options, damage):
     whole = replanned(trial, options, "whole")
     run = replanned(trial, options, "parts", 4 if damage == "the newest checkpoint" else 12)
     if damage == "the newest checkpoint":  # that of the new plan; the one before has the first plan
@@ -337,12 +333,12 @@ def test_a_run_that_was_planned_again_resumes_as_if_it_never_stopped(trial, opti
     assert_same(whole, run)
 
 
-def test_a_plan_whose_pace_was_right_stays_as_it_is(trial):
+def test_a_plan_with_the_right_speed_is_not_changed(trial):
     events = trial(steps=40, minutes=1.0, eval_every=40).with_clock(1.4).train()
     assert events[-1].step == 40 and not find(events, Replanned)
 
 
-def test_a_slow_run_planned_again_still_trains_its_whole_warmup(trial):
+def test_a_slow_replanned_run_trains_its_whole_warmup(trial):
     run = trial(steps=40, minutes=1.0, eval_every=40, warmup=6, cooldown=10).with_clock(30.0)
     events = run.train()
     (event,) = find(events, Replanned)
@@ -350,7 +346,7 @@ def test_a_slow_run_planned_again_still_trains_its_whole_warmup(trial):
     assert event.plan.cooldown == 0
 
 
-def test_the_end_survives_the_loss_of_the_best_weights(trial, scores, monkeypatch):
+def test_a_run_ends_well_if_the_best_weights_are_lost(trial, scores, monkeypatch):
     scores([2.0, 2.1, 2.2])
     run = trial(eval_every=2)
     lost = run.run.checkpoints / "step-000002" / "model.safetensors"
@@ -376,7 +372,7 @@ def test_two_trainings_cannot_share_a_directory(locked):
         pass
 
 
-def test_a_directory_of_other_things_is_not_taken_for_a_run(tmp_path):
+def test_a_foreign_directory_is_refused_as_a_run(tmp_path):
     (tmp_path / "letters").mkdir()
     (tmp_path / "letters" / "dear.txt").write_text("dear")
     (tmp_path / "file").write_text("x")
@@ -402,7 +398,7 @@ def test_a_run_killed_while_it_publishes_is_not_finished(locked, monkeypatch):
     assert torch.equal(newest.read("wte.weight"), locked.model().wte.weight)
 
 
-def test_shards_that_changed_between_sessions_are_noticed(trial):
+def test_shards_that_changed_before_resuming_are_refused(trial):
     run = trial()
     run.train(stop_after=3)
     shard = run.run.data / "train_000000.bin"
@@ -413,7 +409,7 @@ def test_shards_that_changed_between_sessions_are_noticed(trial):
         open_trial(run.run.path)
 
 
-def test_checkpoints_without_a_record_are_not_trained_on(locked):
+def test_checkpoints_without_run_toml_are_refused(locked):
     locked.train(stop_after=3)
     with pytest.raises(CorruptInputError, match=r"no run\.toml"), locked.run.lock():
         pass
@@ -422,7 +418,7 @@ def test_checkpoints_without_a_record_are_not_trained_on(locked):
         locked.run.read_record()
 
 
-def test_what_a_killed_process_left_is_swept_away(locked):
+def test_leftovers_of_a_killed_process_are_removed(locked):
     locked.run.record.write_text("[options]")
     left = locked.run.checkpoints / ".step-000008.tmp-1"
     left.mkdir(parents=True)

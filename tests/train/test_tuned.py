@@ -105,7 +105,7 @@ def test_the_loss_is_the_cross_entropy_of_the_replies_alone(make, kind):
     assert objective.n_targets(tuple(array.numpy() for array in batch)) == (len(torch.cat(losses)),)
 
 
-def test_the_context_is_that_of_the_header_and_no_weights_are_read_for_it(
+def test_the_context_comes_from_the_header_without_reading_weights(
     options, place, tmp_path, monkeypatch
 ):
     def refuse(*_):
@@ -146,7 +146,7 @@ def test_prompts_with_completions_tune_a_model_for_generate(make):
     assert not any("tiedgpt generate" in note for note in make("messages").data.notes)
 
 
-def test_what_is_trained_is_counted_and_said(place, tmp_path, monkeypatch, capfd):
+def test_trained_tokens_are_counted_and_reported(place, tmp_path, monkeypatch, capfd):
     monkeypatch.chdir(tmp_path)
     command = ["tune", str(place / "messages.jsonl"), "--from", str(place / "base"), "--steps", "1"]
     assert main([*command, "--lora", "2", "--memory", "8", "--format", "json"]) == 0
@@ -159,7 +159,7 @@ def test_what_is_trained_is_counted_and_said(place, tmp_path, monkeypatch, capfd
 
 @pytest.mark.parametrize("more", [{}, {"lora": 2, "lora_targets": "wte,attn.c_attn"}])
 @pytest.mark.parametrize("kind", ["messages", "text"])
-def test_a_run_that_stopped_and_went_on_equals_one_that_never_stopped(make, kind, more):
+def test_a_resumed_run_equals_an_uninterrupted_one(make, kind, more):
     whole = make(kind, "whole", batch_size=2, **more)
     whole.train()
     parts = make(kind, "parts", batch_size=2, **more)
@@ -182,7 +182,7 @@ def tune_in_parallel(path, kind, options):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", ["ddp", "fsdp"])
-def test_two_processes_tune_as_one(tmp_path, options, kind):
+def test_two_processes_tune_like_one(tmp_path, options, kind):
     asked = options(
         "messages", batch_size=3, dropout=0.0, lora=2, lora_targets="wte,attn.c_attn", lr=1e-3
     )
@@ -198,7 +198,7 @@ def test_two_processes_tune_as_one(tmp_path, options, kind):
         torch.testing.assert_close(a, b, atol=1e-5, rtol=0)
 
 
-def test_adapters_leave_what_is_frozen_and_checkpoints_hold_them_alone(make, place):
+def test_adapters_leave_frozen_weights_and_checkpoints_hold_adapters_only(make, place):
     run = make("completion", lora=4, lr=3e-2, steps=20)
     run.train()
     saved = SafetensorsFile.open(run.newest())
@@ -303,7 +303,7 @@ def test_a_tuned_model_chats_in_transformers_and_stops(make):
     assert ours.ids == reply and ours.finish_reason == "stop"
 
 
-def test_the_same_command_goes_on_with_its_run(place, tmp_path, monkeypatch, capsys):
+def test_the_same_command_resumes_its_run(place, tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     command = ["tune", str(place / "messages.jsonl"), "--epochs", "0.1"]
     assert main([*command, "--from", str(place / "base")]) == 0
@@ -353,7 +353,7 @@ def test_bad_input_is_named_and_nothing_is_written(place, tmp_path, monkeypatch,
     assert [path.name for path in tmp_path.rglob("*")] in (["bad.jsonl"], ["bad.jsonl", "runs"])
 
 
-def test_text_may_be_in_another_field(place, tmp_path, monkeypatch):
+def test_the_text_field_can_be_named(place, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     data = write_lines(tmp_path / "body.jsonl", [{"body": line["text"]} for line in LINES["text"]])
     command = ["tune", data, "--from", str(place / "base"), "--steps", "1"]

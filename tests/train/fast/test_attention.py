@@ -30,7 +30,7 @@ def run(attend, q, k, v, dy) -> list[torch.Tensor]:
 @pytest.mark.parametrize("length", [1, 7, 64, 65, 129, 300])
 @pytest.mark.parametrize("scale", [1.0, 4.0, 9.0, 16.0])
 @pytest.mark.parametrize("width", [16, 48, 64])
-def test_it_is_nearly_as_exact_as_torchs_kernel(length, scale, width):
+def test_the_kernel_is_nearly_as_accurate_as_torchs(length, scale, width):
     """Scores' standard deviation is `scale`; errors are relative to exact attention."""
     tensors = drawn(length, scale, width)
     exact = run(torchs, *(t.double() for t in tensors))
@@ -41,7 +41,7 @@ def test_it_is_nearly_as_exact_as_torchs_kernel(length, scale, width):
         assert apart <= 1.5 * usual + 1e-3 * right.norm() + 1e-5
 
 
-def test_what_comes_after_changes_no_bit(monkeypatch):
+def test_later_tokens_change_no_bit(monkeypatch):
     monkeypatch.setattr(attention, "BLOCK", 64)
     q, k, v, _ = drawn(150)
     before = blocked_attention(q, k, v)
@@ -59,7 +59,7 @@ def test_what_comes_after_changes_no_bit(monkeypatch):
         ({"n_positions": 1030}, 0),
     ],
 )
-def test_it_is_used_in_bf16_without_dropout_in_dense_layers(change, times, monkeypatch):
+def test_the_kernel_runs_in_bf16_without_dropout_in_dense_layers(change, times, monkeypatch):
     calls = []
     monkeypatch.setattr(
         attention, "blocked_attention", lambda *given: calls.append(1) or blocked_attention(*given)
@@ -86,7 +86,7 @@ def packed_mask(lengths, n_sequences=2):
 
 @pytest.mark.parametrize("lengths", [[1], [40, 24], [100, 3, 50, 1, 146], [300], [1] * 65])
 @pytest.mark.parametrize("block", [16, 128])
-def test_packed_documents_are_nearly_as_exact_as_in_torchs_kernel(lengths, block, monkeypatch):
+def test_packed_documents_are_nearly_as_accurate_as_in_torchs_kernel(lengths, block, monkeypatch):
     monkeypatch.setattr(attention, "BLOCK", block)
     mask = packed_mask(lengths)
     tensors = drawn(sum(lengths), 4.0)

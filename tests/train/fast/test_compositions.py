@@ -50,7 +50,7 @@ def bf16():
 
 @pytest.mark.parametrize("composition", COMPOSITIONS, ids=lambda c: c.__name__)
 @pytest.mark.parametrize("change", CHANGES)
-def test_every_gradient_in_bf16_is_the_plain_ones_to_rounding(model, change, composition):
+def test_every_bf16_gradient_equals_the_plain_ones_up_to_rounding(model, change, composition):
     CHANGES[change](model)
     model.float()
     theirs = gradients(model, composition(model, plain(model)))
@@ -64,7 +64,7 @@ def test_every_gradient_in_bf16_is_the_plain_ones_to_rounding(model, change, com
     assert apart.norm() <= 1.5 * usual.norm() + 1e-3 * whole.norm()
 
 
-def test_gradients_accumulate_and_parts_of_a_graph_are_asked_for(model):
+def test_gradients_accumulate_and_partial_graphs_work(model):
     theirs = gradients(model, (plain(model)(*A) + plain(model)(*B)) / 2)
     model.zero_grad()
     with fast_training(model):
@@ -86,7 +86,7 @@ def test_blocks_checkpointed_by_the_user_train_the_same(model):
 
 
 @pytest.mark.filterwarnings("ignore:The .grad attribute:UserWarning")  # torch looks while it traces
-def test_a_compiled_loss_and_compiled_blocks(model):
+def test_a_compiled_loss_and_compiled_blocks_match(model):
     theirs = gradients(model, plain(model)(*A))
     with fast_training(model):
         compiled = torch.compile(lambda *batch: model.loss(*batch), backend="aot_eager")
@@ -109,7 +109,7 @@ def test_the_model_is_plain_before_and_after(model):
     assert str(model) == text
 
 
-def test_a_head_is_trained_fast_as_well(model):
+def test_a_classification_head_trains_fast_too(model):
     from tiedgpt.heads import SequenceClassifier
 
     head = SequenceClassifier(model, labels=["a", "b"]).double().eval()
@@ -119,14 +119,14 @@ def test_a_head_is_trained_fast_as_well(model):
         assert_equal(gradients(head, head.loss(A[0], lengths, labels)), theirs, EXACT)
 
 
-def test_what_is_fast_is_not_used_without_gradients(model):
+def test_fast_layers_are_not_used_without_gradients(model):
     with fast_training(model), torch.no_grad(), bf16():
         fast = model.float()(A[0])
     with torch.no_grad(), bf16():
         assert torch.equal(fast, model(A[0]))
 
 
-def test_copies_made_inside_are_plain(model):
+def test_copies_made_inside_fast_training_are_plain(model):
     with fast_training(model):
         copies = copy.deepcopy(model), pickle.loads(pickle.dumps(model))
     for inside in copies:
@@ -134,13 +134,13 @@ def test_copies_made_inside_are_plain(model):
         torch.testing.assert_close(inside.loss(*A), model.loss(*A))
 
 
-def test_a_class_given_inside_stays(model):
+def test_a_class_assigned_inside_fast_training_stays(model):
     with fast_training(model):
         model.__class__ = Louder
     assert type(model) is Louder
 
 
-def test_a_layer_parametrized_inside_stays_so(model):
+def test_a_layer_parametrized_inside_fast_training_stays_parametrized(model):
     with fast_training(model):
         parametrize.register_parametrization(model.h[0].mlp.c_fc, "weight", Doubling())
     weight = model.h[0].mlp.c_fc.parametrizations.weight.original

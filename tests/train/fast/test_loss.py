@@ -82,7 +82,7 @@ USED = (
 
 
 @pytest.mark.parametrize("change", CHANGES)
-def test_it_is_used_where_the_logits_are_h_times_a_matrix(change, monkeypatch):
+def test_the_fast_loss_is_used_if_the_logits_are_h_times_a_matrix(change, monkeypatch):
     rows, model = calls(monkeypatch), drawn_model()
     CHANGES[change](model)
     model.loss(*A)
@@ -106,7 +106,7 @@ def test_targets_outside_the_vocabulary_are_refused(wrong):
             model.loss(A[0], A[1].double())
 
 
-def test_a_head_on_the_body_uses_it_too(monkeypatch):
+def test_a_head_on_the_body_uses_the_fast_loss(monkeypatch):
     from tiedgpt.heads import MultipleChoice
 
     rows, head = calls(monkeypatch), MultipleChoice(drawn_model().float())
