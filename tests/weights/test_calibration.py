@@ -66,7 +66,7 @@ def faces(model, text):
         return model.body(ids).flatten(0, 1), read[0].grad.flatten(0, 1)
 
 
-def test_both_faces_of_the_shared_matrix_lose_less(model, text):
+def test_calibration_reduces_the_error_on_both_sides_of_w(model, text):
     h, g = faces(model, text)
     rounded, _ = calibrate(model, text)
     weight, reads = model.wte.weight, rounded.wte.weight
@@ -81,7 +81,7 @@ def test_both_faces_of_the_shared_matrix_lose_less(model, text):
         assert cost(for_g, weight, g) < cost(reads, weight, g) < cost(for_h, weight, g)
 
 
-def test_predictions_on_the_text_come_nearer(model, text):
+def test_calibration_brings_predictions_closer(model, text):
     ids = text.view(-1, 24)
 
     def divergence(other):
@@ -98,7 +98,7 @@ def test_predictions_on_the_text_come_nearer(model, text):
     assert divergence(rounded) < 0.75 * divergence(simple)
 
 
-def test_the_layout_is_plain_roundings_and_only_matrices_change(model, text, tmp_path):
+def test_calibration_keeps_the_layout_and_changes_only_matrices(model, text, tmp_path):
     before = copy.deepcopy(model.state_dict())
     packed, usual = pack_gpt(model, "int4", calibration=text.tolist()), pack_gpt(model, "int4")
     assert {n: (a.shape, a.dtype) for n, a in packed.arrays.items()} == layout(model.config, "int4")
@@ -124,7 +124,7 @@ def test_the_layout_is_plain_roundings_and_only_matrices_change(model, text, tmp
     assert all(p.requires_grad and p.grad is None for p in model.parameters())
 
 
-def test_rows_of_zeros_and_inputs_that_never_come(text):
+def test_zero_rows_and_unused_inputs_are_calibrated(text):
     weight = torch.randn(3, 70)
     weight[1] = 0
     for hessian in (torch.zeros(70, 70), torch.eye(70)):
@@ -133,7 +133,7 @@ def test_rows_of_zeros_and_inputs_that_never_come(text):
         assert scales.shape == (3, 3) and not rounded[1].any()
 
 
-def test_a_model_draws_its_own_text(model):
+def test_a_model_samples_its_calibration_text(model):
     ids = sample_ids(model, 1000)
     assert ids.shape == (1008,) and torch.equal(ids, sample_ids(model, 1000))
     assert len(ids.unique()) > 40 and ids.max() < 97
@@ -143,7 +143,7 @@ def test_a_model_draws_its_own_text(model):
     calibrate(model, ids)
 
 
-def test_ids_that_do_not_suit_are_refused(model, text):
+def test_unsuitable_ids_are_refused(model, text):
     with pytest.raises(UserError, match="for precision int4, got int8"):
         pack_gpt(model, "int8", calibration=text)
     with pytest.raises(UserError, match="has 287 tokens and must have at least 288"):
@@ -201,7 +201,9 @@ def test_convert_calibrates_on_a_text_or_on_samples(source, tmp_path, monkeypatc
         (["--precision", "int4", "--calibrate", "text.txt"], "needs the model's tokenizer"),
     ],
 )
-def test_convert_says_what_is_wrong(source, tmp_path, monkeypatch, capsys, options, says):
+def test_convert_refuses_bad_calibration_options(
+    source, tmp_path, monkeypatch, capsys, options, says
+):
     monkeypatch.chdir(source.parent)
     if "tokenizer" in says:
         load(source).model.save_pretrained(tmp_path / "bare")

@@ -71,7 +71,7 @@ def test_a_model_goes_through_any_two_formats_bit_for_bit(
     ("name", "precision"),
     [(name, p) for name, writer in writers().items() for p in writer.precisions if p != "fp32"],
 )
-def test_coarser_precisions_stay_within_the_tolerance_that_is_told(
+def test_coarser_precisions_stay_within_the_reported_tolerance(
     source, tokenizer, tmp_path, name, precision
 ):
     path = tmp_path / f"coarse{SUFFIXES[name]}"
@@ -88,7 +88,7 @@ def test_a_second_copy_of_w_is_counted(source, tokenizer, tmp_path):
     assert GPT.from_pretrained(tmp_path / "a.gguf").head is None
 
 
-def test_a_vocabulary_of_a_few_characters_goes_along(tiny, ids, tmp_path):
+def test_a_character_vocabulary_is_converted_too(tiny, ids, tmp_path):
     few = Tokenizer.characters(["abc3\n"])
     model = GPT(replace(tiny.config, vocab_size=len(few)))
     model.save_pretrained(tmp_path / "few")
@@ -98,7 +98,7 @@ def test_a_vocabulary_of_a_few_characters_goes_along(tiny, ids, tmp_path):
     assert Tokenizer.from_pretrained(tmp_path / "again").encode("cab") == few.encode("cab")
 
 
-def test_another_gelu_is_asked_for_and_told(tiny, tokenizer, tmp_path):
+def test_another_gelu_needs_consent_and_is_reported(tiny, tokenizer, tmp_path):
     GPT(
         replace(tiny.config, vocab_size=len(tokenizer), activation_function="gelu", eos_token_id=0)
     ).save_pretrained(tmp_path / "exact")
@@ -109,7 +109,7 @@ def test_another_gelu_is_asked_for_and_told(tiny, tokenizer, tmp_path):
     assert written.exact and "computes gelu_new" in written.notes[0]
 
 
-def test_what_transformers_has_no_class_for_is_told(tiny, tmp_path):
+def test_architectures_without_a_transformers_class_are_reported(tiny, tmp_path):
     GPT(replace(tiny.config, attention_windows=(0, 4))).save_pretrained(tmp_path / "banded")
     written = to(tmp_path / "banded", tmp_path / "again", "transformers", None)
     assert written.exact and "refuses it" in written.notes[0]
@@ -123,14 +123,14 @@ def test_a_directory_of_onnx_holds_config_and_tokenizer(source, tokenizer, tmp_p
     assert GPT.from_pretrained(tmp_path / "dir").config == GPT.from_pretrained(source).config
 
 
-def test_a_directory_tells_how_many_tokens_the_model_takes(source, tokenizer, tmp_path):
+def test_tokenizer_config_has_the_models_context_length(source, tokenizer, tmp_path):
     to(source, tmp_path / "dir", "transformers", tokenizer)
     theirs = AutoTokenizer.from_pretrained(tmp_path / "dir")
     assert theirs.model_max_length == GPT.from_pretrained(source).config.n_positions
     assert Tokenizer.from_pretrained(tmp_path / "dir").encode("abc") == tokenizer.encode("abc")
 
 
-def test_what_does_not_come_back_as_it_was_is_not_kept(source, tokenizer, tmp_path, monkeypatch):
+def test_a_copy_that_differs_on_reopening_is_not_kept(source, tokenizer, tmp_path, monkeypatch):
     real = convert_module.load
 
     def damaged(path):
@@ -148,7 +148,7 @@ def test_what_does_not_come_back_as_it_was_is_not_kept(source, tokenizer, tmp_pa
     assert not list(tmp_path.glob(".*"))
 
 
-def test_nothing_is_replaced_unasked(source, tokenizer, tmp_path):
+def test_existing_outputs_are_not_replaced_without_force(source, tokenizer, tmp_path):
     (tmp_path / "x.onnx").write_bytes(b"mine")
     (tmp_path / "d").mkdir()
     (tmp_path / "d" / "mine").touch()
@@ -162,7 +162,7 @@ def test_nothing_is_replaced_unasked(source, tokenizer, tmp_path):
     assert (tmp_path / "x.onnx").stat().st_size > 4
 
 
-def test_the_command_prints_what_it_found_and_proved(source, tmp_path, capsys):
+def test_the_command_prints_the_model_and_the_checks(source, tmp_path, capsys):
     assert main(["convert", str(source), str(tmp_path / "a.gguf"), "--to", "gguf"]) == 0
     out = capsys.readouterr().out
     assert "safetensors, transformers gpt2" in out
@@ -180,7 +180,7 @@ def test_the_command_prints_what_it_found_and_proved(source, tmp_path, capsys):
     assert Tokenizer.from_pretrained(tmp_path / "b").encode("the cat")
 
 
-def test_what_a_file_does_not_say_is_given_on_the_command_line(source, tmp_path, capsys):
+def test_missing_facts_of_a_file_are_command_line_options(source, tmp_path, capsys):
     model = GPT.from_pretrained(source)
     state = {f"transformer.{name}": p for name, p in model.named_parameters()}
     state["lm_head.weight"] = torch.randn_like(model.wte.weight)
@@ -202,14 +202,14 @@ def test_a_precision_of_another_format_names_that_format(source, tokenizer, tmp_
             to(source, tmp_path / "out", "transformers", tokenizer, precision=precision)
 
 
-def test_every_precision_of_a_format_can_be_typed(source, tmp_path):
+def test_every_precision_of_a_format_is_an_option_value(source, tmp_path):
     for precision in writers()["gguf"].precisions:
         dest = tmp_path / f"{precision}.gguf"
         assert main(["convert", str(source), str(dest), "--precision", precision]) == 0
         assert dest.stat().st_size
 
 
-def test_a_model_stays_what_it_was_when_it_is_written_coarser(saved, tmp_path):
+def test_writing_a_coarser_copy_does_not_change_the_model(saved, tmp_path):
     loaded = load(saved)
     before = {name: tensor.clone() for name, tensor in loaded.model.state_dict().items()}
     convert(loaded, tmp_path / "half", "transformers", tokenizer=None, precision="bf16")
@@ -219,7 +219,7 @@ def test_a_model_stays_what_it_was_when_it_is_written_coarser(saved, tmp_path):
 
 
 @pytest.mark.parametrize("to, name", [("transformers", "d"), ("onnx", "m.onnx")])
-def test_sixteen_bits_written_in_thirty_two_come_back_bit_for_bit(tiny, tmp_path, to, name):
+def test_sixteen_bit_weights_in_float32_files_are_exact(tiny, tmp_path, to, name):
     tiny.bfloat16().save_pretrained(tmp_path / "bf16")
     loaded = load(tmp_path / "bf16")
     written = convert(loaded, tmp_path / name, to, tokenizer=None, precision="fp32")
@@ -232,7 +232,7 @@ def test_a_tokenizer_of_more_tokens_than_rows_is_refused(saved, tmp_path):
         convert(load(saved), tmp_path / "d", "transformers", tokenizer=tokenizer)
 
 
-def test_places_that_cannot_be_are_told_in_a_line(saved, tmp_path, capsys):
+def test_impossible_output_paths_are_refused_in_one_line(saved, tmp_path, capsys):
     (tmp_path / "file").write_text("x")
     os.mkfifo(tmp_path / "pipe")
     places = ["new/..", "file/m.onnx", "q" * 300, "pipe"]
@@ -256,13 +256,13 @@ def test_termination_leaves_nothing_half_written(saved, tmp_path, monkeypatch, c
     assert [path.name for path in tmp_path.iterdir()] == ["saved"]
 
 
-def test_a_message_is_one_line_whatever_a_path_is_called(tmp_path: Path, capsys):
+def test_a_message_is_one_line_for_any_path(tmp_path: Path, capsys):
     assert main(["convert", str(tmp_path / "no\nsuch\x1b"), str(tmp_path / "m.gguf")]) in (1, 2)
     err = capsys.readouterr().err
     assert "\x1b" not in err and all(line[:6] in ("error:", "hint: ") for line in err.splitlines())
 
 
-def test_what_a_killed_conversion_left_is_swept_and_a_running_ones_is_not(saved, tmp_path):
+def test_leftovers_of_killed_conversions_are_removed_and_running_ones_kept(saved, tmp_path):
     gone, running = f".x.onnx.tmp-{2**22 - 1}-ab", f".x.onnx.tmp-{os.getpid()}-ab"
     for name in (gone, running, ".other.tmp-1-ab"):
         (tmp_path / name).mkdir()

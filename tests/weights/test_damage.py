@@ -148,7 +148,7 @@ def test_a_file_cut_anywhere_is_refused(sample):
 
 @settings(max_examples=100, deadline=None, suppress_health_check=list(HealthCheck))
 @given(st.data())
-def test_changed_bytes_give_our_error_or_a_sound_file(sample, data):
+def test_changed_bytes_give_our_error_or_a_valid_file(sample, data):
     name = data.draw(st.sampled_from(sample[0].files))
     changed = bytearray(sample[2][name])
     for _ in range(data.draw(st.integers(1, 4))):

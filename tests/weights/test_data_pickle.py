@@ -91,7 +91,7 @@ def payloads(canary: str) -> dict[str, bytes]:
 
 
 @pytest.mark.parametrize("name", payloads("x"))
-def test_nothing_else_is_made_or_run(tmp_path, name):
+def test_other_pickles_create_and_run_nothing(tmp_path, name):
     canary = tmp_path / CANARY
     with pytest.raises(CorruptInputError) as error:
         read(tmp_path, payloads(str(canary))[name])
@@ -99,7 +99,7 @@ def test_nothing_else_is_made_or_run(tmp_path, name):
     assert not canary.exists()
 
 
-def test_the_payloads_of_this_test_would_run(tmp_path):
+def test_the_payloads_of_this_test_run_in_pickle(tmp_path):
     for name, content in payloads(str(tmp_path / "x")).items():
         if name in ("os.system", "mkdir after the dict", "INST", "OBJ", "STACK_GLOBAL"):
             pickle.loads(content)
@@ -130,7 +130,7 @@ def test_the_payloads_of_this_test_would_run(tmp_path):
         b"",
     ],
 )
-def test_lying_lengths_and_empty_stacks_are_refused(tmp_path, content):
+def test_false_lengths_and_empty_stacks_are_refused(tmp_path, content):
     with pytest.raises(CorruptInputError):
         read(tmp_path, content)
 

@@ -27,7 +27,7 @@ with warnings.catch_warnings():
 
 
 @pytest.mark.parametrize("kind", QUANTIZED)
-def test_every_quantized_type_is_decoded_as_their_library_does(tmp_path, kind):
+def test_every_quantized_type_is_decoded_like_the_gguf_package(tmp_path, kind):
     ggml = gguf.GGMLQuantizationType[kind]
     block, size = gguf.GGML_QUANT_SIZES[ggml]
     raw = np.random.default_rng(1).integers(0, 256, (20, 2 * size), np.uint8)
@@ -109,14 +109,14 @@ def test_hostile_headers_are_refused(name, tmp_path):
         open_checkpoint(path)
 
 
-def test_a_type_of_the_future_is_listed_and_not_read(tmp_path):
+def test_an_unknown_type_is_listed_and_not_read(tmp_path):
     path = tmp_path / "x.gguf"
     path.write_bytes(header(n_tensors=1, body=tensor(kind=77)))
     found = open_checkpoint(path).tensors["w"]
     assert (found.shape, found.dtype, found.is_decodable) == ((4, 32), "ggml type 77", False)
 
 
-def test_a_name_of_megabytes_is_refused_and_a_long_text_is_stepped_over(tmp_path):
+def test_a_name_of_megabytes_is_refused_and_a_long_text_is_skipped(tmp_path):
     long = bytes(70_000)
     for name, body in {"key": text(long) + struct.pack("<II", 4, 1), "name": tensor(long)}.items():
         n_pairs = int(name == "key")
@@ -173,7 +173,7 @@ def their_file(
 
 
 @pytest.mark.parametrize("kind", ["F32", "F16", "BF16", "Q8_0", "Q4_0", "Q5_1", "MXFP4"])
-def test_their_file_is_read_as_their_library_reads_it(kind, tiny, ids, tmp_path):
+def test_a_file_of_llama_cpp_is_read_like_the_gguf_package(kind, tiny, ids, tmp_path):
     path = their_file(tmp_path / "a.gguf", tiny, kind)
     model = GPT.from_pretrained(path, dtype=torch.float32)
     for tensor in gguf.GGUFReader(path).tensors:
@@ -187,7 +187,7 @@ def test_their_file_is_read_as_their_library_reads_it(kind, tiny, ids, tmp_path)
         assert torch.equal(model(ids), tiny(ids))
 
 
-def test_what_was_quantized_is_told(tiny, tmp_path):
+def test_quantized_tensors_are_reported(tiny, tmp_path):
     assert any("Q8_0" in note for note in load(their_file(tmp_path / "a", tiny, "Q8_0")).notes)
     assert load(their_file(tmp_path / "b", tiny)).notes == ()
 
@@ -198,7 +198,7 @@ def test_other_architectures_are_refused_by_name(tiny, tmp_path):
             GPT.from_pretrained(their_file(tmp_path / name, tiny, architecture=name))
 
 
-def test_types_that_their_library_cannot_decode_are_refused(tiny, tmp_path):
+def test_types_that_the_gguf_package_cannot_decode_are_refused(tiny, tmp_path):
     path = their_file(tmp_path / "a.gguf", tiny, "F16")
     whole = path.read_bytes()
     info = text(b"token_embd.weight") + struct.pack("<IQQI", 2, 32, 97, 1)
@@ -208,7 +208,7 @@ def test_types_that_their_library_cannot_decode_are_refused(tiny, tmp_path):
         GPT.from_pretrained(path)
 
 
-def test_what_attends_otherwise_is_refused(tiny, tmp_path):
+def test_other_attention_is_refused(tiny, tmp_path):
     for pairs, named in (
         ({"add_head_count_kv": 2}, "head_count_kv=2"),
         ({"add_key_length": 16}, "key_length=16"),
@@ -220,7 +220,7 @@ def test_what_attends_otherwise_is_refused(tiny, tmp_path):
     assert GPT.from_pretrained(their_file(tmp_path / "same", tiny, pairs=same))
 
 
-def test_the_number_of_heads_is_asked_for_and_never_guessed(tiny, ids, tmp_path):
+def test_the_number_of_heads_is_required_and_never_guessed(tiny, ids, tmp_path):
     path = their_file(tmp_path / "a.gguf", tiny, leave=("add_head_count",))
     with pytest.raises(UserError, match="n_head"):
         GPT.from_pretrained(path)
@@ -239,7 +239,7 @@ def test_missing_and_foreign_tensors_are_named(tiny, tmp_path):
         GPT.from_pretrained(their_file(tmp_path / "c", tiny, more=more))
 
 
-def test_names_there_and_back_and_they_are_theirs(tiny_config):
+def test_names_convert_both_ways_and_match_the_gguf_package(tiny_config):
     names = gguf.TENSOR_NAMES
     of_gpt2 = {
         names[tensor].format(bid=bid)
@@ -295,7 +295,7 @@ def their_vocabulary(path: Path, tokenizer: Tokenizer, **changes) -> Path:
     return path
 
 
-def test_ids_are_those_of_the_tokenizer_that_was_written(tokenizer, tmp_path):
+def test_ids_equal_those_of_the_written_tokenizer(tokenizer, tmp_path):
     read = read_tokenizer(their_vocabulary(tmp_path / "a.gguf", tokenizer))
     assert (len(read), read.bos_token_id, read.eos_token_id) == (
         len(tokenizer), tokenizer.bos_token_id, tokenizer.eos_token_id,
@@ -309,17 +309,17 @@ def test_ids_are_those_of_the_tokenizer_that_was_written(tokenizer, tmp_path):
     ]
 
 
-def test_files_from_before_the_split_had_a_name_are_gpt2s(tokenizer, tmp_path):
+def test_files_without_a_pretokenizer_name_use_gpt2s(tokenizer, tmp_path):
     read = read_tokenizer(their_vocabulary(tmp_path / "a", tokenizer, tokenizer_pre=None))
     assert read.encode(SAMPLE) == tokenizer.encode(SAMPLE)
 
 
-def test_an_end_that_is_typed_as_ordinary_is_special_all_the_same(tokenizer, tmp_path):
+def test_an_end_token_of_ordinary_type_is_special(tokenizer, tmp_path):
     read = read_tokenizer(their_vocabulary(tmp_path / "a", tokenizer, token_types=None))
     assert read.encode("<|endoftext|>", allow_special=True) == [tokenizer.eos_token_id]
 
 
-def test_unused_rows_are_no_tokens_and_user_tokens_are_found_in_text(tokenizer, tmp_path):
+def test_unused_rows_are_not_tokens_and_user_tokens_are_found_in_text(tokenizer, tmp_path):
     size = len(tokenizer)
     path = their_vocabulary(
         tmp_path / "a", tokenizer,
@@ -367,7 +367,7 @@ def test_damaged_vocabularies_are_refused(why, tokenizer, tmp_path):
         read_tokenizer(their_vocabulary(tmp_path / "a", tokenizer, **DAMAGED[why]))
 
 
-def test_numbers_where_texts_should_be_are_refused(tokenizer, tmp_path):
+def test_numbers_in_place_of_texts_are_refused(tokenizer, tmp_path):
     path = their_vocabulary(tmp_path / "a", tokenizer)
     key = b"tokenizer.ggml.token_type"
     whole = path.read_bytes()

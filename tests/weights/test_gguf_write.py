@@ -60,7 +60,7 @@ def tensors_of(path) -> dict[str, tuple[str, np.ndarray]]:
 
 
 @pytest.mark.parametrize("precision", PRECISIONS)
-def test_their_library_reads_what_it_would_have_written(precision, tokenizer, tmp_path):
+def test_the_gguf_package_reads_what_it_would_have_written(precision, tokenizer, tmp_path):
     model = gpt(tokenizer)
     write_gguf(model, tmp_path / "a.gguf", tokenizer=tokenizer, precision=precision)
     theirs = tensors_of(tmp_path / "a.gguf")
@@ -76,7 +76,7 @@ def test_their_library_reads_what_it_would_have_written(precision, tokenizer, tm
         assert np.array_equal(numbers.reshape(array.shape), expected), name
 
 
-def test_the_pairs_are_theirs(tokenizer, tmp_path):
+def test_merges_equal_those_of_the_gguf_package(tokenizer, tmp_path):
     model = gpt(tokenizer, vocab_size=len(tokenizer) + 3, n_inner=96)
     write_gguf(model, tmp_path / "small.gguf", tokenizer=tokenizer, precision="q8_0")
     fields = gguf.GGUFReader(tmp_path / "small.gguf").fields
@@ -113,7 +113,7 @@ def test_the_pairs_are_theirs(tokenizer, tmp_path):
     }
 
 
-def test_a_tied_matrix_is_there_once_and_twice_where_that_is_asked_for(tokenizer, tmp_path):
+def test_a_tied_matrix_is_written_once_or_twice_on_request(tokenizer, tmp_path):
     model, sizes = gpt(tokenizer), {}
     for twice in (False, True):
         path = tmp_path / f"{twice}.gguf"
@@ -129,7 +129,7 @@ def test_a_tied_matrix_is_there_once_and_twice_where_that_is_asked_for(tokenizer
 
 
 @pytest.mark.parametrize("precision", ["q8_0", "q4_1"])
-def test_rows_that_are_no_multiple_of_32_stay_halves(precision, tokenizer, tmp_path):
+def test_rows_not_divisible_by_32_stay_float16(precision, tokenizer, tmp_path):
     model = gpt(tokenizer, n_embd=40)
     write_gguf(model, tmp_path / "a.gguf", tokenizer=tokenizer, precision=precision)
     kinds = {name: kind for name, (kind, _) in tensors_of(tmp_path / "a.gguf").items()}
@@ -138,9 +138,7 @@ def test_rows_that_are_no_multiple_of_32_stay_halves(precision, tokenizer, tmp_p
 
 
 @pytest.mark.parametrize("tied", [True, False])
-def test_the_matrices_of_the_vocabulary_get_the_precision_that_is_asked_for(
-    tied, tokenizer, tmp_path
-):
+def test_the_vocabulary_matrices_get_the_requested_precision(tied, tokenizer, tmp_path):
     model, path = gpt(tokenizer, tie_word_embeddings=tied), tmp_path / "a.gguf"
     for w_precision, kind in ((None, "Q8_0"), ("q4_0", "Q4_0"), ("fp16", "F16")):
         write_gguf(model, path, tokenizer=tokenizer, precision="q4_0", w_precision=w_precision)
@@ -196,7 +194,7 @@ def go(template: str, messages) -> str:
 
 
 @pytest.mark.parametrize("template", [CHATML, PLAIN], ids=["chatml", "plain"])
-def test_the_modelfile_beside_it_chats_as_the_model_was_tuned(template, tokenizer, tmp_path):
+def test_the_modelfile_chats_as_the_model_was_tuned(template, tokenizer, tmp_path):
     chat_model(tokenizer, tmp_path / "chat", template)
     assert main(["convert", str(tmp_path / "chat"), str(tmp_path / "a.gguf")]) == 0
     lines = (tmp_path / "a.Modelfile").read_text().splitlines()
@@ -207,12 +205,12 @@ def test_the_modelfile_beside_it_chats_as_the_model_was_tuned(template, tokenize
     assert lines[3:] == [f'PARAMETER stop "{stop}"' for stop in stops]
 
 
-def test_the_modelfile_of_a_model_that_does_not_chat_sends_the_prompt_as_it_is(tokenizer, tmp_path):
+def test_the_modelfile_of_a_base_model_sends_the_plain_prompt(tokenizer, tmp_path):
     write_gguf(gpt(tokenizer), tmp_path / "a.gguf", tokenizer=tokenizer)
     assert 'TEMPLATE """{{ .Prompt }}"""' in (tmp_path / "a.Modelfile").read_text()
 
 
-def test_numbers_that_cannot_be_quantized_are_refused_and_nothing_is_left(tokenizer, tmp_path):
+def test_non_finite_weights_are_refused_and_leave_no_file(tokenizer, tmp_path):
     model = gpt(tokenizer)
     with torch.no_grad():
         model.h[1].mlp.c_fc.weight[3, 5] = np.nan
@@ -277,7 +275,7 @@ def test_a_tokenizer_without_merges_is_refused(tokenizer, tmp_path):
         write_gguf(plain, tmp_path / "a", tokenizer=Tokenizer(rust))
 
 
-def test_tokens_called_like_padding_do_not_stand_twice(tokenizer, tmp_path):
+def test_tokens_named_like_padding_are_not_duplicated(tokenizer, tmp_path):
     size = len(tokenizer)
     rust = byte_level_tokenizer(
         models.BPE(
@@ -330,7 +328,7 @@ SHAPES = {
 
 @pytest.mark.slow
 @pytest.mark.parametrize("shape", SHAPES)
-def test_llama_cpp_computes_and_generates_the_same(shape, tokenizer, tmp_path):
+def test_llama_cpp_computes_and_generates_the_same_text(shape, tokenizer, tmp_path):
     model = gpt(tokenizer, **SHAPES[shape])
     path = tmp_path / "a.gguf"
     write_gguf(model, path, tokenizer=tokenizer, precision="fp32", duplicate_head=shape == "padded")
@@ -354,7 +352,7 @@ def test_llama_cpp_computes_and_generates_the_same(shape, tokenizer, tmp_path):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("precision", ["q8_0", "q5_1", "q5_0", "q4_1", "q4_0"])
-def test_llama_cpp_predicts_20000_tokens_as_the_dequantized_weights_do(
+def test_llama_cpp_predicts_20000_tokens_like_the_dequantized_weights(
     precision, tokenizer, tmp_path
 ):
     model = gpt(tokenizer, std=0.06)
@@ -395,7 +393,7 @@ def test_llama_cpp_runs_the_smaller_types_near_the_model(precision, near, tokeni
 
 
 @pytest.mark.slow
-def test_llama_cpp_cuts_text_as_the_tokenizer_does(tokenizer, tmp_path):
+def test_llama_cpp_splits_text_like_the_tokenizer(tokenizer, tmp_path):
     model = gpt(tokenizer)
     write_gguf(model, tmp_path / "a.gguf", tokenizer=tokenizer)
     theirs = llama(tmp_path / "a.gguf")
@@ -415,7 +413,7 @@ def test_llama_cpp_cuts_text_as_the_tokenizer_does(tokenizer, tmp_path):
 
 
 @pytest.mark.slow
-def test_what_llama_cpp_quantizes_is_loaded_as_its_library_decodes_it(tokenizer, tmp_path):
+def test_files_quantized_by_llama_cpp_load_like_in_the_gguf_package(tokenizer, tmp_path):
     llama_cpp = pytest.importorskip("llama_cpp", reason="llama-cpp-python is not installed")
     model = gpt(tokenizer, n_embd=256, std=0.05)
     write_gguf(model, tmp_path / "a.gguf", tokenizer=tokenizer, precision="fp32")

@@ -44,7 +44,7 @@ def run(tokenizer, tmp_path, monkeypatch) -> Path:
     return run
 
 
-def test_a_run_goes_up_private_and_comes_down_as_the_same_model(run, hub, capsys):
+def test_a_run_is_pushed_private_and_downloaded_as_the_same_model(run, hub, capsys):
     assert main(["push", str(run), "someone/my-gpt"]) == 0
     assert f"{hub.url}/someone/my-gpt/commit/" in capsys.readouterr().out
     assert hub.private == {"someone/my-gpt": True}
@@ -59,7 +59,7 @@ def test_a_run_goes_up_private_and_comes_down_as_the_same_model(run, hub, capsys
     assert main(["push", str(run), "someone/my-gpt", "--public"]) == 0  # it is there already
 
 
-def test_no_file_that_is_sent_names_a_directory_of_this_machine(run, hub, tmp_path):
+def test_uploaded_files_contain_no_local_path(run, hub, tmp_path):
     assert main(["push", str(run), "someone/my-gpt", "--gguf", "q4_0"]) == 0
     files = hub.files["someone/my-gpt"]
     assert {"my-gpt-q4_0.gguf", "my-gpt-q4_0.Modelfile", "model.safetensors"} <= files.keys()
@@ -69,7 +69,7 @@ def test_no_file_that_is_sent_names_a_directory_of_this_machine(run, hub, tmp_pa
     assert sum("/commit/" in path for path in hub.asked) == 1
 
 
-def test_a_dry_run_asks_nobody_and_needs_no_token(run, hub, monkeypatch, capsys):
+def test_a_dry_run_needs_no_network_and_no_token(run, hub, monkeypatch, capsys):
     monkeypatch.delenv("HF_TOKEN")
     assert main(["push", str(run), "someone/my-gpt", "--dry-run", "--format", "json"]) == 0
     told = json.loads(capsys.readouterr().out)
@@ -78,7 +78,7 @@ def test_a_dry_run_asks_nobody_and_needs_no_token(run, hub, monkeypatch, capsys)
     assert not hub.asked and not hub.files
 
 
-def test_without_a_token_the_remedy_is_told(run, hub, monkeypatch, capsys):
+def test_a_missing_token_error_names_the_remedy(run, hub, monkeypatch, capsys):
     monkeypatch.setattr(huggingface_hub, "get_token", lambda: None)
     assert main(["push", str(run), "someone/my-gpt"]) == 1
     err = " ".join(capsys.readouterr().err.split())
@@ -86,7 +86,7 @@ def test_without_a_token_the_remedy_is_told(run, hub, monkeypatch, capsys):
     assert not hub.asked
 
 
-def test_a_token_that_the_hub_refuses_is_told_and_nothing_is_committed(run, hub, monkeypatch):
+def test_a_refused_token_is_reported_and_nothing_is_committed(run, hub, monkeypatch):
     model = GPT.from_pretrained(run)
     with pytest.raises(UserError, match=r"does not know the token.*hf auth login"):
         model.push_to_hub("someone/gpt", token="hf_wrong")
@@ -98,7 +98,7 @@ def test_a_token_that_the_hub_refuses_is_told_and_nothing_is_committed(run, hub,
     assert not hub.files
 
 
-def test_a_model_in_memory_goes_up_with_its_tokenizer(run, hub, tokenizer):
+def test_a_model_in_memory_is_pushed_with_its_tokenizer(run, hub, tokenizer):
     model = GPT.from_pretrained(run)
     url = model.push_to_hub("someone/gpt", tokenizer=tokenizer, private=False)
     assert url.startswith(f"{hub.url}/someone/gpt") and hub.private == {"someone/gpt": False}
@@ -108,12 +108,12 @@ def test_a_model_in_memory_goes_up_with_its_tokenizer(run, hub, tokenizer):
 
 
 @pytest.mark.parametrize("repo", ["gpt", "a/b/c", "../x", "a b/c"])
-def test_what_is_no_repository_is_refused(run, repo, capsys):
+def test_invalid_repository_names_are_refused(run, repo, capsys):
     assert main(["push", str(run), repo, "--dry-run"]) == 1
     assert "owner/name" in capsys.readouterr().err
 
 
-def test_a_file_of_another_format_is_to_be_converted_first(run, tmp_path, capsys):
+def test_files_of_other_formats_must_be_converted_first(run, tmp_path, capsys):
     assert main(["convert", str(run), str(tmp_path / "a.gguf")]) == 0
     assert main(["push", str(tmp_path / "a.gguf"), "someone/gpt", "--dry-run"]) == 1
     assert "tiedgpt convert MODEL out --to transformers" in capsys.readouterr().err
@@ -137,17 +137,17 @@ CONFIG = ["config.json", "README.md", "tokenizer.json"]
         (["checkpoint-500/model.safetensors", "model.safetensors"], ["model.safetensors"]),
     ],
 )
-def test_of_a_repository_one_format_is_fetched(files, fetched):
+def test_only_one_format_of_a_repository_is_downloaded(files, fetched):
     assert select_files("someone/gpt", CONFIG + files) == ["config.json", *fetched]
 
 
-def test_of_several_quantizations_one_must_be_named():
+def test_one_of_several_quantizations_must_be_named():
     with pytest.raises(UserError, match=r"2 files of weights \(a\.Q4_0\.gguf, a\.Q8_0\.gguf\)"):
         select_files("someone/gpt", ["a.Q4_0.gguf", "a.Q8_0.gguf"])
 
 
 @pytest.mark.parametrize("path", ["./model", "../model", ".cache/model", "a/b/c"])
-def test_a_path_that_is_not_there_is_never_asked_of_the_hub(path):
+def test_a_missing_path_is_never_looked_up_on_the_hub(path):
     with pytest.raises(UserError, match=f"^{path} does not exist: check the name$"):
         local_directory(path)
 
@@ -170,7 +170,7 @@ def one_repository(monkeypatch, saved):
     return asked
 
 
-def test_revision_and_cache_dir_go_to_the_hub(one_repository, tiny, ids, tmp_path):
+def test_revision_and_cache_dir_are_passed_to_the_hub(one_repository, tiny, ids, tmp_path):
     model = GPT.from_pretrained("someone/gpt", revision="v2", cache_dir=tmp_path / "cache")
     assert (model(ids) == tiny(ids)).all()
     assert (
@@ -180,7 +180,7 @@ def test_revision_and_cache_dir_go_to_the_hub(one_repository, tiny, ids, tmp_pat
     assert "model.safetensors" in one_repository[0]["allow_patterns"]
 
 
-def test_without_a_network_the_cache_is_asked(one_repository, monkeypatch):
+def test_without_a_network_the_cache_is_used(one_repository, monkeypatch):
     def unreachable(self, name, revision=None):
         raise ConnectionError("no network")
 
@@ -191,7 +191,7 @@ def test_without_a_network_the_cache_is_asked(one_repository, monkeypatch):
     )
 
 
-def test_what_is_nowhere_is_told(monkeypatch):
+def test_a_missing_repository_is_reported(monkeypatch):
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
     monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", True)
     with pytest.raises(UserError, match="no file or directory here: the hub cannot be reached"):

@@ -17,7 +17,7 @@ SMALL = {"T": 6, "V": 5, "L": 2, "H": 2, "C": 4, "Vp": 8}
 
 
 @pytest.mark.parametrize("version", [1, 3, 5])
-def test_tensors_lie_where_the_format_puts_them(tmp_path, version):
+def test_tensors_lie_at_the_formats_offsets(tmp_path, version):
     path = tmp_path / "model.bin"
     sizes = SMALL | ({"Vp": 5} if version == 1 else {})
     numbers = write_checkpoint(path, version, **sizes)
@@ -92,7 +92,7 @@ def state_of(model) -> dict[str, torch.Tensor]:
 
 
 @pytest.mark.parametrize("version", [1, 3])
-def test_logits_are_those_of_transformers(tmp_path, version, ids):
+def test_logits_match_transformers(tmp_path, version, ids):
     model = theirs()
     sizes = SIZES | ({"Vp": 97} if version == 1 else {})
     write_checkpoint(tmp_path / "model.bin", version, state_of(model), **sizes)
@@ -114,7 +114,7 @@ def test_bfloat16_is_read_bit_by_bit(tmp_path):
         assert torch.equal(parameter.float(), expected), name
 
 
-def test_what_the_format_fixes_cannot_be_given_otherwise(tmp_path):
+def test_arguments_that_contradict_the_format_are_refused(tmp_path):
     write_checkpoint(tmp_path / "model.bin", 3, **SIZES)
     for name, value in {"n_head": 2, "activation_function": "gelu", "bias": False}.items():
         with pytest.raises(UserError, match=f"{name}={value!r} contradicts"):

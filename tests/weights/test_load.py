@@ -27,7 +27,7 @@ def assert_is(model: GPT, tiny: GPT) -> None:
         assert torch.equal(parameter, model.state_dict()[name]), name
 
 
-def test_loading_draws_no_numbers_and_imports_no_compiler_for_them(saved):
+def test_loading_draws_no_random_numbers_and_imports_no_compiler(saved):
     code = "import sys; from tiedgpt import GPT; GPT.from_pretrained(sys.argv[1]); "
     code += "sys.exit('torch._dynamo' in sys.modules)"
     subprocess.run([sys.executable, "-c", code, saved], check=True)
@@ -47,7 +47,7 @@ def test_mask_buffers_of_old_files_are_skipped(rewrite, tiny):
     assert_is(GPT.from_pretrained(rewrite(tensors=add)), tiny)
 
 
-def test_a_lone_file_uses_the_config_beside_it_or_asks_for_the_heads(saved, tiny, tmp_path):
+def test_a_lone_file_uses_the_adjacent_config_or_needs_n_head(saved, tiny, tmp_path):
     assert_is(GPT.from_pretrained(saved / "model.safetensors"), tiny)
     lone = tmp_path / "lone" / "weights.safetensors"
     lone.parent.mkdir()
@@ -65,7 +65,7 @@ def test_a_run_directory_stands_for_the_model_in_it(saved, tiny, tmp_path):
     assert_is(GPT.from_pretrained(tmp_path / "run"), tiny)
 
 
-def test_weights_decide_the_sizes_where_the_config_disagrees(rewrite, tiny):
+def test_sizes_come_from_the_weights_if_the_config_disagrees(rewrite, tiny):
     path = rewrite(config={"n_ctx": 1024, "n_positions": 1024, "vocab_size": 50257})
     model = GPT.from_pretrained(path)
     assert (model.config.n_positions, model.config.vocab_size) == (24, 97)
@@ -96,12 +96,12 @@ def test_keys_that_change_nothing_are_kept_on_saving(rewrite, tmp_path):
         ({"model_type": "llama"}, "llama"),
     ],
 )
-def test_what_changes_the_computation_is_refused_by_name(rewrite, config, named):
+def test_unsupported_config_values_are_refused_by_name(rewrite, config, named):
     with pytest.raises(UserError, match=named):
         GPT.from_pretrained(rewrite(config=config))
 
 
-def test_the_caller_supplies_only_what_the_file_does_not_say(saved):
+def test_arguments_supply_only_facts_missing_in_the_file(saved):
     with pytest.raises(UserError, match="contradicts the file"):
         GPT.from_pretrained(saved, n_head=8)
     with pytest.raises(UserError, match="contradicts"):
@@ -117,19 +117,19 @@ def test_the_caller_supplies_only_what_the_file_does_not_say(saved):
 
 
 @pytest.mark.parametrize("prefix", ["_orig_mod.", "module.", "module._orig_mod."])
-def test_what_wrappers_put_before_names_is_left_out(rewrite, tiny, prefix):
+def test_prefixes_of_wrappers_are_stripped(rewrite, tiny, prefix):
     path = rewrite(tensors=lambda state: {prefix + name: t for name, t in state.items()})
     assert_is(GPT.from_pretrained(path), tiny)
 
 
-def test_what_regional_compilation_put_into_names_is_left_out(rewrite, tiny):
+def test_infixes_of_regional_compilation_are_stripped(rewrite, tiny):
     def wrapped(state):
         return {name.replace(".h.1.", ".h.1._orig_mod."): t for name, t in state.items()}
 
     assert_is(GPT.from_pretrained(rewrite(tensors=wrapped)), tiny)
 
 
-def test_a_classifier_is_no_corrupt_file_and_its_body_is_tied(tmp_path):
+def test_a_classifiers_body_loads_tied(tmp_path):
     from transformers import GPT2Config, GPT2ForSequenceClassification
 
     sizes = {"vocab_size": 97, "n_positions": 24, "n_embd": 32, "n_layer": 2, "n_head": 4}
@@ -145,7 +145,7 @@ def test_a_classifier_is_no_corrupt_file_and_its_body_is_tied(tmp_path):
 
 @pytest.mark.parametrize("norm", ["pre", "post"])
 @pytest.mark.parametrize("tied", [True, False])
-def test_a_bare_state_dict_of_ours_is_known_and_its_assumptions_are_told(tmp_path, norm, tied):
+def test_our_bare_state_dict_loads_with_its_assumptions_reported(tmp_path, norm, tied):
     sizes = {"vocab_size": 97, "n_positions": 24, "n_embd": 32, "n_layer": 2, "n_head": 4}
     model = GPT(GPTConfig(**sizes, norm=norm, tie_word_embeddings=tied)).eval()
     torch.save(model.state_dict(), tmp_path / "model.pt")
@@ -157,7 +157,7 @@ def test_a_bare_state_dict_of_ours_is_known_and_its_assumptions_are_told(tmp_pat
     assert given.layout == "torch, tiedgpt state dict" and not given.notes
 
 
-def test_what_is_told_of_a_file_is_a_warning(rewrite):
+def test_notes_about_a_file_are_warnings(rewrite):
     with pytest.warns(CheckpointWarning, match="are equal: tied"):
         GPT.from_pretrained(rewrite(tensors=with_head()))
 
@@ -165,7 +165,7 @@ def test_what_is_told_of_a_file_is_a_warning(rewrite):
 # When a file holds two matrices: the config's claim comes first.
 
 
-def test_claims_tied_and_only_the_head_present_is_tied(rewrite, tiny):
+def test_a_file_that_claims_tied_with_only_the_head_is_tied(rewrite, tiny):
     def only_head(state):
         state["lm_head.weight"] = state.pop("transformer.wte.weight")
 
@@ -173,9 +173,7 @@ def test_claims_tied_and_only_the_head_present_is_tied(rewrite, tiny):
 
 
 @pytest.mark.parametrize("claim", [True, "REMOVE"])
-def test_claims_tied_or_nothing_and_different_is_an_error_with_numbers_and_choices(
-    rewrite, tiny, claim
-):
+def test_different_matrices_without_an_untied_claim_are_an_error_with_numbers(rewrite, tiny, claim):
     path = rewrite(tensors=with_head(2.0, rows=5), config={"tie_word_embeddings": claim})
     with pytest.raises(CorruptInputError, match=r"5 of 97 rows .*cosine.*untie") as error:
         GPT.from_pretrained(path)
@@ -189,7 +187,7 @@ def test_claims_tied_or_nothing_and_different_is_an_error_with_numbers_and_choic
     assert untied.config.tie_word_embeddings is False
 
 
-def test_claims_untied_and_one_present_is_an_error_until_resolved(rewrite, tiny):
+def test_an_untied_claim_with_one_matrix_is_an_error_until_resolved(rewrite, tiny):
     path = rewrite(config={"tie_word_embeddings": False})
     with pytest.raises(CorruptInputError, match=r'the head is missing.*resolve="tie"'):
         GPT.from_pretrained(path)
@@ -206,12 +204,12 @@ def test_a_resolution_that_cannot_apply_is_refused_and_never_ignored(rewrite, sa
     assert GPT.from_pretrained(path, resolve="keep-output").head is None
 
 
-def test_transformers_other_names_for_config_keys_are_read(rewrite):
+def test_transformers_aliases_of_config_keys_are_read(rewrite):
     path = rewrite(config={"n_head": "REMOVE", "num_attention_heads": 8})
     assert GPT.from_pretrained(path).config.n_head == 8
 
 
-def test_a_layer_far_away_is_refused_at_once(rewrite):
+def test_a_huge_layer_number_is_refused_at_once(rewrite):
     def far(state):
         state["transformer.h.2000000.ln_1.weight"] = torch.ones(32)
 
@@ -219,7 +217,7 @@ def test_a_layer_far_away_is_refused_at_once(rewrite):
         GPT.from_pretrained(rewrite(tensors=far))
 
 
-def test_a_later_save_writes_our_own_card_anew_and_leaves_anothers(tiny, saved):
+def test_saving_again_rewrites_our_card_and_keeps_a_users(tiny, saved):
     card = saved / "README.md"
     assert "42,048" in card.read_text()
     bigger = GPT(type(tiny.config)(**{**vars(tiny.config), "n_layer": 4}))
@@ -249,7 +247,7 @@ def drop(name):
         (lambda s: {"x": torch.ones(3)}, "no GPT"),
     ],
 )
-def test_tensors_that_are_no_gpt_are_named(rewrite, tensors, says):
+def test_tensors_of_other_architectures_are_named(rewrite, tensors, says):
     with pytest.raises(CorruptInputError, match=says):
         GPT.from_pretrained(rewrite(tensors=tensors))
 
@@ -270,12 +268,12 @@ def test_tensors_that_are_no_gpt_are_named(rewrite, tensors, says):
         ({"model_type": {}}, UserError),
     ],
 )
-def test_lying_configs_are_refused_before_memory_is_taken(rewrite, config, error):
+def test_false_configs_are_refused_before_allocation(rewrite, config, error):
     with pytest.raises(error):
         GPT.from_pretrained(rewrite(config=config))
 
 
-def test_whole_numbers_are_wanted_as_integers_in_quantized_files(rewrite):
+def test_integer_tensors_in_quantized_files_are_refused(rewrite):
     def quantized(state):
         state["transformer.wte.weight"] = torch.ones(97, 32, dtype=torch.int8)
 
@@ -290,7 +288,7 @@ def test_a_damaged_config_is_named(saved, content):
         GPT.from_pretrained(saved)
 
 
-def test_directories_and_names_that_lead_nowhere(tmp_path):
+def test_missing_directories_and_names_are_refused(tmp_path):
     for _ in range(2):
         with pytest.raises(UserError, match="no weights"):
             GPT.from_pretrained(tmp_path)
@@ -299,7 +297,7 @@ def test_directories_and_names_that_lead_nowhere(tmp_path):
         GPT.from_pretrained(tmp_path / "no" / "such" / "place")
 
 
-def test_a_failed_save_leaves_the_old_files_whole(tiny, saved, monkeypatch):
+def test_a_failed_save_leaves_the_old_files_intact(tiny, saved, monkeypatch):
     before = {file.name: file.read_bytes() for file in saved.iterdir()}
     from tiedgpt.weights.formats.transformers import writer as save_module
 
@@ -329,7 +327,7 @@ def test_a_contradiction_in_a_config_names_its_directory(tiny, tmp_path):
             load(tmp_path)
 
 
-def test_a_pipe_holds_no_tokenizer_and_is_not_waited_for(tmp_path):
+def test_a_pipe_is_not_opened_for_a_tokenizer(tmp_path):
     os.mkfifo(tmp_path / "t.pt")
     with pytest.raises(UserError, match=r"t\.pt"):
         Tokenizer.from_pretrained(tmp_path / "t.pt")
@@ -353,7 +351,7 @@ def as_torch(saved: Path, tmp_path: Path):
 
 
 @pytest.mark.parametrize("given", [{}, {"resolve": "untie"}])
-def test_two_names_of_one_storage_do_not_move_as_one_when_untied(as_torch, given):
+def test_two_names_of_one_storage_train_separately_when_untied(as_torch, given):
     path = as_torch(
         {"lm_head.weight": lambda state: state["transformer.wte.weight"]},
         config={} if given else {"tie_word_embeddings": False},
@@ -364,7 +362,7 @@ def test_two_names_of_one_storage_do_not_move_as_one_when_untied(as_torch, given
     assert model.wte.weight.any()
 
 
-def test_rows_that_repeat_take_no_memory_on_their_word(as_torch):
+def test_expanded_rows_do_not_allocate_their_claimed_size(as_torch):
     wide = {"transformer.wte.weight": lambda _: torch.ones(1, 32).expand(50_000_000, 32)}
     with pytest.raises(CorruptInputError, match=r"wte.weight of shape \(50000000, 32\)"):
         GPT.from_pretrained(as_torch(wide))
@@ -382,7 +380,7 @@ def test_a_pickle_that_makes_bytes_of_any_number_is_refused(as_torch, zipped):
 
 
 @pytest.mark.parametrize("n_items", [2, 5000])
-def test_a_pickle_whose_key_takes_for_ever_to_hash_is_refused(tmp_path, n_items):
+def test_a_pickle_with_an_unhashably_deep_key_is_refused(tmp_path, n_items):
     """Keys of tuples that hold a tuple twice, 40 deep, or 5000 times, 3 deep."""
     path = tmp_path / "empty.pt"
     torch.save({}, path)
@@ -397,7 +395,7 @@ def test_a_pickle_whose_key_takes_for_ever_to_hash_is_refused(tmp_path, n_items)
         GPT.from_pretrained(tmp_path / "hostile.pt")
 
 
-def test_what_a_file_says_of_itself_holds_over_a_config_beside_it(tmp_path):
+def test_a_files_own_metadata_overrides_an_adjacent_config(tmp_path):
     write_checkpoint(tmp_path / "model.bin", 3, T=24, V=97, L=1, H=4, C=32, Vp=128)
     (tmp_path / "config.json").write_text('{"num_heads": 2, "vocab_size": 5}')
     assert GPT.from_pretrained(tmp_path / "model.bin").config.n_head == 4
@@ -413,20 +411,20 @@ def test_a_missing_or_extra_layer_is_named(rewrite):
         GPT.from_pretrained(rewrite(config={"n_layer": 1}))
 
 
-def test_a_name_without_end_makes_no_message_without_end(rewrite):
+def test_long_names_are_shortened_in_messages(rewrite):
     with pytest.raises(CorruptInputError) as caught:
         GPT.from_pretrained(rewrite(tensors=lambda state: state | {"x" * 100_000: torch.zeros(1)}))
     assert len(str(caught.value)) < 1000
 
 
-def test_an_onnx_files_data_beside_it_count_as_its_files(tiny, tmp_path):
+def test_external_data_of_an_onnx_file_count_as_its_files(tiny, tmp_path):
     write_onnx(tiny, tmp_path / "m.onnx", largest_file=1000)
     assert {file.name for file in open_checkpoint(tmp_path / "m.onnx").files} == {
         "m.onnx", "m.onnx_data",
     }  # fmt: skip
 
 
-def test_what_wtes_type_rounds_is_told_and_kept_when_asked_for(rewrite):
+def test_weights_rounded_to_wtes_dtype_are_reported_and_kept_with_dtype(rewrite):
     def halved(state):
         state["transformer.wte.weight"] = state["transformer.wte.weight"].half()
 

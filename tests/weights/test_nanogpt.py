@@ -58,14 +58,14 @@ def test_the_legacy_format_and_a_bare_state_dict_load_too(tmp_path):
     same_logits(loaded.model, theirs)
 
 
-def test_one_storage_is_tied_without_reading_it(tmp_path, monkeypatch):
+def test_one_storage_is_tied_without_comparing_values(tmp_path, monkeypatch):
     path = save_nanogpt(tmp_path / "ckpt.pt", Karpathy(ARGS), ARGS)
     monkeypatch.setattr("tiedgpt.weights.roles.compare", None)  # would be called
     assert load(path).model.head is None
     assert audit(path).verdict == "tied"
 
 
-def test_a_padded_vocabulary_stays_as_it_is(tmp_path):
+def test_a_padded_vocabulary_is_kept(tmp_path):
     """nanoGPT's 50,304 rows for 50,257 tokens take part in its softmax."""
     args = ARGS | {"vocab_size": 128}
     theirs = Karpathy(args)
@@ -74,7 +74,7 @@ def test_a_padded_vocabulary_stays_as_it_is(tmp_path):
     same_logits(model, theirs, args)
 
 
-def test_masks_are_dropped_and_date_the_gelu(tmp_path):
+def test_masks_are_dropped_and_determine_the_gelu(tmp_path):
     theirs = Karpathy(ARGS, masks=True, approximate="tanh")
     loaded = load(save_nanogpt(tmp_path / "ckpt.pt", theirs, ARGS))
     assert loaded.model.config.activation_function == "gelu_new"
@@ -82,7 +82,7 @@ def test_masks_are_dropped_and_date_the_gelu(tmp_path):
     same_logits(loaded.model, theirs)
 
 
-def test_before_bias_was_an_argument_the_gelu_is_certain(tmp_path):
+def test_checkpoints_without_a_bias_argument_determine_the_gelu(tmp_path):
     args = {name: value for name, value in ARGS.items() if name != "bias"}
     theirs = Karpathy(ARGS | {"bias": True}, masks=True, approximate="tanh")
     loaded = load(save_nanogpt(tmp_path / "ckpt.pt", theirs, args))
@@ -99,7 +99,7 @@ def test_the_gelu_can_be_given(tmp_path):
     same_logits(model, theirs)
 
 
-def test_what_the_file_says_cannot_be_contradicted(tmp_path):
+def test_arguments_that_contradict_the_file_are_refused(tmp_path):
     path = save_nanogpt(tmp_path / "ckpt.pt", Karpathy(ARGS), ARGS)
     with pytest.raises(UserError, match="n_head=2 contradicts"):
         GPT.from_pretrained(path, n_head=2)
@@ -114,7 +114,7 @@ def test_a_forks_architecture_is_refused_by_name(tmp_path):
     assert GPT.from_pretrained(path).config.n_layer == 2
 
 
-def test_a_nanogpt_from_before_the_tie_is_asked_about(tmp_path):
+def test_a_nanogpt_from_before_tying_needs_a_choice(tmp_path):
     theirs = Karpathy(ARGS, tied=False)
     path = save_nanogpt(tmp_path / "ckpt.pt", theirs, ARGS)
     with pytest.raises(CorruptInputError, match='resolve="untie"'):
@@ -122,7 +122,7 @@ def test_a_nanogpt_from_before_the_tie_is_asked_about(tmp_path):
     same_logits(GPT.from_pretrained(path, resolve="untie"), theirs)
 
 
-def test_other_containers_of_the_same_layout(tmp_path):
+def test_other_containers_of_the_same_layout_load(tmp_path):
     theirs = Karpathy(ARGS)
     state = {name: t for name, t in theirs.state_dict().items() if name != "lm_head.weight"}
     save_file(state, tmp_path / "model.safetensors")
@@ -145,7 +145,7 @@ def test_damage_to_a_checkpoint_is_named(tmp_path, change, expected):
         GPT.from_pretrained(tmp_path / "ckpt.pt")
 
 
-def test_lying_arguments_are_refused(tmp_path):
+def test_false_model_args_are_refused(tmp_path):
     state = Karpathy(ARGS).state_dict()
     for lie in ({"n_head": 5}, {"n_head": "x"}, {"n_layer": 9}, {"dropout": 7}, {"bias": "no"},
                 {"n_head": 2**70}, {"n_head": None}, {"bias": True}):  # fmt: skip
@@ -154,7 +154,7 @@ def test_lying_arguments_are_refused(tmp_path):
             GPT.from_pretrained(tmp_path / "ckpt.pt")
 
 
-def test_only_plain_values_are_kept_of_what_lies_beside(tmp_path):
+def test_only_plain_values_of_the_checkpoint_are_kept(tmp_path):
     beside = {"a": 1, "b": "x", "c": [1], "d": torch.ones(2), "e": float("nan"), "f": "y" * 5000,
               "g": None, "h\n": 1, 5: 1, "i": 2**80, "j": 0.5, "k": {}}  # fmt: skip
     state = {"transformer.wte.weight": torch.ones(3, 2)}
@@ -165,7 +165,7 @@ def test_only_plain_values_are_kept_of_what_lies_beside(tmp_path):
     }
 
 
-def test_a_loaded_model_lives_on_when_its_file_is_cut_short(tmp_path):
+def test_a_loaded_model_survives_truncation_of_its_file(tmp_path):
     theirs = Karpathy(ARGS)
     path = save_nanogpt(tmp_path / "ckpt.pt", theirs, ARGS)
     model = GPT.from_pretrained(path)
@@ -190,7 +190,7 @@ def test_mingpt_has_two_matrices_and_no_heads_in_its_file(tmp_path):
     same_logits(loaded.model, theirs, MINGPT)
 
 
-def test_mingpts_own_config_tells_the_heads(tmp_path):
+def test_mingpts_config_gives_the_heads(tmp_path):
     args = MINGPT | {"n_layer": 3, "n_head": 3, "n_embd": 48}
     theirs = Karpathy(args, masks=True, tied=False, approximate="tanh")
     torch.save(theirs.state_dict(), tmp_path / "model.pt")
@@ -233,7 +233,7 @@ def test_nanogpt_computes_the_same(tmp_path, bias):
         assert_close(theirs(some_ids(ARGS)), model(some_ids(ARGS)), rtol=1e-4, atol=1e-4)
 
 
-def test_from_nanogpt_and_back_is_exact(tmp_path):
+def test_conversion_from_and_to_nanogpt_is_exact(tmp_path):
     theirs = Karpathy(ARGS)
     model = GPT.from_pretrained(save_nanogpt(tmp_path / "ckpt.pt", theirs, ARGS))
     write_nanogpt(model, tmp_path / "again.pt")
@@ -244,7 +244,7 @@ def test_from_nanogpt_and_back_is_exact(tmp_path):
         assert torch.equal(again["model"][name], tensor)
 
 
-def test_one_storage_is_saved_for_both_faces(tmp_path):
+def test_one_storage_is_saved_for_both_names(tmp_path):
     model = model_of()
     write_nanogpt(model, tmp_path / "ckpt.pt")
     state = torch.load(tmp_path / "ckpt.pt", weights_only=True)["model"]
@@ -263,7 +263,7 @@ def test_a_parameter_on_a_larger_storage_is_saved_alone(tmp_path):
     assert torch.equal(GPT.from_pretrained(tmp_path / "ckpt.pt").wte.weight, model.wte.weight)
 
 
-def test_gpt2s_gelu_is_not_nanogpts_and_must_be_accepted(tmp_path):
+def test_writing_gpt2s_gelu_as_nanogpts_needs_consent(tmp_path):
     model = model_of(activation_function="gelu_new")
     path = tmp_path / "ckpt.pt"
     with pytest.raises(UserError, match="approximate_gelu"):

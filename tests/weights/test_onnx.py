@@ -93,7 +93,7 @@ def numbers() -> np.ndarray:
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_onnxruntime_computes_what_the_model_does(tmp_path, numbers, kind):
+def test_onnxruntime_computes_the_models_logits(tmp_path, numbers, kind):
     model = made(**KINDS[kind])
     write_onnx(model, tmp_path / "a.onnx")
     expected = ours(model, numbers)
@@ -107,7 +107,7 @@ def test_onnxruntime_computes_what_the_model_does(tmp_path, numbers, kind):
 
 @pytest.mark.parametrize("side", ["left", "right"])
 @pytest.mark.parametrize("kind", ["GPT-2", "GPT-1", "banded twice"])
-def test_prompts_of_different_lengths_are_as_each_alone(tmp_path, numbers, kind, side):
+def test_prompts_of_different_lengths_give_the_results_of_solo_runs(tmp_path, numbers, kind, side):
     model = made(**KINDS[kind])
     write_onnx(model, tmp_path / "a.onnx")
     lengths = (9, 4, 1)
@@ -135,7 +135,7 @@ def greedy(session: Session, prompt: list[int], count: int) -> list[int]:
 
 @pytest.mark.parametrize("precision", ["fp32", "fp16", "bf16"])
 @pytest.mark.parametrize("kind", KINDS)
-def test_the_file_is_sound_and_says_its_shapes(tmp_path, kind, precision):
+def test_the_file_passes_the_checker_and_declares_its_shapes(tmp_path, kind, precision):
     model = made(**KINDS[kind])
     write_onnx(model, tmp_path / "a.onnx", precision=precision)
     file = onnx.load(tmp_path / "a.onnx")
@@ -150,7 +150,7 @@ def test_the_file_is_sound_and_says_its_shapes(tmp_path, kind, precision):
     assert {value.elem_type for name, value in known.items() if "h." in name} == {floats}
 
 
-def test_the_names_are_those_of_optimum(tmp_path, tiny):
+def test_the_names_match_optimum(tmp_path, tiny):
     write_onnx(tiny, tmp_path / "a.onnx")
     graph = onnx.load(tmp_path / "a.onnx").graph
 
@@ -171,7 +171,7 @@ def test_the_names_are_those_of_optimum(tmp_path, tiny):
     assert (len(inputs), len(outputs)) == (9, 7)
 
 
-def test_w_is_one_initializer_for_both_faces(tmp_path, tiny):
+def test_w_is_one_initializer_with_two_uses(tmp_path, tiny):
     path = tmp_path / "a.onnx"
     write_onnx(tiny, path)
     graph = onnx.load(path).graph
@@ -188,7 +188,7 @@ def test_w_is_one_initializer_for_both_faces(tmp_path, tiny):
     assert [t.name for t in optimized if 97 in t.dims] == ["wte.weight"]
 
 
-def test_sixteen_bits(tmp_path, numbers):
+def test_float16_files_match_the_model(tmp_path, numbers):
     model = made()
     for precision, dtype, close in (
         ("fp16", torch.float16, 0.02), ("bf16", torch.bfloat16, 1e-5),
@@ -205,7 +205,7 @@ def test_sixteen_bits(tmp_path, numbers):
         model = made()
 
 
-def test_padding_in_sixteen_bits_is_no_nan(tmp_path):
+def test_padding_in_float16_gives_no_nan(tmp_path):
     model = made()
     write_onnx(model, tmp_path / "a.onnx", precision="fp16")
     logits = Session(tmp_path / "a.onnx", model, 2, np.float16)(
@@ -215,7 +215,7 @@ def test_padding_in_sixteen_bits_is_no_nan(tmp_path):
     assert np.allclose(logits[0, 4], logits[1, 0], atol=0.02)
 
 
-def test_large_models_put_their_weights_beside(tmp_path, numbers):
+def test_large_models_have_external_data(tmp_path, numbers):
     model = made()
     path = tmp_path / "in" / "a.onnx"
     write_onnx(model, path, largest_file=1000)
@@ -253,7 +253,7 @@ print((kilobytes('VmHWM') - before) // 1024)
 
 @pytest.mark.slow
 @pytest.mark.skipif(not os.path.exists("/proc/self/clear_refs"), reason="Linux tells the peak")
-def test_gpt2_is_written_in_the_room_of_a_tensor_and_runs_alike(tmp_path):
+def test_gpt2_is_written_in_the_memory_of_one_tensor_and_matches(tmp_path):
     path = tmp_path / "a.onnx"
     told = subprocess.run(
         [sys.executable, "-c", PEAK, path], capture_output=True, text=True, check=True
@@ -275,7 +275,7 @@ def graph_of(*tensors, nodes=()):
 
 
 @pytest.mark.parametrize("external", [False, True])
-def test_initializers_are_what_onnx_reads(tmp_path, external):
+def test_initializers_match_the_onnx_package(tmp_path, external):
     path = write_theirs(tmp_path / "a.onnx", "other", external=external)
     checkpoint = open_checkpoint(path)
     theirs = {
@@ -292,7 +292,7 @@ def test_initializers_are_what_onnx_reads(tmp_path, external):
     assert checkpoint.usage.products == ("block", "H")
 
 
-def test_float_data_and_constants(tmp_path):
+def test_float_data_and_constants_are_read(tmp_path):
     w = matrix(rows=4)
     listed = helper.make_tensor("w", TensorProto.FLOAT, w.shape, w.flatten())
     constant = helper.make_node("Constant", [], ["c"], value=numpy_helper.from_array(w * 2, "x"))
@@ -425,7 +425,7 @@ def test_a_missing_package_is_named(tmp_path, monkeypatch):
             use()
 
 
-def test_the_metadata_of_others_are_let_be(tmp_path):
+def test_foreign_metadata_are_ignored(tmp_path):
     model = graph_of(helper.make_tensor("w", TensorProto.FLOAT, (4,), [1, 2, 3, 4]))
     helper.set_model_props(model, {"author": "x" * 200_000, "tie_word_embeddings": "no", "e": ""})
     onnx.save(model, tmp_path / "a.onnx")
@@ -441,7 +441,7 @@ def alike(model: GPT, other: GPT) -> bool:
     return ours.keys() == theirs.keys() and all(torch.equal(ours[k], theirs[k]) for k in ours)
 
 
-def test_a_directory_with_it_and_another_config_beside(tmp_path):
+def test_an_adjacent_config_of_an_onnx_file_is_checked(tmp_path):
     model = made(norm="post")
     write_onnx(model, tmp_path / "a.onnx")
     assert alike(GPT.from_pretrained(tmp_path), model)
@@ -450,7 +450,7 @@ def test_a_directory_with_it_and_another_config_beside(tmp_path):
     assert GPT.from_pretrained(tmp_path / "a.onnx").config == model.config
 
 
-def test_what_others_export_is_not_read_as_a_model(tmp_path):
+def test_exports_of_other_programs_are_not_loaded(tmp_path):
     write_theirs(tmp_path / "a.onnx", "gemm", names=("wte.weight", ""))
     with pytest.raises(UserError, match="tiedgpt did not write: `tie` looks into it"):
         GPT.from_pretrained(tmp_path / "a.onnx")
@@ -526,6 +526,6 @@ def twice(file):
         (transposed, r"h\.1\.mlp\.c_fc\.weight is \(32, 128\), not \(128, 32\)"),
     ],
 )
-def test_what_was_changed_is_refused_and_says_why(tmp_path, change, words):
+def test_changed_files_are_refused_with_the_reason(tmp_path, change, words):
     with pytest.raises((CorruptInputError, UserError), match=words):
         GPT.from_pretrained(changed(tmp_path, change))

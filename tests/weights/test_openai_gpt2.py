@@ -43,7 +43,7 @@ def assert_same_logits(ours: GPT, their_model, n_positions: int) -> None:
     assert torch.allclose(logits, expected, atol=2e-5), (logits - expected).abs().max()
 
 
-def test_gpt2s_release_computes_what_transformers_does():
+def test_gpt2s_release_computes_transformers_logits():
     loaded = load(DIRECTORY / "gpt2")
     model = loaded.model
     assert loaded.layout == "TensorFlow, OpenAI GPT-2"
@@ -62,18 +62,18 @@ def test_the_index_alone_may_be_named():
     assert torch.equal(model.wte.weight, torch.from_numpy(values()["model/wte"]))
 
 
-def test_an_optimizers_slots_and_counters_are_left_out_and_told():
+def test_optimizer_slots_and_counters_are_skipped_and_reported():
     loaded = load(DIRECTORY / "tuned", n_head=3)
     assert torch.equal(loaded.model.wpe.weight, torch.from_numpy(values()["model/wpe"]))
     assert loaded.notes == ("left out 59 tensors of the training, such as beta1_power",)
 
 
-def test_without_hparams_the_heads_are_asked_for():
+def test_without_hparams_n_head_is_required():
     with pytest.raises(UserError, match="give n_head"):
         GPT.from_pretrained(DIRECTORY / "tuned")
 
 
-def test_the_end_of_text_is_known_for_the_releases_vocabulary_alone():
+def test_the_end_of_text_is_known_only_for_the_releases_vocabulary():
     checkpoint = open_checkpoint(DIRECTORY / "gpt2" / "model.ckpt.index")
     assert "eos_token_id" not in to_gpt(checkpoint).assumed
     wte = checkpoint.tensors["model/wte"]
@@ -82,7 +82,7 @@ def test_the_end_of_text_is_known_for_the_releases_vocabulary_alone():
     assert to_gpt(checkpoint).assumed["eos_token_id"] == 50256
 
 
-def test_other_checkpoints_of_tensorflow_are_not_taken_for_a_gpt():
+def test_other_tensorflow_checkpoints_are_refused():
     with pytest.raises(CorruptInputError, match="no GPT"):
         GPT.from_pretrained(DIRECTORY / "types")
 
@@ -100,7 +100,7 @@ def gpt2_copy(tmp_path):
         ({**HPARAMS, "n_layer": 3}, "n_layer=3"),
     ],
 )
-def test_hparams_that_lie_are_refused(hparams, why, gpt2_copy):
+def test_false_hparams_are_refused(hparams, why, gpt2_copy):
     (gpt2_copy / "hparams.json").write_text(json.dumps(hparams))
     with pytest.raises(CorruptInputError, match=why):
         GPT.from_pretrained(gpt2_copy)

@@ -72,7 +72,7 @@ def test_code_in_a_pickle_never_runs(tmp_path, legacy):
     assert not (tmp_path / "dead").exists()
 
 
-def test_what_is_no_state_dict_is_refused(tmp_path):
+def test_other_objects_than_state_dicts_are_refused(tmp_path):
     for value in (torch.ones(3), [torch.ones(3)], {"a": 1}, {}, {"model": {"model": {}}}):
         torch.save(value, tmp_path / "a.pt")
         with pytest.raises(CorruptInputError, match=r"a\.pt holds"):
@@ -102,7 +102,7 @@ def test_shards_may_not_lead_out_of_the_directory(tmp_path, shard):
         open_checkpoint(inside)
 
 
-def test_indexes_that_lie(tmp_path):
+def test_false_indexes_are_refused(tmp_path):
     save_file({"w": torch.ones(2)}, tmp_path / "a.safetensors")
     save_file({"w": torch.ones(2)}, tmp_path / "b.safetensors")
     index = tmp_path / "model.safetensors.index.json"
@@ -117,7 +117,7 @@ def test_indexes_that_lie(tmp_path):
             open_checkpoint(tmp_path)
 
 
-def test_a_directory_of_several_files_is_asked_about(tmp_path):
+def test_a_directory_of_several_files_is_ambiguous(tmp_path):
     for name in ("a.gguf", "b.gguf"):
         write_gguf(tmp_path / name, {"token_embd.weight": matrix()})
     with pytest.raises(UserError, match=r"2 files of weights \(a\.gguf, b\.gguf\): name one"):
@@ -126,7 +126,7 @@ def test_a_directory_of_several_files_is_asked_about(tmp_path):
     assert open_checkpoint(tmp_path).container == "GGUF"
 
 
-def test_empty_and_unknown_files(tmp_path):
+def test_empty_and_unknown_files_are_refused(tmp_path):
     unknown = "is of no known checkpoint format"
     for name, data, says in (
         ("a", b"", "is empty"), ("b", b"hello world", unknown), ("c", b"# A model\n", unknown),
@@ -158,7 +158,7 @@ def test_zip_bombs_are_refused(tmp_path):
         open_checkpoint(path)
 
 
-def test_expanded_and_complex_tensors(tmp_path):
+def test_expanded_and_complex_tensors_are_read_or_refused(tmp_path):
     w = torch.randn(32).expand(97, 32)
     torch.save({"wte.weight": w, "c": torch.zeros(3, 4, dtype=torch.complex128)}, tmp_path / "a.pt")
     checkpoint = open_checkpoint(tmp_path / "a.pt")
@@ -168,7 +168,7 @@ def test_expanded_and_complex_tensors(tmp_path):
     assert "not comparable" in [finding.kind for finding in audit(tmp_path / "b.pt").findings]
 
 
-def test_names_that_no_system_takes(tmp_path):
+def test_impossible_file_names_are_refused(tmp_path):
     torch.save({"wte.\ud800": torch.zeros(2, 3)}, tmp_path / "a.pt")
     assert [*open_checkpoint(tmp_path / "a.pt").tensors] == ["wte.\\ud800"]
     for name in ("x" * 5000, "\ud800"):
@@ -178,7 +178,7 @@ def test_names_that_no_system_takes(tmp_path):
             open_checkpoint(tmp_path / "m.safetensors.index.json")
 
 
-def test_a_hugging_face_directory_passes_through_no_other_projects_module(tiny, tmp_path):
+def test_a_hugging_face_directory_loads_without_other_formats_modules(tiny, tmp_path):
     tiny.save_pretrained(tmp_path)
     program = """
 import sys
@@ -306,7 +306,7 @@ def test_hostile_headers_are_refused(name, tmp_path):
         SafetensorsFile.open(path)
 
 
-def test_every_type_of_the_format_is_known(tmp_path):
+def test_every_dtype_of_safetensors_is_known(tmp_path):
     for dtype, size in {"C64": 8, "F8_E8M0": 1, "F8_E4M3FNUZ": 1, "F8_E5M2FNUZ": 1}.items():
         path = file_of(tmp_path / "a", {"a": entry([1], 0, size, dtype)}, bytes(size))
         assert SafetensorsFile.open(path).entries["a"].n_bytes == size

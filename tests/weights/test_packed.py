@@ -52,7 +52,7 @@ def packed(tiny, tmp_path):
 
 @pytest.mark.parametrize("changes", KINDS)
 @pytest.mark.parametrize("form", PRECISIONS)
-def test_every_array_comes_back_where_it_lies(tiny, tmp_path, form, changes):
+def test_every_array_is_memory_mapped_at_its_offset(tiny, tmp_path, form, changes):
     model = pack_gpt(fresh(tiny, **changes), form)
     save_packed(model, tmp_path / "x", {"summary_type": "cls_index"})
     again = open_packed(tmp_path / "x")
@@ -83,7 +83,7 @@ def test_transformers_refuses_it(packed):
 
 
 @pytest.mark.parametrize("changes", KINDS)
-def test_other_tools_get_the_weights_that_it_stands_for(tiny, tmp_path, ids, changes):
+def test_other_tools_get_the_dequantized_weights(tiny, tmp_path, ids, changes):
     model = fresh(tiny, **changes)
     save_packed(pack_gpt(model, "fp32"), tmp_path / "fp32")
     again = GPT.from_pretrained(tmp_path / "fp32")
@@ -97,13 +97,13 @@ def test_other_tools_get_the_weights_that_it_stands_for(tiny, tmp_path, ids, cha
     assert all(np.array_equal(twice.arrays[name], first.arrays[name]) for name in first.arrays)
 
 
-def test_a_packed_directory_is_found_by_itself_and_by_its_file(packed, tmp_path):
+def test_a_packed_directory_is_detected_by_directory_and_file(packed, tmp_path):
     assert find_packed(packed) == find_packed(packed / FILE) == packed
     assert find_packed(tmp_path) is None
     assert find_packed("gpt2") is None
 
 
-def test_a_file_that_is_cut_short_in_use_is_an_error_and_no_dead_process(packed):
+def test_a_file_truncated_in_use_raises_and_does_not_kill_the_process(packed):
     model = open_packed(packed)
     model.require_whole()
     os.truncate(packed / FILE, 4096)
@@ -111,7 +111,7 @@ def test_a_file_that_is_cut_short_in_use_is_an_error_and_no_dead_process(packed)
         model.require_whole()
 
 
-def test_a_model_in_use_stays_as_it_is_when_another_takes_its_place(tiny, packed):
+def test_a_model_in_use_is_unchanged_when_its_file_is_replaced(tiny, packed):
     model, before = open_packed(packed), (packed / FILE).stat().st_ino
     kept = {name: array.copy() for name, array in model.arrays.items()}
     save_packed(pack_gpt(fresh(tiny), "int8"), packed)
@@ -132,7 +132,7 @@ def test_a_model_in_use_stays_as_it_is_when_another_takes_its_place(tiny, packed
         (b'{"dtype":"F32","shape":[24,', b'{"dtype":"I32","shape":[24,', CorruptInputError, "hold"),
     ],
 )
-def test_a_file_that_says_otherwise_is_refused(packed, old, new, error, says):
+def test_a_contradicting_file_is_refused(packed, old, new, error, says):
     whole = (packed / FILE).read_bytes()
     assert whole.count(old) == 1 and len(old) == len(new)
     (packed / FILE).write_bytes(whole.replace(old, new))
@@ -140,7 +140,7 @@ def test_a_file_that_says_otherwise_is_refused(packed, old, new, error, says):
         open_packed(packed)
 
 
-def test_a_file_that_another_tool_wrote_anew_is_refused(packed):
+def test_a_file_rewritten_by_another_tool_is_refused(packed):
     whole = (packed / FILE).read_bytes()
     length = int.from_bytes(whole[:8], "little")
     header = whole[8 : 8 + length].rstrip() + b" "
@@ -157,14 +157,14 @@ def test_a_file_that_another_tool_wrote_anew_is_refused(packed):
         {"n_head": 5}, {"n_layer": "3"}, {"vocab_size": None},
     ],
 )  # fmt: skip
-def test_a_config_that_says_otherwise_is_refused(packed, changes):
+def test_a_contradicting_config_is_refused(packed, changes):
     path = packed / "config.json"
     path.write_text(json.dumps(json.loads(path.read_text()) | changes))
     with pytest.raises(CorruptInputError, match=r"config\.json"):
         open_packed(packed)
 
 
-def test_nothing_else_is_packed_or_written_over(tiny, tmp_path):
+def test_only_models_are_packed_and_nothing_is_overwritten(tiny, tmp_path):
     with pytest.raises(UserError, match="holds no packed model"):
         open_packed(tmp_path)
     tiny.save_pretrained(tmp_path)
@@ -188,7 +188,7 @@ def source(tiny, tmp_path):
     return tmp_path / "source"
 
 
-def test_what_does_not_come_back_as_it_was_is_not_kept(source, tmp_path, monkeypatch):
+def test_a_copy_that_differs_on_reopening_is_not_kept(source, tmp_path, monkeypatch):
     def damaged(path):
         model = open_packed(path)
         arrays = {name: np.array(array) for name, array in model.arrays.items()}
@@ -201,7 +201,7 @@ def test_what_does_not_come_back_as_it_was_is_not_kept(source, tmp_path, monkeyp
     assert {path.name for path in tmp_path.iterdir()} == {"source"}
 
 
-def test_the_tie_is_seen_in_it(tiny, source, tmp_path):
+def test_audit_sees_the_tie_in_a_packed_file(tiny, source, tmp_path):
     convert(load(source), tmp_path / "tied", "packed", tokenizer=None)
     assert audit(tmp_path / "tied").verdict == "tied"
     assert ledger(tmp_path / "tied").total == tiny.config.parameter_count()
@@ -218,7 +218,7 @@ matrices = st.builds(
 
 @settings(max_examples=25)
 @given(matrices)
-def test_what_panels_stand_for_is_near_the_matrix(matrix):
+def test_dequantized_panels_are_close_to_the_matrix(matrix):
     row = np.abs(matrix).max(axis=1, keepdims=True)
     bounds = {"fp32": 0, "bf16": np.abs(matrix) / 256, "int8": row / 250, "int4": 0.3 * row}
     for form in PRECISIONS:
@@ -233,7 +233,7 @@ def test_what_panels_stand_for_is_near_the_matrix(matrix):
 
 @settings(max_examples=25)
 @given(matrices)
-def test_packing_what_panels_stand_for_again_changes_no_number(matrix):
+def test_packing_dequantized_panels_again_is_exact(matrix):
     for form in PRECISIONS:
         panels = pack(matrix, form)
         again = pack(unpack(panels), form)
@@ -243,7 +243,7 @@ def test_packing_what_panels_stand_for_again_changes_no_number(matrix):
             np.testing.assert_array_equal(again.scales, panels.scales)
 
 
-def test_rounding_to_bf16_is_torchs():
+def test_rounding_to_bf16_equals_torchs():
     values = torch.randn(1000).mul(10.0 ** torch.randint(-9, 9, (1000,)))
     expected = values.to(torch.bfloat16)
     bits = to_bf16(values.numpy())
@@ -260,7 +260,7 @@ def test_rows_of_zeros_stay_zeros_and_padding_is_zero():
         assert unpack(panels).sum() == 5
 
 
-def test_what_is_not_finite_or_no_form_is_refused():
+def test_non_finite_weights_and_unknown_precisions_are_refused():
     with pytest.raises(UserError, match="finite"):
         pack(np.array([[1, np.nan]], np.float32), "int8")
     with pytest.raises(UserError, match="int3"):

@@ -66,7 +66,7 @@ def model(request):
     return GPT(GPTConfig(**sizes, tie_word_embeddings=request.param)).eval()
 
 
-def test_a_toy_format_goes_in_and_out_and_keeps_the_tie(toy, model, tmp_path, capsys):
+def test_a_new_format_loads_and_saves_and_keeps_the_tie(toy, model, tmp_path, capsys):
     model.save_pretrained(tmp_path / "hf")
     toy_file, back = tmp_path / "model.toy", tmp_path / "back.onnx"
     main(["convert", str(tmp_path / "hf"), str(toy_file)])
@@ -89,7 +89,7 @@ def test_a_toy_format_goes_in_and_out_and_keeps_the_tie(toy, model, tmp_path, ca
     assert (GPT.from_pretrained(tmp_path / "folder").wte.weight == model.wte.weight).all()
 
 
-def test_doctor_the_help_and_the_page_know_a_toy_format(toy, capsys):
+def test_doctor_help_and_the_page_show_a_new_format(toy, capsys):
     main(["doctor", "--format", "json"])
     use = json.loads(capsys.readouterr().out)["formats"]["Toy"]
     assert use.startswith("read and written") and "a_package_that_nobody_has" in use
@@ -100,7 +100,7 @@ def test_doctor_the_help_and_the_page_know_a_toy_format(toy, capsys):
     assert "| Toy | a line of JSON |" in page and "| toy | fp32 | yes | yes | yes | no |" in page
 
 
-def test_a_format_may_not_take_the_name_of_another():
+def test_format_names_are_unique():
     with pytest.raises(UserError, match="'gguf'"):
         register(Format(**vars(TOY) | {"name": "gguf"}))
     assert [format.name for format in formats()].count("gguf") == 1
@@ -128,7 +128,7 @@ def test_a_directory_may_have_a_dot_in_its_name(saved, tmp_path):
         assert (tmp_path / name / "model.safetensors").is_file()
 
 
-def test_no_file_but_a_formats_own_names_it():
+def test_only_a_formats_own_file_names_it():
     """Outside `weights/formats/` and the registry's order nothing is compared with a format."""
     names = [format.name for format in formats()] + [format.title for format in formats()]
     source = ROOT / "src" / "tiedgpt"

@@ -42,7 +42,7 @@ def test_every_tensor_is_what_was_saved():
         assert np.array_equal(numbers(tensor), expected[name]), name
 
 
-def test_a_checkpoint_in_two_files_with_an_optimizers_slots():
+def test_a_checkpoint_in_two_files_with_optimizer_slots_is_read():
     checkpoint = open_checkpoint(DIRECTORY / "tuned" / INDEX)
     assert len({tensor.storage.place for tensor in checkpoint.tensors.values()}) == 2
     for name, value in values().items():
@@ -264,7 +264,7 @@ def test_hostile_tables_are_refused(name, tmp_path):
         (message((1, 1), (3, message((1, 9), (2, 9)))), "version 9"),
     ],
 )
-def test_what_is_sound_and_not_read_is_a_users_error(header, why, tmp_path):
+def test_unsupported_features_are_user_errors(header, why, tmp_path):
     with pytest.raises(UserError, match=why):
         open_checkpoint(write(tmp_path, bundle(ONE, header=header)))
 
@@ -275,14 +275,14 @@ def test_a_name_is_never_a_path(tmp_path):
     assert tensor.storage.place == str(tmp_path / "m.data-00000-of-00001")
 
 
-def test_a_type_of_the_future_is_listed_and_not_read(tmp_path):
+def test_an_unknown_type_is_listed_and_not_read(tmp_path):
     found = open_checkpoint(write(tmp_path, bundle((b"w", entry(kind=77))))).tensors["w"]
     assert (found.shape, found.dtype, found.is_decodable) == ((2, 3), "TensorFlow type 77", False)
 
 
 @settings(max_examples=200, deadline=None, suppress_health_check=list(HealthCheck))
 @given(st.data())
-def test_changed_entries_under_right_checksums_give_our_error_or_a_sound_file(tmp_path, data):
+def test_changed_entries_with_valid_checksums_give_our_error_or_a_valid_file(tmp_path, data):
     sound = entry(crc=mask(crc32c(bytes(24))))
     pairs = [(b"", HEADER), (b"a", sound), (b"b", sound)]
     body = bytearray(block(pairs))

@@ -52,7 +52,7 @@ def weights(tmp_path) -> dict[str, Path]:
 
 
 @pytest.mark.parametrize("protocol", range(6))
-def test_nanogpts_characters_keep_their_ids_and_get_none_more(tmp_path, protocol):
+def test_nanogpts_characters_keep_their_ids(tmp_path, protocol):
     write_meta(tmp_path, meta_of(TEXT + "é👍"), protocol)
     tokenizer = Tokenizer.from_pretrained(tmp_path)
     stoi = meta_of(TEXT + "é👍")["stoi"]
@@ -86,7 +86,7 @@ def test_any_file_of_weights_stands_for_its_directory(weights, tmp_path):
         assert len(Tokenizer.from_pretrained(file)) == 4, "tokenizer.json comes first"
 
 
-def test_meta_of_another_name_is_known_by_its_content(tmp_path):
+def test_meta_of_another_name_is_detected_by_content(tmp_path):
     write_meta(tmp_path, meta_of(TEXT)).joinpath("meta.pkl").rename(tmp_path / "characters")
     assert Tokenizer.from_pretrained(tmp_path / "characters").kind == "char"
 
@@ -101,13 +101,13 @@ def test_meta_of_another_name_is_known_by_its_content(tmp_path):
     ],
 )  # fmt: skip
 @pytest.mark.parametrize("protocol", [0, 4])
-def test_vocabulary_that_cannot_be_is_refused(tmp_path, meta, protocol):
+def test_impossible_vocabularies_are_refused(tmp_path, meta, protocol):
     with pytest.raises(CorruptInputError, match=r"meta\.pkl.* stoi") as error:
         Tokenizer.from_pretrained(write_meta(tmp_path, meta, protocol))
     assert "\n" not in str(error.value) and len(str(error.value)) < 400
 
 
-def test_vocabulary_of_words_is_named_as_such(tmp_path):
+def test_a_vocabulary_of_words_is_refused_by_name(tmp_path):
     meta = {"stoi": {"to": 0, "be\n" * 50: 1}}
     with pytest.raises(UserError, match="gives an id to 'to', which is not one character"):
         Tokenizer.from_pretrained(write_meta(tmp_path, meta))
@@ -121,7 +121,7 @@ def test_trained_model_of_gpt2s_vocabulary_says_what_to_do(tmp_path):
         assert "meta.pkl" in str(error.value) and len(str(error.value)) < 600
 
 
-def test_the_only_gguf_file_of_a_directory_brings_its_tokenizer(tmp_path, bpe):
+def test_the_only_gguf_file_of_a_directory_supplies_the_tokenizer(tmp_path, bpe):
     bpe.save_pretrained(tmp_path / "saved")
     GPT(
         GPTConfig(vocab_size=len(bpe), n_positions=8, n_embd=8, n_layer=1, n_head=2)

@@ -57,7 +57,7 @@ def assert_same_logits(ours: GPT, theirs, ids: torch.Tensor) -> None:
 
 
 @pytest.mark.parametrize("shape", SHAPES)
-def test_their_file_gives_their_logits_and_their_gradients(shape, tmp_path):
+def test_a_transformers_file_gives_its_logits_and_gradients(shape, tmp_path):
     theirs = their_gpt2(**SHAPES[shape])
     theirs.save_pretrained(tmp_path)
     ours = GPT.from_pretrained(tmp_path)
@@ -77,7 +77,7 @@ def assert_same_gradients(ours: GPT, theirs, ids: torch.Tensor) -> None:
         assert (parameter.grad - grad).norm() <= 1e-4 * grad.norm(), name
 
 
-def test_64_greedy_tokens_equal_theirs_with_and_without_a_cache(tmp_path):
+def test_64_greedy_tokens_equal_transformers_with_and_without_a_cache(tmp_path):
     theirs = their_gpt2(**{**SHAPES["tiny"], "n_positions": 96})
     theirs.save_pretrained(tmp_path)
     ours = GPT.from_pretrained(tmp_path)
@@ -96,7 +96,7 @@ def test_64_greedy_tokens_equal_theirs_with_and_without_a_cache(tmp_path):
 
 @pytest.mark.parametrize("norm", ["pre", "post"])
 @pytest.mark.parametrize("tied", [True, False])
-def test_transformers_loads_what_we_save_with_nothing_missing_or_left_over(norm, tied, tmp_path):
+def test_transformers_loads_saved_models_without_missing_or_unexpected_keys(norm, tied, tmp_path):
     torch.manual_seed(1)
     ours = GPT(GPTConfig(**SHAPES["tiny"], norm=norm, tie_word_embeddings=tied)).eval()
     ours.save_pretrained(tmp_path)
@@ -129,7 +129,7 @@ def test_saving_twice_writes_the_same_bytes(tiny, tmp_path):
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
-def test_the_files_dtype_is_kept_unless_another_is_asked_for(dtype, tmp_path):
+def test_the_files_dtype_is_kept_unless_dtype_is_given(dtype, tmp_path):
     theirs = their_gpt2(**SHAPES["tiny"]).to(dtype)
     theirs.save_pretrained(tmp_path)
     ours = GPT.from_pretrained(tmp_path)
@@ -155,7 +155,7 @@ def test_a_file_of_torch_save_is_read_without_running_code(tmp_path):
     assert_same_logits(GPT.from_pretrained(tmp_path), theirs, torch.randint(97, (2, 24)))
 
 
-def test_their_gpt1_gives_their_logits(tmp_path):
+def test_transformers_gpt1_directory_gives_its_logits(tmp_path):
     torch.manual_seed(0)
     shape = {key: SHAPES["tiny"][key] for key in ("vocab_size", "n_embd", "n_layer", "n_head")}
     theirs = transformers.OpenAIGPTLMHeadModel(OpenAIGPTConfig(**shape, n_positions=24)).eval()
@@ -198,7 +198,7 @@ def fresh(tiny: GPT, **changes) -> GPT:
 
 
 @pytest.mark.parametrize("changes", OURS)
-def test_what_transformers_would_compute_wrongly_it_refuses(tiny, tmp_path, changes):
+def test_transformers_refuses_models_it_would_compute_wrongly(tiny, tmp_path, changes):
     fresh(tiny, **changes).save_pretrained(tmp_path)
     assert json.loads((tmp_path / "config.json").read_text())["model_type"] == "tiedgpt"
     assert "transformers has no class" in (tmp_path / "README.md").read_text()
@@ -207,7 +207,7 @@ def test_what_transformers_would_compute_wrongly_it_refuses(tiny, tmp_path, chan
 
 
 @pytest.mark.parametrize("norm", ["pre", "post"])
-def test_transformers_reads_zeros_where_there_are_no_biases(tiny, ids, tmp_path, norm):
+def test_absent_biases_are_zeros_in_transformers(tiny, ids, tmp_path, norm):
     model = fresh(tiny, bias=False, norm=norm)
     model.save_pretrained(tmp_path)
     theirs, report = AutoModelForCausalLM.from_pretrained(tmp_path, output_loading_info=True)
@@ -216,7 +216,7 @@ def test_transformers_reads_zeros_where_there_are_no_biases(tiny, ids, tmp_path,
         torch.testing.assert_close(theirs.eval()(ids).logits, model(ids), rtol=0, atol=2e-5)
 
 
-def test_biases_that_were_trained_elsewhere_are_kept_and_told(tiny, ids, tmp_path):
+def test_nonzero_biases_are_kept_and_reported(tiny, ids, tmp_path):
     from tiedgpt.weights.load import load
 
     fresh(tiny, bias=False).save_pretrained(tmp_path)
@@ -229,14 +229,14 @@ def test_biases_that_were_trained_elsewhere_are_kept_and_told(tiny, ids, tmp_pat
     assert "they are kept" in loaded.notes[0]
 
 
-def test_a_key_that_utf8_cannot_hold_is_saved_as_it_was(saved, tmp_path):
+def test_a_key_with_a_lone_surrogate_is_saved_unchanged(saved, tmp_path):
     path = saved / "config.json"
     path.write_text(json.dumps(json.loads(path.read_text()) | {"note": "a\ud800é"}))
     GPT.from_pretrained(saved).save_pretrained(tmp_path / "again")
     assert json.loads((tmp_path / "again" / "config.json").read_text("utf-8"))["note"] == "a\ud800é"
 
 
-def test_a_card_that_cannot_be_read_is_told_before_anything_is_written(tiny, tmp_path):
+def test_an_unreadable_card_is_refused_before_writing(tiny, tmp_path):
     (tmp_path / "README.md").mkdir()
     with pytest.raises(UserError, match=r"README\.md: Is a directory"):
         tiny.save_pretrained(tmp_path)
@@ -252,14 +252,14 @@ IDS = torch.randint(61, (2, 24), generator=torch.Generator().manual_seed(0))
 
 
 @pytest.mark.parametrize("shape", SHAPES)
-def test_their_gpt2_gives_its_logits(shape):
+def test_a_transformers_gpt2_module_gives_its_logits(shape):
     theirs = their_gpt2(**SHAPES[shape])
     ours = GPT.from_pretrained(theirs)
     assert ours.head is None and not ours.training
     assert_same_logits(ours, theirs, IDS)
 
 
-def test_weights_are_copied():
+def test_weights_of_a_module_are_copied():
     theirs = their_gpt2(**SHAPES["tiny"])
     ours = GPT.from_pretrained(theirs)
     before = ours.wte.weight.clone()
@@ -268,7 +268,7 @@ def test_weights_are_copied():
     assert torch.equal(ours.wte.weight, before)
 
 
-def test_their_gpt1_gives_its_logits():
+def test_a_transformers_gpt1_module_gives_its_logits():
     sizes = {key: SHAPES["tiny"][key] for key in ("vocab_size", "n_embd", "n_layer", "n_head")}
     theirs = OpenAIGPTLMHeadModel(OpenAIGPTConfig(**sizes, n_positions=24)).eval()
     ours = GPT.from_pretrained(theirs)
@@ -276,7 +276,7 @@ def test_their_gpt1_gives_its_logits():
     assert_same_logits(ours, theirs, IDS)
 
 
-def test_an_untied_head_stays_untied_and_an_undeclared_one_is_asked_about():
+def test_an_untied_head_stays_untied_and_an_undeclared_one_needs_a_choice():
     theirs = their_gpt2(**SHAPES["tiny"], tie_word_embeddings=False)
     ours = GPT.from_pretrained(theirs)
     assert ours.head is not None and not ours.config.tie_word_embeddings
@@ -304,7 +304,7 @@ def test_a_body_predicts_with_its_embedding():
         torch.testing.assert_close(ours.body(IDS), body(IDS).last_hidden_state)
 
 
-def test_dtype_and_a_compiled_model():
+def test_dtype_is_applied_to_compiled_models():
     theirs = their_gpt2(**SHAPES["tiny"])
     ours = GPT.from_pretrained(torch.compile(theirs, backend="eager"), dtype=torch.bfloat16)
     assert ours.wte.weight.dtype == torch.bfloat16

@@ -111,7 +111,7 @@ def test_a_model_and_its_config_come_back_bit_for_bit(name, variant, make, write
     ("name", "precision"),
     [(n, p) for n, w in writers().items() for p in ("fp16", "bf16") if p in w.precisions],
 )
-def test_sixteen_bits_come_back_as_they_were_rounded(name, precision, make, write, tmp_path):
+def test_sixteen_bit_files_load_with_rounded_weights(name, precision, make, write, tmp_path):
     model, dtype = make(writers()[name]), PRECISIONS[precision]
     rounded = load(write(name, model, tmp_path / "a", precision=precision), dtype=dtype).model
     model.to(dtype)
@@ -121,7 +121,7 @@ def test_sixteen_bits_come_back_as_they_were_rounded(name, precision, make, writ
         assert torch.equal(own.state_dict()[key], value), key
 
 
-def test_gguf_holds_zeros_for_biases_that_are_not_there(make, write, tmp_path):
+def test_gguf_holds_zeros_for_absent_biases(make, write, tmp_path):
     model = make(writers()["gguf"], bias=False)
     back = GPT.from_pretrained(write("gguf", model, tmp_path))
     ids = torch.randint(model.config.vocab_size, (2, 24))
@@ -137,7 +137,7 @@ def test_gguf_holds_zeros_for_biases_that_are_not_there(make, write, tmp_path):
         for field in (*writer.fixed, *(["activation_function"] if writer.activation else []))
     ],
 )
-def test_what_a_program_does_not_compute_is_refused_by_name(name, field, make, write, tmp_path):
+def test_architectures_a_program_lacks_are_refused_by_name(name, field, make, write, tmp_path):
     writer = writers()[name]
     model = make(writer, **{field: REFUSED[field]})
     said = {"tie_word_embeddings": "a head of its own", "activation_function": "activation 'relu'"}
@@ -229,7 +229,7 @@ NOT_PLAIN = {
 
 @pytest.mark.parametrize("change", NOT_PLAIN)
 @pytest.mark.parametrize("name", writers())
-def test_what_is_no_plain_gpt_is_named_and_not_written(name, change, make, write, tmp_path):
+def test_modified_gpts_are_named_and_not_written(name, change, make, write, tmp_path):
     model = make(writers()[name])
     NOT_PLAIN[change][0](model)
     with pytest.raises(UserError, match=NOT_PLAIN[change][1]):
@@ -248,7 +248,7 @@ def test_a_precision_that_a_format_lacks_is_refused(name, make, write, tmp_path)
 
 
 @pytest.mark.parametrize("name", [n for n, w in writers().items() if "fp16" in w.precisions])
-def test_numbers_that_float16_does_not_hold_leave_what_was_there(name, make, write, tmp_path):
+def test_weights_beyond_float16_leave_the_old_file(name, make, write, tmp_path):
     model = make(writers()[name])
     with torch.no_grad():
         model.h[1].mlp.c_proj.weight[3, 4] = 1e5
@@ -269,7 +269,7 @@ def test_progress_ends_at_all_bytes(name, make, write, tmp_path):
 
 
 @pytest.mark.parametrize("name", FILES)
-def test_a_failure_leaves_what_was_there(name, make, write, tmp_path):
+def test_a_failure_leaves_the_old_file(name, make, write, tmp_path):
     before = tmp_path / f"model{writers()[name].suffix}"
     before.write_bytes(b"before")
 
@@ -289,7 +289,7 @@ def test_a_directory_is_not_replaced_by_a_file(name, make, write, tmp_path):
 
 
 @pytest.mark.parametrize("name", writers())
-def test_room_is_asked_for_first(name, make, write, tmp_path, monkeypatch):
+def test_disk_space_is_checked_first(name, make, write, tmp_path, monkeypatch):
     usage = type("Usage", (), {"free": 1000})
     monkeypatch.setattr("tiedgpt.files.shutil.disk_usage", lambda place: usage)
     with pytest.raises(NoRoomError):
@@ -311,7 +311,7 @@ def assert_written_as_it_computes(model: GPT, ids, path) -> None:
 
 
 @pytest.mark.parametrize("block", [0, 2])
-def test_regional_compilation_leaves_the_names_as_they_are(tiny, ids, tmp_path, block):
+def test_regional_compilation_does_not_change_the_names(tiny, ids, tmp_path, block):
     with torch.no_grad():
         before = tiny(ids)
     tiny.h[block] = torch.compile(tiny.h[block], backend="eager")
@@ -320,19 +320,19 @@ def test_regional_compilation_leaves_the_names_as_they_are(tiny, ids, tmp_path, 
         assert torch.equal(GPT.from_pretrained(tmp_path)(ids), before)
 
 
-def test_activation_checkpointing_leaves_the_names_as_they_are(tiny, ids, tmp_path):
+def test_activation_checkpointing_does_not_change_the_names(tiny, ids, tmp_path):
     for layer, block in enumerate(tiny.h):
         tiny.h[layer] = checkpoint_wrapper(block)
     assert_written_as_it_computes(tiny, ids, tmp_path)
 
 
-def test_wrappers_within_wrappers(tiny, ids, tmp_path):
+def test_nested_wrappers_are_unwrapped(tiny, ids, tmp_path):
     tiny.h[1].mlp = torch.compile(tiny.h[1].mlp, backend="eager")
     tiny.h[1] = torch.compile(checkpoint_wrapper(tiny.h[1]), backend="eager")
     assert_written_as_it_computes(tiny, ids, tmp_path)
 
 
-def test_a_layer_that_stands_twice_is_written_twice(tiny, ids, tmp_path):
+def test_a_shared_layer_is_written_twice(tiny, ids, tmp_path):
     tiny.h[2] = tiny.h[0]
     assert_written_as_it_computes(tiny, ids, tmp_path)
 
