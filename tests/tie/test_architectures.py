@@ -83,12 +83,12 @@ def test_a_model_is_judged_counted_and_guarded(kind):
 @pytest.mark.slow
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize("kind", OTHERS)
-def test_a_model_of_every_other_architecture_is(kind):
+def test_a_model_of_every_other_architecture_is_judged_and_counted(kind):
     check(kind)
 
 
 @pytest.mark.parametrize("kind", ["gpt_neox", "llama", "qwen3"])
-def test_what_it_saves_is_judged_alike(kind, tmp_path):
+def test_its_saved_directory_is_judged_alike(kind, tmp_path):
     for tied, verdict in ((True, "tied"), (False, "untied as claimed")):
         make(kind, tied).save_pretrained(tmp_path / str(tied))
         assert audit(tmp_path / str(tied)).verdict == verdict

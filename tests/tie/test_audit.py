@@ -126,7 +126,7 @@ CASES = {
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_a_changed_file_is_judged_and_told(tmp_path, name):
+def test_a_changed_file_is_judged_and_described(tmp_path, name):
     case = CASES[name]
     path = rewrite(save(their_gpt2(), tmp_path / "m"), case.change, **case.config)
     found = judged(path, case.verdict, *case.findings)
@@ -150,7 +150,7 @@ def test_every_float_type_is_read(tmp_path, dtype):
 
 
 @pytest.mark.parametrize("shards", [False, True])
-def test_saved_after_its_head_was_replaced(tmp_path, shards):
+def test_a_model_saved_with_a_replaced_head_is_broken(tmp_path, shards):
     model = their_gpt2()
     model.lm_head = fresh_head()
     path = save(model, tmp_path / "run" / "model", **({"max_shard_size": "20KB"} if shards else {}))
@@ -166,7 +166,7 @@ def test_saved_after_its_head_was_replaced(tmp_path, shards):
     assert found.comparison.largest == pytest.approx(largest, rel=1e-6)
 
 
-def test_a_merged_adapter_that_saved_its_head(tmp_path):
+def test_a_merged_adapter_with_a_saved_head_is_broken(tmp_path):
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         from peft import LoraConfig, get_peft_model
@@ -190,7 +190,7 @@ def test_a_merged_adapter_that_saved_its_head(tmp_path):
     assert 0.9 < found.comparison.cosine < 1
 
 
-def test_the_first_gpt(tmp_path):
+def test_gpt1_is_tied(tmp_path):
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         from transformers import OpenAIGPTConfig, OpenAIGPTLMHeadModel
@@ -199,7 +199,7 @@ def test_the_first_gpt(tmp_path):
     assert found.matrices[0].names == ("transformer.tokens_embed.weight",)
 
 
-def test_a_llama(tmp_path):
+def test_a_llama_is_judged(tmp_path):
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         from transformers import LlamaConfig, LlamaForCausalLM
@@ -214,7 +214,7 @@ def test_a_llama(tmp_path):
 # other containers
 
 
-def test_a_torch_file_nested_and_compiled(tmp_path):
+def test_a_nested_torch_file_with_compiled_names_is_judged(tmp_path):
     state = {f"_orig_mod.{name}": t for name, t in their_gpt2().state_dict().items()}
     torch.save({"model": state, "step": 3}, tmp_path / "a.pt")
     judged(tmp_path / "a.pt", "tied", "same storage")
@@ -223,14 +223,14 @@ def test_a_torch_file_nested_and_compiled(tmp_path):
     judged(tmp_path / "b.pt", "broken", "drifted")
 
 
-def test_a_legacy_torch_file(tmp_path):
+def test_a_legacy_torch_file_is_judged(tmp_path):
     torch.save(their_gpt2().state_dict(), tmp_path / "a.bin", _use_new_zipfile_serialization=False)
     found = judged(tmp_path / "a.bin", "tied", "same storage")
     assert found.matrices[0].names == (WTE, HEAD)
 
 
 @pytest.mark.parametrize("kind", ["F16", "BF16", "Q8_0", "Q4_0"])
-def test_gguf_of_other_types(tmp_path, kind):
+def test_gguf_files_of_quantized_types_are_judged(tmp_path, kind):
     w, changed = matrix(), matrix()
     changed[5] *= -1
     path = write_gguf(
@@ -244,7 +244,7 @@ def test_gguf_of_other_types(tmp_path, kind):
 
 @pytest.mark.parametrize("names", [("W", "H"), (WTE, "onnx::MatMul_12"), (WTE, HEAD)])
 @pytest.mark.parametrize("external", [False, True])
-def test_onnx_with_one_and_with_two_copies(tmp_path, names, external):
+def test_onnx_files_with_one_and_two_copies_are_told_apart(tmp_path, names, external):
     for head, verdict in (
         ("one", "tied"), ("gemm", "tied"), ("copy", "tied, stored twice"), ("other", "broken"),
     ):  # fmt: skip
@@ -257,7 +257,7 @@ def test_onnx_with_one_and_with_two_copies(tmp_path, names, external):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("tied", [True, False])
-def test_what_torch_exports_holds_two_copies(tmp_path, tied):
+def test_torchs_onnx_export_holds_two_copies(tmp_path, tied):
     torch.manual_seed(1)
     model = GPT(GPTConfig(**SHAPE, tie_word_embeddings=tied)).eval()
     with warnings.catch_warnings():
@@ -270,7 +270,7 @@ def test_what_torch_exports_holds_two_copies(tmp_path, tied):
 # modules in memory
 
 
-def test_our_own_model_tied_and_untied():
+def test_our_model_is_judged_tied_and_untied():
     judged(GPT(GPTConfig(**SHAPE)), "tied", "one matrix")
     judged(GPT(GPTConfig(**SHAPE, tie_word_embeddings=False)), "untied as claimed")
     changed = GPT(GPTConfig(**SHAPE))
@@ -278,7 +278,7 @@ def test_our_own_model_tied_and_untied():
     judged(changed, "broken", "drifted")
 
 
-def test_a_module_tied_replaced_and_wrapped():
+def test_a_tied_replaced_and_wrapped_module_is_judged():
     model = their_gpt2()
     judged(model, "tied", "same storage")
     judged(copy.deepcopy(model), "tied", "same storage")
@@ -287,7 +287,7 @@ def test_a_module_tied_replaced_and_wrapped():
     assert found.matrices[1].names == ("lm_head.2.weight",)
 
 
-def test_a_vocabulary_of_three_times_the_width_is_no_riddle():
+def test_a_vocabulary_of_three_times_the_width_is_recognised():
     """Then the attention's matrices (3D, D) have the shape of W."""
     model = GPT(GPTConfig(vocab_size=96, n_positions=8, n_embd=32, n_layer=2, n_head=2))
     assert model.h[0].attn.c_attn.weight.shape == model.wte.weight.shape
@@ -295,7 +295,7 @@ def test_a_vocabulary_of_three_times_the_width_is_no_riddle():
     assert ledger(model).total == model.config.parameter_count()
 
 
-def test_copies_in_memory_are_broken_where_training_parts_them():
+def test_separate_equal_parameters_in_memory_are_broken():
     model = their_gpt2()
     model.lm_head.weight = nn.Parameter(model.lm_head.weight.detach().clone())
     judged(model, "broken", "equal copies")
@@ -308,7 +308,7 @@ def test_copies_in_memory_are_broken_where_training_parts_them():
     judged(model, "broken", "not comparable")
 
 
-def test_a_module_with_names_of_its_own():
+def test_a_module_with_other_names_is_judged():
     class Odd(nn.Module):
         def __init__(self, tied: bool) -> None:
             super().__init__()
@@ -370,7 +370,7 @@ def test_our_own_head_with_a_computed_weight_is_not_tied():
     judged(model, "broken", "derived")
 
 
-def test_a_holder_is_looked_through():
+def test_a_module_that_contains_the_model_is_judged():
     model = their_gpt2()
     judged(nn.DataParallel(model), "tied", "same storage")
     judged(nn.DataParallel(model.transformer), "no head")
@@ -407,7 +407,7 @@ def test_no_embedding_or_several_candidates_are_asked_about(tmp_path):
         audit(rewrite(path, two))
 
 
-def test_sources_that_are_none(tmp_path):
+def test_invalid_sources_are_refused(tmp_path):
     with pytest.raises(UserError, match="neither"):
         audit(3)
     (tmp_path / "empty").mkdir()
@@ -421,7 +421,7 @@ def test_sources_that_are_none(tmp_path):
         audit(tmp_path / "noise")
 
 
-def test_a_claim_that_is_no_bool(tmp_path):
+def test_a_claim_that_is_not_a_bool_is_refused(tmp_path):
     with pytest.raises(CorruptInputError, match="neither true nor false"):
         audit(rewrite(save(their_gpt2(), tmp_path / "m"), tie_word_embeddings="no"))
 
@@ -434,7 +434,7 @@ def test_an_adapter_alone_is_refused(tmp_path, name):
         audit(tmp_path / name)
 
 
-def test_a_row_too_wide_for_an_embedding_is_none(tmp_path):
+def test_a_row_too_wide_for_an_embedding_is_ignored(tmp_path):
     width = (1 << 22) + 1
     header = {"wte.weight": {"dtype": "U8", "shape": [2, width], "data_offsets": [0, 2 * width]}}
     raw = json.dumps(header).encode()
@@ -549,7 +549,7 @@ def test_a_body_or_a_classifier_has_no_head(tmp_path, name, claim):
         {"output.qweight": torch.zeros(D // 8, V, dtype=torch.int32)},
     ],
 )
-def test_a_head_that_cannot_be_read_is_never_tied(tmp_path, tensors):
+def test_an_unreadable_head_is_never_judged_tied(tmp_path, tensors):
     path = rewrite(save(their_gpt2(), tmp_path / "m"), lambda state: state.update(tensors))
     judged(path, "broken", "not comparable")
     with pytest.raises(UserError, match="predicts and is not read"):
@@ -557,7 +557,7 @@ def test_a_head_that_cannot_be_read_is_never_tied(tmp_path, tensors):
     judged(rewrite(path, tie_word_embeddings=False), "untied as claimed", "not comparable")
 
 
-def test_a_saved_body_has_no_head_and_its_embedding_only_reads(tmp_path):
+def test_the_embedding_of_a_saved_body_only_reads(tmp_path):
     path = save(their_gpt2().transformer, tmp_path / "m")
     assert json.loads((path / "config.json").read_text())["architectures"] == ["GPT2Model"]
     found = judged(path, "no head", "no head")
@@ -582,14 +582,14 @@ def test_control_characters_in_names_are_shown_as_text(tmp_path):
 
 
 @pytest.mark.parametrize("head", ["vocab_projector", "generator_lm_head", "lm_head", "embed_out"])
-def test_heads_of_other_architectures_are_known_by_name(tmp_path, head):
+def test_heads_of_other_architectures_are_recognised_by_name(tmp_path, head):
     state = {"m.word_embeddings.weight": torch.randn(V, D), f"{head}.weight": torch.randn(V, D)}
     save_file(state, tmp_path / "model.safetensors")
     (tmp_path / "config.json").write_text('{"model_type": "other", "tie_word_embeddings": false}')
     assert judged(tmp_path, "untied as claimed").matrices[1].names == (f"{head}.weight",)
 
 
-def test_an_embedding_of_an_unknown_name_is_asked_about_and_not_called_missing(tmp_path):
+def test_an_embedding_with_an_unknown_name_is_ambiguous_not_missing(tmp_path):
     state = {"transformer.w.weight": torch.randn(V, D), HEAD: torch.randn(V, D)}
     save_file(state, tmp_path / "model.safetensors")
     (tmp_path / "config.json").write_text('{"model_type": "ctrl", "tie_word_embeddings": false}')

@@ -76,7 +76,7 @@ def test_equal_copies_become_one(tmp_path):
     assert (tmp_path / "new" / "tokenizer.json").exists()
 
 
-def test_a_choice_is_asked_for_with_how_far_apart_they_are(tmp_path):
+def test_different_copies_need_a_choice_and_report_their_distance(tmp_path):
     source = with_head(tmp_path, lambda w: w + 1)
     with pytest.raises(UserError, match=r"97 of 97 rows \(largest difference 1.*--keep both"):
         fix(source, tmp_path / "new")
@@ -85,7 +85,7 @@ def test_a_choice_is_asked_for_with_how_far_apart_they_are(tmp_path):
     assert set(state) == set(load_file(source / "model.safetensors"))
 
 
-def test_numbers_that_are_not_finite_are_counted_not_measured(tmp_path):
+def test_non_finite_values_are_counted_not_measured(tmp_path):
     def spoil(w):
         w = w.clone()
         w[3, 0] = torch.nan
@@ -116,7 +116,7 @@ def test_tokens_added_on_one_side_are_kept(tmp_path):
     assert state[WTE].shape == (V + 3, D)
 
 
-def test_a_lone_head_is_called_what_loaders_look_for(tmp_path):
+def test_a_lone_head_gets_the_embeddings_name(tmp_path):
     def move(state):
         state[HEAD] = state.pop(WTE)
 
@@ -168,7 +168,7 @@ def test_a_gpt_that_does_not_load_is_refused(tmp_path):
     assert not (tmp_path / "new").exists()
 
 
-def test_mixed_types_are_widened_and_never_rounded(tmp_path):
+def test_mixed_dtypes_are_upcast_and_never_rounded(tmp_path):
     source = with_head(tmp_path, torch.clone)
     name = "transformer.h.0.ln_1.weight"
     rewrite(
@@ -245,7 +245,7 @@ def test_an_untied_model_is_tied_only_on_request(tmp_path):
     mended(source, tmp_path / "tied", keep="input")
 
 
-def test_heads_that_cannot_be_mended(tmp_path):
+def test_unfixable_heads_are_refused(tmp_path):
     source = with_head(tmp_path, lambda w: torch.randn(V, D + 1))
     with pytest.raises(UserError, match=r"--keep input drops lm_head"):
         fix(source, tmp_path / "new", keep="output")
@@ -256,7 +256,7 @@ def test_heads_that_cannot_be_mended(tmp_path):
 
 
 @pytest.mark.parametrize("dest", ["exists", "m/inside", "m"])
-def test_nothing_is_written_over_or_into_anything(tmp_path, dest):
+def test_existing_outputs_are_never_overwritten(tmp_path, dest):
     source = with_head(tmp_path, torch.clone)
     (tmp_path / "exists").mkdir()
     before = digest(tmp_path)
@@ -265,7 +265,7 @@ def test_nothing_is_written_over_or_into_anything(tmp_path, dest):
     assert digest(tmp_path) == before
 
 
-def test_a_graph_of_another_program_says_what_to_do_instead(tmp_path):
+def test_an_onnx_graph_is_refused_with_the_remedy(tmp_path):
     write_onnx(tmp_path / "a.onnx", "copy")
     with pytest.raises(UserError, match="exported from"):
         fix(tmp_path / "a.onnx", tmp_path / "new")
@@ -277,7 +277,7 @@ def test_a_sound_untied_model_is_refused_with_the_choice_that_ties_it(tmp_path):
         fix(source, tmp_path / "new")
 
 
-def test_an_unknown_choice(tmp_path):
+def test_an_unknown_choice_is_refused(tmp_path):
     with pytest.raises(UserError, match=r"keep must be one of .*got 'mean'"):
         fix(tmp_path, tmp_path / "new", keep="mean")
 
@@ -301,7 +301,7 @@ def test_the_longer_side_is_cut_to_the_vocabulary(tmp_path):
     assert "31 rows of lm_head.weight, 97 to 127, go" in report.explain
 
 
-def test_more_rows_without_a_vocabulary_are_asked_about(tmp_path):
+def test_more_rows_without_a_vocabulary_are_ambiguous(tmp_path):
     w = torch.randn(V, D)
     file = alone(tmp_path, **{"wte.weight": w, HEAD: torch.cat([w, torch.ones(3, D)])})
     with pytest.raises(UserError, match=r"a row for each token.*--keep input or --keep output"):
@@ -310,7 +310,7 @@ def test_more_rows_without_a_vocabulary_are_asked_about(tmp_path):
     assert load_file(tmp_path / "new" / "model.safetensors")["wte.weight"].shape == (V + 3, D)
 
 
-def test_a_transposed_embedding_is_put_right(tmp_path):
+def test_a_transposed_embedding_is_transposed_back(tmp_path):
     def turn(state):
         state[HEAD], state[WTE] = state[WTE].clone(), state[WTE].T
 
@@ -328,7 +328,7 @@ def test_a_transposed_embedding_is_put_right(tmp_path):
     assert torch.equal(state[WTE], original[HEAD])
 
 
-def test_which_of_two_lies_transposed_is_asked(tmp_path):
+def test_a_matrix_of_unknown_orientation_is_refused(tmp_path):
     w = torch.randn(V, D)
     file = alone(tmp_path, **{"wte.weight": w.T, HEAD: w})
     with pytest.raises(UserError, match=r"nothing tells which is \(V, D\)"):
@@ -344,7 +344,7 @@ def test_a_head_with_a_bias_is_not_cut(tmp_path, name):
     assert not (tmp_path / "new").exists()
 
 
-def test_only_what_belongs_to_the_model_goes_along(tmp_path):
+def test_only_the_models_files_are_copied(tmp_path):
     source = with_head(tmp_path, torch.clone)
     for name in ("secrets.env", "train.npy", "modeling.py"):
         (source / name).write_text("x")
@@ -363,7 +363,7 @@ def test_a_copy_inside_the_directory_of_an_index_is_refused(tmp_path):
         fix(tmp_path / "m" / "model.safetensors.index.json", tmp_path / "m" / "new", keep="input")
 
 
-def test_a_head_that_scores_other_things_than_tokens_never_becomes_the_vocabulary(tmp_path):
+def test_a_head_of_other_classes_never_becomes_the_vocabulary_matrix(tmp_path):
     source = with_head(tmp_path, lambda w: torch.randn(10, D))
     with pytest.raises(UserError, match="scores something other than tokens"):
         fix(source, tmp_path / "new", keep="output")
@@ -382,14 +382,14 @@ def test_the_bias_of_the_module_around_a_head_is_not_left_too_long(tmp_path):
         fix(source, tmp_path / "new")
 
 
-def test_weights_that_are_not_finite_are_copied_as_they_were(tmp_path):
+def test_non_finite_weights_are_copied_unchanged(tmp_path):
     source, name = with_head(tmp_path, torch.clone), "transformer.h.0.ln_1.weight"
     rewrite(source, lambda state: state.update({name: torch.full((D,), torch.nan)}))
     fix(source, tmp_path / "new")
     assert load_file(tmp_path / "new" / "model.safetensors")[name].isnan().all()
 
 
-def test_a_config_that_utf8_cannot_hold_is_copied_as_it_was(tmp_path):
+def test_a_config_with_lone_surrogates_is_copied_unchanged(tmp_path):
     source = with_head(tmp_path, torch.clone, note="a\ud800")
     fix(source, tmp_path / "new")
     assert json.loads((tmp_path / "new" / "config.json").read_text("utf-8"))["note"] == "a\ud800"

@@ -108,7 +108,7 @@ CHANGES = {
 
 
 @pytest.mark.parametrize("name", CHANGES)
-def test_a_change_is_noticed_at_its_line(theirs, name):
+def test_a_change_is_reported_at_its_line(theirs, name):
     change, kind, says = CHANGES[name]
 
     def body():
@@ -124,7 +124,7 @@ def test_a_change_is_noticed_at_its_line(theirs, name):
     assert event.code and str(event).startswith(f"{__file__}:{event.line}: `{event.code}`")
 
 
-def test_to_empty_from_the_meta_device_gives_every_name_its_own(empty_theirs):
+def test_to_empty_from_the_meta_device_unties_and_is_reported(empty_theirs):
     def body():
         with guard(empty_theirs) as watch:
             empty_theirs.to_empty(device="cpu")  # HERE
@@ -134,7 +134,7 @@ def test_to_empty_from_the_meta_device_gives_every_name_its_own(empty_theirs):
     assert event.kind == "split" and "tie(model)" in event.advice
 
 
-def test_a_parameter_shared_again_is_noticed_too(theirs):
+def test_a_parameter_shared_again_is_reported(theirs):
     def body():
         with guard(theirs) as watch:
             theirs.lm_head = nn.Linear(32, 97, bias=False)  # HERE
@@ -148,7 +148,7 @@ def test_a_parameter_shared_again_is_noticed_too(theirs):
     assert kinds == ["split", "joined", "split", "joined"]
 
 
-def test_an_adapter_that_trains_a_copy_is_noticed_and_a_tied_one_is_fine(theirs):
+def test_an_adapter_on_a_copy_is_reported_and_a_tied_one_is_not(theirs):
     def body():
         config = LoraConfig(target_modules=["c_attn"], modules_to_save=["lm_head"])
         with guard(theirs) as watch:
@@ -169,7 +169,7 @@ def test_an_adapter_that_trains_a_copy_is_noticed_and_a_tied_one_is_fine(theirs)
             assert not watch.events
 
 
-def test_our_model_is_noticed_where_something_else_predicts(tiny):
+def test_our_model_is_reported_with_another_head(tiny):
     def body():
         with guard(tiny) as watch:
             tiny.to(torch.bfloat16)
@@ -195,7 +195,7 @@ def test_our_model_is_noticed_where_something_else_predicts(tiny):
 
 
 @pytest.mark.parametrize("claim", [True, False])
-def test_only_a_config_that_says_otherwise_is_spoken_of(theirs, claim):
+def test_only_a_contradicting_config_is_mentioned(theirs, claim):
     theirs.config.tie_word_embeddings = claim
     without = nn.ModuleDict({"lm_head": theirs.lm_head, "wte": theirs.transformer.wte})
     for module in (theirs, without):
@@ -207,7 +207,7 @@ def test_only_a_config_that_says_otherwise_is_spoken_of(theirs, claim):
         assert told == (module is theirs and claim is True)
 
 
-def test_nothing_is_said_where_nothing_comes_apart(theirs, tiny, ids):
+def test_no_report_without_a_change(theirs, tiny, ids):
     with guard(theirs) as first, guard(tiny) as second:
         for model in (theirs, tiny):
             model.train().half().float().eval()
@@ -329,12 +329,12 @@ BLAMED = [
 
 
 @pytest.mark.parametrize(("body", "functions"), BLAMED)
-def test_the_line_that_made_the_change_is_blamed(theirs, body, functions):
+def test_the_line_of_the_change_is_reported(theirs, body, functions):
     lines = [line for function in functions for line in marked(function or body)]
     assert [(event.file, event.line) for event in run(body, theirs)] == lines
 
 
-def test_a_hook_of_the_user_that_torch_calls(theirs, ids):
+def test_a_users_hook_is_reported(theirs, ids):
     def hook(module, inputs, output):
         theirs.lm_head = nn.Linear(32, 97)  # HERE
 
@@ -347,7 +347,7 @@ def test_a_hook_of_the_user_that_torch_calls(theirs, ids):
     assert [(e.file, e.line) for e in run(body)] == marked(hook)
 
 
-def test_an_exception_in_the_body_goes_through_and_the_change_is_still_told(theirs):
+def test_an_exception_in_the_body_propagates_and_the_change_is_reported(theirs):
     watches = []
 
     def body():
@@ -442,7 +442,7 @@ def test_tasks_that_each_guard_a_model_do_not_disturb_each_other(theirs, tiny):
     assert [(e.file, e.line) for e in two.events] == marked(second, "# SECOND")
 
 
-def test_a_guard_that_ends_in_another_thread_leaves_no_trace_in_either(theirs):
+def test_a_guard_that_ends_in_another_thread_leaves_no_tracer(theirs):
     left = []
 
     def end():
@@ -479,7 +479,7 @@ def test_a_guard_refuses_to_replace_another_trace_function(tiny):
 # Raising
 
 
-def test_asked_to_raise_it_stops_before_the_next_line(theirs):
+def test_with_raise_the_guard_stops_before_the_next_line(theirs):
     reached = []
     with pytest.raises(TieBrokenError, match=r"test_guard\.py:\d+.*were one Parameter") as error:
         with guard(theirs, action="raise"):
@@ -490,7 +490,7 @@ def test_asked_to_raise_it_stops_before_the_next_line(theirs):
     assert isinstance(error.value, CheckFailedError) and error.value.exit_code == 6
 
 
-def test_asked_to_raise_it_raises_for_the_last_line_too(theirs):
+def test_with_raise_the_guard_raises_for_the_last_line(theirs):
     for model in (theirs, copy.deepcopy(theirs)):
         with pytest.raises(TieBrokenError), guard(model, action="raise"):
             model.lm_head = nn.Linear(32, 97)
@@ -502,7 +502,7 @@ def test_an_error_of_the_body_is_not_replaced(theirs):
             setattr(theirs, "lm_head", nn.Linear(32, 97)) or print(1 / 0)
 
 
-def test_a_warning_turned_into_an_error_stops_there(theirs):
+def test_a_warning_turned_into_an_error_stops_at_the_line(theirs):
     with pytest.raises(TieWarning), warnings.catch_warnings():
         warnings.simplefilter("error", TieWarning)
         with guard(theirs) as watch:
@@ -511,7 +511,7 @@ def test_a_warning_turned_into_an_error_stops_there(theirs):
     assert len(watch.events) == 1
 
 
-def test_an_outer_guard_goes_on_after_an_inner_one_has_raised(theirs, tiny):
+def test_an_outer_guard_continues_after_an_inner_one_raised(theirs, tiny):
     def body():
         with guard(theirs) as watch:
             with contextlib.suppress(TieBrokenError):
@@ -525,7 +525,7 @@ def test_an_outer_guard_goes_on_after_an_inner_one_has_raised(theirs, tiny):
     assert_blames_the_marks(body)
 
 
-def test_what_cannot_be_guarded_is_refused(tiny):
+def test_unsupported_objects_are_refused(tiny):
     with pytest.raises(UserError, match=r"watches a torch\.nn\.Module"):
         guard("gpt2")
     with pytest.raises(UserError, match=r"action must be .*got 'shout'"):
@@ -553,7 +553,7 @@ def test_the_source_of_a_script_is_named(tmp_path: Path):
 
 
 @pytest.mark.parametrize("folder", ["site-packages", "dist-packages"])
-def test_installed_code_anywhere_is_no_code_of_the_users(theirs, tmp_path: Path, folder):
+def test_installed_code_is_never_reported_as_the_users(theirs, tmp_path: Path, folder):
     library = tmp_path / "lib" / folder / "mylib.py"
     library.parent.mkdir(parents=True)
     library.write_text(

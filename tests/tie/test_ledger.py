@@ -35,7 +35,7 @@ def full_size(**values):
         return GPT2LMHeadModel(GPT2Config(**values))
 
 
-def test_124439808_and_163037184_and_why():
+def test_the_counts_124439808_and_163037184_are_explained():
     model = full_size()
     before = ledger(model)
     assert before.total == before.trainable == 124_439_808
@@ -77,7 +77,7 @@ def test_our_model_costs_the_same_tied_and_untied(tied):
     assert rows["wte.weight"] == (V * D if tied else 0)
 
 
-def test_files_count_as_their_models_do(tmp_path):
+def test_files_count_like_their_models(tmp_path):
     model = their_gpt2()
     path = save(model, tmp_path / "m")
     torch.save(model.state_dict(), tmp_path / "m.pt")
@@ -90,7 +90,7 @@ def test_files_count_as_their_models_do(tmp_path):
     assert ledger(tmp_path / "m.pt").rows[0].names == (WTE, HEAD)
 
 
-def test_a_file_with_two_copies_says_what_came_in(tmp_path):
+def test_the_difference_of_a_file_with_two_copies_names_the_second(tmp_path):
     one = ledger(save(their_gpt2(), tmp_path / "one"))
     model = their_gpt2()
     model.lm_head = fresh_head()
@@ -99,14 +99,14 @@ def test_a_file_with_two_copies_says_what_came_in(tmp_path):
     assert "in the shape of transformer.wte.weight" in moved.explain
 
 
-def test_the_same_model_under_other_names_moves_nothing(tmp_path):
+def test_the_same_model_under_other_names_has_no_difference(tmp_path):
     theirs = save(their_gpt2(), tmp_path / "m")
     moved = ledger(theirs).difference(ledger(GPT.from_pretrained(theirs)))
     assert (moved.added_rows, moved.removed_rows, moved.reasons) == ((), (), ())
     assert moved.explain.startswith("Nothing came in")
 
 
-def test_a_resize_is_told():
+def test_a_resize_is_reported():
     model = their_gpt2()
     before = ledger(model)
     model.resize_token_embeddings(V + 7, mean_resizing=False)
@@ -115,7 +115,7 @@ def test_a_resize_is_told():
     assert f"went from {V} x {D} to {V + 7} x {D}: +{7 * D}" in moved.explain
 
 
-def test_masks_of_old_files_are_no_parameters(tmp_path):
+def test_masks_of_old_files_are_not_counted(tmp_path):
     state = their_gpt2().state_dict()
     state["transformer.h.0.attn.bias"] = torch.ones(1, 1, 24, 24)
     state["transformer.h.0.attn.masked_bias"] = torch.tensor(-1e4)
@@ -168,7 +168,7 @@ def test_a_plain_embedding_in_the_place_of_wte_does_not_predict(tiny):
     assert ledger(tiny).reads_and_predicts is None
 
 
-def test_frozen_parameters_are_told():
+def test_frozen_parameters_are_marked():
     model = their_gpt2()
     model.transformer.wte.weight.requires_grad_(False)
     found = ledger(model)
@@ -185,7 +185,7 @@ def test_any_module_has_a_ledger():
     assert ledger(nn.Identity()).total == 0
 
 
-def test_gguf_and_onnx(tmp_path):
+def test_gguf_and_onnx_files_have_a_ledger(tmp_path):
     w = matrix()
     tensors = {
         "token_embd.weight": w, "position_embd.weight": w[:24], "blk.0.attn_output.weight": w[:D],
@@ -202,14 +202,14 @@ def test_gguf_and_onnx(tmp_path):
     assert one.multiply_adds == two.multiply_adds == D * D + V * D
 
 
-def test_complex_and_uninitialised_parameters():
+def test_complex_and_uninitialised_parameters_are_counted():
     module = nn.ParameterDict({"a": torch.zeros(3, 4, dtype=torch.complex64)})
     assert ledger(module).trainable == 12
     with pytest.raises(UserError, match="no shape yet"):
         ledger(nn.LazyLinear(3))
 
 
-def test_statistics_in_a_file_are_no_parameters(tmp_path):
+def test_buffers_of_statistics_are_not_counted(tmp_path):
     torch.save(nn.BatchNorm1d(7).state_dict(), tmp_path / "a.pt")
     found = ledger(tmp_path / "a.pt")
     assert found.total == 14 and "running_mean" in found.left_out

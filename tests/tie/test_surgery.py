@@ -55,7 +55,7 @@ def test_an_untied_head_is_a_copy_with_the_same_logits_and_v_d_more_parameters(t
 
 
 @pytest.mark.parametrize("keep", ["input", "output", "mean"])
-def test_tying_keeps_the_values_asked_for_and_reports_how_far_apart_they_were(tiny, ids, keep):
+def test_tying_keeps_the_chosen_values_and_reports_the_distance(tiny, ids, keep):
     untie(tiny)
     with torch.no_grad():
         tiny.head.weight[3] += 0.5
@@ -126,7 +126,7 @@ def test_the_layer_to_tie_can_be_named(tiny):
 
 
 @pytest.mark.parametrize(("keep", "trains"), [("input", False), ("output", True), ("mean", True)])
-def test_whether_w_trains_goes_with_the_values(tiny, keep, trains):
+def test_requires_grad_follows_the_chosen_values(tiny, keep, trains):
     untie(tiny)
     tiny.wte.weight.requires_grad_(False)
     tie(tiny, keep)
@@ -136,7 +136,7 @@ def test_whether_w_trains_goes_with_the_values(tiny, keep, trains):
 # replace_head
 
 
-def test_a_new_head_is_reported_with_what_came_in_and_how_to_tie_it(tiny):
+def test_a_new_head_reports_its_parameters_and_how_to_tie_it(tiny):
     report = replace_head(tiny, wrapped())
     assert not report.tied and not tiny.config.tie_word_embeddings
     added_rows = [(row.names, row.shape) for row in report.change.added_rows]
@@ -148,7 +148,7 @@ def test_a_new_head_is_reported_with_what_came_in_and_how_to_tie_it(tiny):
     assert total(tiny) == report.change.before + 97
 
 
-def test_a_head_in_the_place_of_another_is_told(tiny):
+def test_replacing_a_head_twice_is_reported(tiny):
     optimizer = "an optimizer made before this"
     replace_head(tiny, nn.Linear(32, 97, bias=False))
     text = str(replace_head(tiny, nn.Linear(32, 97)))
@@ -171,7 +171,7 @@ def test_a_head_that_holds_w_itself_is_recognised_as_tied(tiny, ids):
     assert replace_head(tiny, None).tied and tiny.head is None
 
 
-def test_a_second_name_outside_a_linear_layer_is_tied_and_warned_of(tiny):
+def test_a_second_name_outside_a_linear_layer_is_tied_with_a_warning(tiny):
     class Own(nn.Module):
         def __init__(self, weight: nn.Parameter) -> None:
             super().__init__()
@@ -204,14 +204,14 @@ def test_a_head_without_a_matrix_v_by_d_is_said_not_to_be_tieable(tiny):
         ("lm_head", r"must be a torch\.nn\.Module of its own"),
     ],
 )
-def test_what_cannot_score_the_vocabulary_is_refused_and_nothing_changes(tiny, head, says):
+def test_heads_that_cannot_score_the_vocabulary_are_refused(tiny, head, says):
     with pytest.raises(UserError, match=says):
         replace_head(tiny, head)
     assert tiny.head is None and tiny.config.tie_word_embeddings
     assert not isinstance(head, nn.Module) or head.training
 
 
-def test_only_our_models_are_changed_otherwise(theirs):
+def test_other_surgery_needs_our_model(theirs):
     for operation in (untie, lambda m: resize_vocab(m, 9), lambda m: replace_head(m, None)):
         with pytest.raises(UserError, match=r"is no tiedgpt\.GPT"):
             operation(theirs)
@@ -255,7 +255,7 @@ def test_a_transformers_model_with_a_new_head_shares_one_parameter_again(theirs,
         tie(theirs)
 
 
-def test_a_module_that_only_holds_the_model_is_asked_through(theirs):
+def test_a_wrapper_module_is_tied_through_its_model(theirs):
     theirs.lm_head = nn.Linear(32, 97, bias=False)
     theirs.config.tie_word_embeddings = False
     report = tie(nn.DataParallel(nn.DataParallel(theirs)))
@@ -268,7 +268,7 @@ def test_a_module_that_only_holds_the_model_is_asked_through(theirs):
 
 
 @pytest.mark.parametrize("wrap", [False, True])
-def test_transformers_gpt2_is_back_at_124_439_808(wrap):
+def test_tie_restores_124_439_808_parameters_in_transformers_gpt2(wrap):
     with torch.device("meta"):
         model = GPT2LMHeadModel(GPT2Config())
         head = nn.Linear(768, 50257, bias=False)
@@ -280,7 +280,7 @@ def test_transformers_gpt2_is_back_at_124_439_808(wrap):
 
 
 @pytest.mark.parametrize("keep", ["input", "output", "mean"])
-def test_any_modules_two_matrices_become_one_with_the_values_asked_for(theirs, keep):
+def test_any_modules_two_matrices_become_one_with_the_chosen_values(theirs, keep):
     theirs.lm_head = nn.Linear(32, 97, bias=False)
     a, b = (w.detach().clone() for w in (theirs.transformer.wte.weight, theirs.lm_head.weight))
     report = tie(theirs, keep)
@@ -318,7 +318,7 @@ class Bare(nn.Module):
         self.heads = nn.ModuleList(nn.Linear(32, 97) for _ in range(heads))
 
 
-def test_without_a_word_from_the_module_shapes_decide():
+def test_without_get_output_embeddings_shapes_decide():
     model = Bare()
     assert tie(model).input == "tables.0.weight"
     assert model.heads[0].weight is model.tables[0].weight
@@ -336,12 +336,12 @@ def test_without_a_word_from_the_module_shapes_decide():
         (nn.LayerNorm(3), {}, "nothing to tie"),
     ],
 )
-def test_where_there_is_doubt_the_candidates_are_listed(model, names, says):
+def test_ambiguous_candidates_are_listed(model, names, says):
     with pytest.raises(UserError, match=says):
         tie(model, **names)
 
 
-def test_the_names_asked_for_settle_it():
+def test_given_names_resolve_the_ambiguity():
     model = Bare(tables=2, heads=2)
     report = tie(model, input_name="tables.1", output_name="heads.0.weight")
     assert (report.input, report.outputs) == ("tables.1.weight", ("heads.0.weight",))
@@ -349,7 +349,7 @@ def test_the_names_asked_for_settle_it():
     assert model.heads[1].weight is not model.tables[0].weight
 
 
-def test_heads_of_another_size_are_told_apart_from_no_head(theirs):
+def test_heads_of_another_size_are_distinguished_from_no_head(theirs):
     theirs.lm_head = nn.Linear(32, 99)
     with pytest.raises(UserError, match=r"lm_head\.weight \(99, 32\).*resize"):
         tie(theirs)
@@ -429,7 +429,7 @@ def test_the_seed_alone_decides_the_draw(tiny_config):
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float64])
-def test_dtype_and_whether_it_trains_are_kept(tiny, dtype):
+def test_dtype_and_requires_grad_are_kept(tiny, dtype):
     tiny.to(dtype).wte.weight.requires_grad_(False)
     add_tokens(tiny, 3)
     assert tiny.wte.weight.dtype == dtype and not tiny.wte.weight.requires_grad
@@ -453,7 +453,7 @@ def test_shrinking_keeps_the_first_rows(tiny, ids):
     assert tiny.config.parameter_count() == total(tiny)
 
 
-def test_a_head_of_its_own_and_its_bias_grow_and_shrink_too(tiny, ids):
+def test_an_untied_head_and_its_bias_are_resized(tiny, ids):
     tiny.head = nn.Sequential(nn.Dropout(0.1), nn.Linear(32, 97)).eval()
     before = tiny(ids)
     report = add_tokens(tiny, 3)
@@ -467,7 +467,7 @@ def test_a_head_of_its_own_and_its_bias_grow_and_shrink_too(tiny, ids):
     assert add_tokens(tiny, 2).matrices == ("wte.weight", "head.1.bias")
 
 
-def test_pruning_keeps_rows_in_the_order_given_and_moves_special_ids(tiny):
+def test_pruning_keeps_rows_in_the_given_order_and_maps_special_ids(tiny):
     tiny.config = dataclasses.replace(tiny.config, eos_token_id=96)
     tiny.foreign_config["pad_token_id"] = 4
     old = tiny.wte.weight.detach().clone()
@@ -507,7 +507,7 @@ RESIZES = [lambda m: resize_vocab(m, 110), lambda m: resize_vocab(m, 50), lambda
 @pytest.mark.parametrize(
     ("buffer", "says"), [(True, r"head\.mask \(97,\)"), (False, "must turn h")]
 )
-def test_a_head_that_cannot_follow_leaves_everything_as_it_was(tiny, ids, resize, buffer, says):
+def test_a_head_that_cannot_be_resized_leaves_the_model_unchanged(tiny, ids, resize, buffer, says):
     replace_head(tiny, Masked(buffer=buffer).eval())
     tiny.foreign_config["pad_token_id"] = 3
     before, config, parameters = tiny(ids), tiny.config, dict(tiny.named_parameters())
@@ -518,7 +518,7 @@ def test_a_head_that_cannot_follow_leaves_everything_as_it_was(tiny, ids, resize
     assert tiny.head.lin.out_features == 97 and torch.equal(tiny(ids), before)
 
 
-def test_an_interruption_while_new_tokens_are_measured_leaves_everything_as_it_was(tiny, ids):
+def test_an_interruption_while_adding_tokens_leaves_the_model_unchanged(tiny, ids):
     replace_head(tiny, Failing(buffer=False).eval())
     before, matrix = tiny(ids), tiny.wte.weight
     with pytest.raises(KeyboardInterrupt):
