@@ -42,7 +42,7 @@ def test_results_are_in_order_and_equal_those_of_generate(engine, lines):
 
 
 @pytest.mark.parametrize("skip", [1, 4, 6, 11, 21])
-def test_those_that_are_there_are_not_written_again(engine, lines, skip):
+def test_existing_results_are_not_written_again(engine, lines, skip):
     several = [PromptLine(n, "the dog", GenerationConfig(max_new_tokens=4, seed=1, n=3))
                for n in range(22, 24)]  # fmt: skip
     whole = list(complete(engine, [*lines, *several]))
@@ -53,14 +53,14 @@ def test_those_that_are_there_are_not_written_again(engine, lines, skip):
     assert texts(complete(engine, [*lines, *several], skip=22)) == texts(whole[22:])
 
 
-def test_one_that_cannot_be_completed_has_an_error_and_the_others_go_on(engine, lines):
+def test_a_failing_prompt_has_an_error_and_the_others_continue(engine, lines):
     lines[2] = PromptLine(3, "the cat " * 99, CONFIG)
     found = list(complete(engine, lines))
     assert found[2].finish_reason == "error" and "context" in found[2].error
     assert all(each.error is None and each.ids for each in found if each.line != 3)
 
 
-def test_beams_and_several_texts_may_be_asked_for(engine):
+def test_beams_and_several_texts_are_allowed(engine):
     beams = GenerationConfig(max_new_tokens=6, num_beams=3)
     (found,) = complete(engine, [PromptLine(1, "the cat", beams)])
     assert found.text == engine.generate("the cat", beams).text
@@ -69,7 +69,7 @@ def test_beams_and_several_texts_may_be_asked_for(engine):
     assert [each.text for each in found] == [c.text for c in engine.generate("the cat", several)]
 
 
-def test_a_line_has_options_of_its_own(tmp_path):
+def test_a_line_may_have_its_own_options(tmp_path):
     path = tmp_path / "a.jsonl"
     write(path, [
         {"question": "who", "id": 7}, {"question": [1, 2], "options": {"logit_bias": {"5": -1}}},
@@ -81,7 +81,7 @@ def test_a_line_has_options_of_its_own(tmp_path):
     assert third.prompt == "" and third.config.greedy and third.config.max_new_tokens == 6
 
 
-def test_a_text_file_has_a_prompt_a_line_and_empty_ones_are_none(tmp_path):
+def test_a_text_file_has_one_prompt_per_nonempty_line(tmp_path):
     (tmp_path / "a.txt").write_bytes("\ufeffone\r\n\n  two \u2028x".encode())
     found = read_prompts(tmp_path / "a.txt", CONFIG)
     assert [(each.line, each.prompt) for each in found] == [(1, "one"), (3, "  two \u2028x")]
@@ -103,7 +103,7 @@ def test_a_wrong_line_is_named_before_anything_is_generated(tmp_path, record, sa
         read_prompts(tmp_path / "a.jsonl", CONFIG)
 
 
-def test_no_file_and_no_prompt_are_told(tmp_path):
+def test_a_missing_file_and_missing_prompts_are_refused(tmp_path):
     (tmp_path / "empty.txt").write_text(" \n")
     with pytest.raises(UserError, match="holds no prompt"):
         read_prompts(tmp_path / "empty.txt", CONFIG)

@@ -41,7 +41,7 @@ def twins(request, tmp_path_factory):
 
 
 @pytest.mark.parametrize("settings", SETTINGS, ids=str)
-def test_beams_are_those_of_transformers(twins, settings):
+def test_beams_match_transformers(twins, settings):
     model, theirs = twins
     for prompt in PROMPTS:
         with torch.no_grad():
@@ -80,7 +80,7 @@ def test_a_wider_beam_than_the_vocabulary_finds_every_continuation():
     assert sum(math.exp(2 * hypothesis.score) for hypothesis in found) == pytest.approx(1)
 
 
-def test_rows_without_a_token_and_what_is_ruled_out_are_never_found(twins):
+def test_rows_without_a_token_and_excluded_tokens_are_never_in_a_beam(twins):
     def only_even(ids, scores):
         assert ids[:2] == [7, 9]
         return np.where(np.arange(len(scores)) % 2, -np.inf, scores)

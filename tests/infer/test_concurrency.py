@@ -70,7 +70,7 @@ def test_a_processor_that_raises_ends_its_request_alone(backend):
     equal(results, expected, exact=backend.backend == "kernels")
 
 
-def test_in_a_list_the_error_is_told_and_of_one_prompt_it_is_raised(backend):
+def test_an_error_is_reported_in_a_list_and_raised_for_one_prompt(backend):
     def broken_for_nine(ids, n_prompt, logits):
         return failing_after(2)(ids, n_prompt, logits) if ids[0] == 9 else logits
 
@@ -88,7 +88,7 @@ def test_in_a_list_the_error_is_told_and_of_one_prompt_it_is_raised(backend):
     assert tokens == failed.ids
 
 
-def test_a_processor_that_asks_to_exit_ends_neither_the_thread_nor_the_program(engine):
+def test_a_processor_that_exits_ends_neither_thread_nor_program(engine):
     def leave(ids, n_prompt, logits):
         raise SystemExit(3)
 
@@ -97,9 +97,7 @@ def test_a_processor_that_asks_to_exit_ends_neither_the_thread_nor_the_program(e
     assert engine.generate([5], **SHORT).ids
 
 
-def test_a_read_that_fails_ends_the_requests_in_it_and_the_engine_goes_on(
-    engine, monkeypatch, endless
-):
+def test_a_failing_read_ends_its_requests_and_the_engine_continues(engine, monkeypatch, endless):
     read = TorchSession.read
     two = Engine(engine.model, slots=2, tokenizer=engine.tokenizer)
     came = threading.Event()
@@ -123,7 +121,7 @@ def test_a_read_that_fails_ends_the_requests_in_it_and_the_engine_goes_on(
     assert two.stats()["running"] == two.stats()["waiting"] == 0
 
 
-def test_a_session_that_cannot_be_made_is_told_and_tried_again(engine, monkeypatch):
+def test_a_session_that_fails_to_open_is_reported_and_retried(engine, monkeypatch):
     again = Engine(engine.model)
     with monkeypatch.context() as patch:
         patch.setattr(again.runner, "session", lambda **_: (_ for _ in ()).throw(Broken("room")))
@@ -134,7 +132,7 @@ def test_a_session_that_cannot_be_made_is_told_and_tried_again(engine, monkeypat
     assert again.generate([5], **SHORT).ids
 
 
-def test_a_cancelled_request_gives_what_it_has(backend, endless):
+def test_a_cancelled_request_returns_its_partial_text(backend, endless):
     generation = backend.stream("the cat", seed=5, **endless)
     tokens = [next(generation) for _ in range(5)]
     assert not generation.done
@@ -148,7 +146,9 @@ def test_a_cancelled_request_gives_what_it_has(backend, endless):
     assert generation.result() is completion and list(generation) == []
 
 
-def test_a_timeout_ends_the_text_as_it_is_also_where_it_waits(engine, endless, monkeypatch):
+def test_a_timeout_ends_running_and_waiting_requests_with_partial_text(
+    engine, endless, monkeypatch
+):
     ahead = [0]
     clock = SimpleNamespace(
         monotonic=lambda: time.monotonic() + ahead[0], perf_counter=time.perf_counter
@@ -165,7 +165,7 @@ def test_a_timeout_ends_the_text_as_it_is_also_where_it_waits(engine, endless, m
     assert completion.finish_reason == "timeout"
 
 
-def test_a_result_that_takes_too_long_is_a_timeout_error_and_goes_on(engine, endless):
+def test_a_slow_result_raises_timeout_error_and_the_request_continues(engine, endless):
     generation = engine.submit([5], **endless)
     with pytest.raises(TimeoutError):
         generation.result(timeout=0.01)
@@ -175,7 +175,7 @@ def test_a_result_that_takes_too_long_is_a_timeout_error_and_goes_on(engine, end
     assert generation.result(timeout=60).ids
 
 
-def test_a_future_that_is_given_up_does_not_end_the_engine(engine, endless):
+def test_an_abandoned_future_does_not_end_the_engine(engine, endless):
     async def give_up(generation):
         with pytest.raises(TimeoutError):
             await asyncio.wait_for(asyncio.wrap_future(generation.future), 0.01)
@@ -199,7 +199,7 @@ def test_an_engine_without_a_thread_tries_again(engine, monkeypatch):
         assert other.submit([5], **SHORT).result(timeout=60).ids
 
 
-def test_a_queue_that_is_full_refuses_and_calls_that_wait_wait(engine, endless):
+def test_a_full_queue_refuses_submit_and_generate_waits(engine, endless):
     small = Engine(engine.model, slots=1, queue_size=2, tokenizer=engine.tokenizer)
     running = [small.submit([5], **endless) for _ in range(3)]
     within_a_minute(lambda: small.stats()["waiting"] == 2)
@@ -213,7 +213,7 @@ def test_a_queue_that_is_full_refuses_and_calls_that_wait_wait(engine, endless):
     assert small.submit([5], **SHORT).result().ids
 
 
-def test_a_closed_engine_refuses_and_what_ran_is_cancelled(engine, endless):
+def test_a_closed_engine_refuses_and_cancels_running_requests(engine, endless):
     others = set(engine_threads())
     with Engine(engine.model, slots=1, queue_size=1) as closing:
         running, waiting = (closing.submit([n], **endless) for n in (5, 6))
@@ -240,7 +240,7 @@ def test_a_closed_engine_refuses_and_what_ran_is_cancelled(engine, endless):
     assert engine_threads() == before
 
 
-def test_an_engine_that_nobody_holds_ends_its_thread(make, endless):
+def test_an_unreferenced_engine_ends_its_thread(make, endless):
     gc.collect()
     before = set(engine_threads())
     left = make()
@@ -256,7 +256,7 @@ def test_an_engine_that_nobody_holds_ends_its_thread(make, endless):
     within_a_minute(lambda: not thread.is_alive())
 
 
-def test_a_generation_that_nobody_holds_is_cancelled(engine, endless):
+def test_an_unreferenced_generation_is_cancelled(engine, endless):
     generation = engine.submit([5], **endless)
     within_a_minute(lambda: engine.stats()["running"] == 1)
     del generation
@@ -308,7 +308,7 @@ PROMPTS = [[n % 50 for n in range(35)] + [n] for n in range(3)] + [[5], [7, 8, 9
 
 
 @pytest.mark.slow
-def test_many_threads_at_a_time_get_what_each_gets_alone(make):
+def test_concurrent_threads_get_the_results_of_solo_runs(make):
     """One in eight requests fails, is cancelled or has no time left, at any moment.
 
     What survives is what it is alone; slots, threads and requests return to what they were.
@@ -397,7 +397,7 @@ def test_a_model_that_trains_meanwhile_is_not_disturbed(engine):
     prompt=st.sampled_from(["the cat", "naïve", "日", "mat. "]),
     ends=st.sampled_from(["length", "cancelled"]),
 )
-def test_the_texts_of_tokens_add_up_at_their_offsets(engine, seed, stop, prompt, ends):
+def test_token_texts_join_at_their_offsets(engine, seed, stop, prompt, ends):
     ids = engine.tokenizer.encode("é語本日ï—")
     options = {"stop": stop, "seed": seed, "temperature": 1.5, "max_new_tokens": 25}
     options["logit_bias"] = dict.fromkeys(ids, 3.0)  # characters of several tokens

@@ -164,7 +164,7 @@ def test_one_matcher_serves_texts_in_any_order(tokenizer):
         assert np.isfinite(alone[tokenizer.eos_token_id]) == bool(re.fullmatch(regex, text))
 
 
-def test_the_model_keeps_its_scores_for_what_is_allowed(tokenizer):
+def test_allowed_tokens_keep_the_models_scores(tokenizer):
     runner = runner_for(tokenizer)
     logits = np.random.default_rng(0).normal(size=runner.config.vocab_size).astype(np.float32)
     scores = constrained(runner, tokenizer, regex="[a-c]x")([1, 2], 2, logits)
@@ -204,12 +204,12 @@ def test_after_a_dead_end_a_matcher_serves_the_next_text():
     ],
     ids=str,
 )
-def test_what_cannot_be_met_is_refused_at_once(tokenizer, constraint):
+def test_unsatisfiable_constraints_are_refused_at_once(tokenizer, constraint):
     with pytest.raises(UserError, match=next(iter(constraint))):
         constrained(runner_for(tokenizer), tokenizer, **constraint)
 
 
-def test_text_that_the_characters_cannot_spell_is_refused():
+def test_text_outside_the_character_vocabulary_is_refused():
     tokenizer = Tokenizer.characters(["abc"])
     with pytest.raises(UserError, match="regex cannot be met"):
         constrained(runner_for(tokenizer), tokenizer, regex="abZ")
@@ -233,7 +233,7 @@ def test_without_the_library_the_extra_is_named(monkeypatch):
         constrained(runner, tokenizer, regex="a")
 
 
-def test_words_that_swallow_blanks_are_refused():
+def test_word_tokenizers_that_drop_blanks_are_refused():
     vocabulary = {"<unk>": 0, "a": 1, "a</w>": 2}
     model = models.BPE(vocabulary, [], unk_token="<unk>", end_of_word_suffix="</w>")
     tokenizer = Tokenizer(lower_case_tokenizer(model))

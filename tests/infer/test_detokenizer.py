@@ -66,7 +66,7 @@ def test_a_text_ends_before_its_earliest_stop_string_however_it_is_divided(text,
 
 
 @given(texts, stop_lists)
-def test_nothing_is_held_back_that_no_stop_string_can_cut_off(text, stops):
+def test_text_that_no_stop_string_can_cut_is_not_held_back(text, stops):
     detokenizer = Detokenizer(Pieces(list(text)), 0, stops)
     for at in range(len(text)):
         detokenizer.push(at)
@@ -81,6 +81,6 @@ def test_nothing_is_held_back_that_no_stop_string_can_cut_off(text, stops):
 
 
 @pytest.mark.parametrize("text", ["ä", "zä"])
-def test_half_a_character_is_told_once_no_token_comes(text):
+def test_half_a_character_is_emitted_at_the_end(text):
     *ids, _ = LETTERS.encode(text)
     assert decode(LETTERS, ids, ()) == (text[:-1] + "\ufffd", False)

@@ -25,7 +25,7 @@ def test_greedy_with_the_cache_equals_greedy_without(engine):
     assert prompt + got.ids == greedy_without_cache(engine.model, prompt, len(got.ids))
 
 
-def test_a_seed_draws_the_same_text_and_the_same_prompt_again_draws_anew(engine):
+def test_a_seed_repeats_the_text_and_no_seed_draws_a_new_one(engine):
     first = engine.generate("the", max_new_tokens=15, seed=1)
     assert engine.generate("the", max_new_tokens=15, seed=1) == first
     assert engine.generate("the", max_new_tokens=15, seed=2) != first
@@ -59,7 +59,7 @@ def test_streamed_tokens_spell_the_text_and_the_result_is_the_completion(engine)
         assert completion.text == engine.tokenizer.decode(new)
 
 
-def test_an_engine_that_only_a_stream_holds_goes_on(engine):
+def test_an_engine_referenced_only_by_a_stream_continues(engine):
     options = {"max_new_tokens": 9, "temperature": 0}
     tokens = list(Engine(engine.model).stream([5, 6], **options))
     assert [token.id for token in tokens] == engine.generate([5, 6], **options).ids
@@ -89,7 +89,7 @@ def test_the_end_of_text_ends_the_completion(engine):
     assert completion.text == ""
 
 
-def test_logprobs_are_the_models_own(engine):
+def test_logprobs_equal_the_models(engine):
     completion = engine.generate([5, 6], max_new_tokens=6, temperature=2.0, top_k=5, seed=0)
     ids = torch.tensor([[5, 6, *completion.ids]])
     expected = engine.model(ids).log_softmax(-1)[0, 1:-1]
@@ -107,7 +107,7 @@ def test_only_the_last_position_is_scored_when_decoding(engine, monkeypatch):
     assert sum(rows for rows, _ in shapes) == 2 * 4, "a row for each token of each text"
 
 
-def test_a_full_context_stops_and_says_so(engine):
+def test_a_full_context_stops_with_its_finish_reason(engine):
     completion = engine.generate([7] * 40, max_new_tokens=100, temperature=0)
     assert completion.finish_reason == "context"
     assert len(completion.ids) == 48 - 40 + 1
@@ -115,7 +115,7 @@ def test_a_full_context_stops_and_says_so(engine):
     assert len(full.ids) == 1 and full.finish_reason == "context"
 
 
-def test_a_sliding_context_goes_on_as_if_begun_from_what_it_still_sees(engine):
+def test_a_sliding_context_continues_as_from_the_tokens_it_still_sees(engine):
     completion = engine.generate([7] * 40, max_new_tokens=30, temperature=0, context_end="slide")
     assert len(completion.ids) == 30 and completion.finish_reason == "length"
     ids = [7] * 40 + completion.ids
@@ -162,7 +162,7 @@ def test_other_precisions_copy_the_model(engine):
     assert rounded.generate("the cat", max_new_tokens=4, temperature=0).ids
 
 
-def test_an_engine_is_made_from_a_directory(engine, tmp_path):
+def test_an_engine_opens_a_directory(engine, tmp_path):
     engine.model.save_pretrained(tmp_path)
     engine.tokenizer.save_pretrained(tmp_path)
     again = Engine(tmp_path)
@@ -208,7 +208,7 @@ def test_mismatched_parts_are_refused(engine, tokenizer, tmp_path):
         Engine(small, "int3")
 
 
-def test_streams_that_are_left_or_interleaved_do_not_disturb_training(engine):
+def test_abandoned_and_interleaved_streams_do_not_disturb_training(engine):
     engine.model.train()
     engine.model.h[0].eval()
     expected = Engine(copy.deepcopy(engine.model).eval()).generate([5, 6], temperature=0)
@@ -228,7 +228,7 @@ def test_rows_beyond_the_tokenizer_are_never_drawn(tokenizer):
     assert max(completion.ids) < len(tokenizer) < 400
 
 
-def test_damaged_weights_are_said_to_be(engine):
+def test_nan_weights_are_reported(engine):
     broken = copy.deepcopy(engine.model)
     with torch.no_grad():
         broken.ln_f.weight[0] = float("nan")
@@ -236,7 +236,7 @@ def test_damaged_weights_are_said_to_be(engine):
         Engine(broken).generate([1, 2])
 
 
-def test_ids_may_come_as_arrays_and_tensors(engine):
+def test_ids_may_be_arrays_and_tensors(engine):
     expected = engine.generate([5, 6, 7], max_new_tokens=3, temperature=0)
     for ids in (np.array([5, 6, 7]), torch.tensor([5, 6, 7])):
         assert engine.generate(ids, max_new_tokens=3, temperature=0) == expected
@@ -254,7 +254,7 @@ def test_a_tensor_of_two_rows_is_two_prompts(engine):
         assert [completion.ids for completion in found] == expected
 
 
-def test_a_config_holds_options_and_words_change_it(engine):
+def test_keywords_override_a_config(engine):
     config = GenerationConfig(max_new_tokens=5, temperature=0)
     expected = engine.generate("the", max_new_tokens=5, temperature=0)
     assert engine.generate("the", config) == expected
@@ -266,7 +266,7 @@ def test_a_config_holds_options_and_words_change_it(engine):
     assert drawn == engine.generate("the", seed=3, max_new_tokens=5)
 
 
-def test_what_a_slot_holds_is_not_read_again_and_the_text_is_the_same(make, backend):
+def test_a_cached_prefix_is_not_read_again_and_the_text_is_the_same(make, backend):
     prompt = [n % 50 for n in range(30)]
     options = {"max_new_tokens": 10, "seed": 1, "top_logprobs": 2}
     for search in ({}, {"num_beams": 3, "seed": None, "top_logprobs": 0}):
@@ -286,7 +286,7 @@ def test_what_a_slot_holds_is_not_read_again_and_the_text_is_the_same(make, back
     assert before["reused_tokens"] == 0
 
 
-def test_a_conversation_reads_only_what_is_new(make, backend):
+def test_a_conversation_reads_only_its_new_tokens(make, backend):
     if backend.backend == "torch":
         pytest.skip("a model that was given may change: nothing is kept between requests")
     chat, ids = make(slots=2), [3, 4, 5]
@@ -301,7 +301,7 @@ def test_a_conversation_reads_only_what_is_new(make, backend):
     assert told["seconds"] > 0 and told["running"] == told["waiting"] == 0
 
 
-def test_a_model_that_is_trained_between_requests_is_read_anew(engine):
+def test_a_model_trained_between_requests_is_read_again(engine):
     model = copy.deepcopy(engine.model)
     changing = Engine(model)
     prompt = [n % 50 for n in range(40)]
@@ -328,12 +328,12 @@ def test_streams_take_one_prompt_not_a_list_of_them(engine):
             ask(None)
 
 
-def test_an_engine_says_what_it_is(backend):
+def test_an_engine_describes_itself(backend):
     said = repr(backend)
     assert "8 slots of 48 positions" in said
     assert ("torch" if backend.backend == "torch" else "kernels") in said
 
 
-def test_what_is_neither_a_model_nor_a_source_is_refused():
+def test_other_objects_than_models_and_sources_are_refused():
     with pytest.raises(UserError, match="neither a GPT"):
         Engine(3)

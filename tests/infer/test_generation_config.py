@@ -132,7 +132,7 @@ def test_numbers_may_come_from_numpy_and_torch():
         ),
     ],
 )
-def test_an_unknown_option_is_answered_with_the_right_one(engine, name, remedy):
+def test_an_unknown_option_names_the_nearest_one(engine, name, remedy):
     config = GenerationConfig()
     for generate in (
         partial(engine.generate, "the"), partial(engine.stream, "the", config),

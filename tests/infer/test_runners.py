@@ -78,7 +78,7 @@ def test_a_run_whose_model_is_packed_is_computed_by_kernels(packed, tmp_path):
     assert Engine(tmp_path / "run").backend == "kernels"
 
 
-def test_a_packed_file_that_is_cut_short_in_use_is_an_error_and_no_dead_process(packed):
+def test_a_packed_file_truncated_in_use_raises_and_does_not_kill_the_process(packed):
     engine = Engine(packed)
     greedy(engine)
     os.truncate(packed / FILE, 4096)
@@ -120,7 +120,7 @@ def test_searches_run_on_kernels(engine, source):
     assert together == [completion.ids for completion in engine.generate(prompts, **slid)]
 
 
-def test_a_packed_directory_has_one_precision_and_says_all_itself(packed):
+def test_a_packed_directory_refuses_other_precisions_and_configs(packed):
     with pytest.raises(UserError, match="packed in int8, not bf16"):
         Engine(packed, "bf16")
     with pytest.raises(UserError, match="says all itself: leave out n_head, resolve"):
@@ -143,7 +143,7 @@ def test_large_plain_models_get_kernels_on_a_cpu(source, monkeypatch):
     assert Engine(source, "fp16").backend == "torch"
 
 
-def test_a_model_stays_with_torch_as_its_weights_may_change(engine, monkeypatch):
+def test_a_model_in_memory_is_computed_by_torch(engine, monkeypatch):
     monkeypatch.setattr(runners, "LARGE", 1000)
     assert Engine(engine.model).backend == "torch"
     assert Engine(engine.model, "fp32", backend="kernels").backend == "kernels"

@@ -60,7 +60,7 @@ def as_transformers(processors, seen, logits):
     min_p=st.sampled_from([None, 0.05, 0.5]),
     penalty=st.sampled_from([1.0, 1.3, 0.8]),
 )
-def test_scores_are_those_of_transformers(seed, temperature, top_k, top_p, min_p, penalty):
+def test_scores_match_transformers(seed, temperature, top_k, top_p, min_p, penalty):
     logits = random_logits(seed)
     seen = generator(seed).integers(60, size=7).tolist()
     config = GenerationConfig(
@@ -96,7 +96,7 @@ def test_a_large_vocabulary_is_filtered_as_in_transformers(options, sharpness):
 
 
 @pytest.mark.parametrize(("n", "expected"), [(0, 4), (1, 2), (3, 4), (1e-3, 1)])
-def test_top_n_sigma_keeps_what_llama_cpp_keeps(n, expected):
+def test_top_n_sigma_matches_llama_cpp(n, expected):
     logits = np.array([*np.log([0.4, 0.3, 0.2, 0.1]), -np.inf], np.float32)
     for temperature in (1.0, 0.1):
         config = GenerationConfig(top_n_sigma=n, temperature=temperature)
@@ -113,7 +113,7 @@ def test_logit_bias_equals_transformers(seed):
     np.testing.assert_allclose(biased, expected, rtol=1e-6)
 
 
-def test_presence_and_frequency_count_what_was_generated_and_not_the_prompt():
+def test_presence_and_frequency_penalties_count_generated_tokens_only():
     logits = np.zeros(8, np.float32)
     config = GenerationConfig(presence_penalty=0.5, frequency_penalty=0.25)
     scores = adjust_logits(config, logits, [1, 2, 3, 3, 4], n_prompt=2)
@@ -125,7 +125,7 @@ def sequence(prompt, size=4, **options):
     return SequenceState(prompt, GenerationConfig(**options), model=model)
 
 
-def test_processors_come_first_and_see_the_text_and_the_prompts_length():
+def test_processors_run_first_and_see_the_text_and_prompt_length():
     def only_after_the_prompt(ids, n_prompt, logits):
         return logits if len(ids) > n_prompt else np.where(np.arange(4) == 2, logits, -np.inf)
 
@@ -137,7 +137,7 @@ def test_processors_come_first_and_see_the_text_and_the_prompts_length():
         text.append(found, logits)
 
 
-def test_a_processor_may_change_what_it_is_given_and_must_return_as_much():
+def test_a_processor_may_modify_its_input_and_must_keep_its_shape():
     def in_place(ids, n_prompt, logits):
         logits[1] = -np.inf
         return logits.tolist()
@@ -159,7 +159,7 @@ def test_draws_follow_the_models_distribution(options):
     np.testing.assert_allclose(np.bincount(draws, minlength=5) / 4000, expected, atol=0.025)
 
 
-def test_a_draw_takes_one_number_and_greedy_text_takes_none():
+def test_a_draw_uses_one_random_number_and_greedy_none():
     drawn = np.random.Generator(np.random.PCG64([4, 0])).random(3).tolist()
     text = sequence([1], size=60, seed=4, top_k=3)
     assert [text.sampling_input(random_logits(0)).uniform for _ in range(3)] == drawn
@@ -175,7 +175,7 @@ def test_a_temperature_near_zero_is_greedy(temperature):
 
 
 @pytest.mark.parametrize("damage", [math.nan, math.inf])
-def test_scores_that_are_no_numbers_are_said_to_be(damage):
+def test_nan_scores_are_reported(damage):
     logits = np.array([0.5, damage, -1.0], np.float32)
     with pytest.raises(UserError, match="not numbers"):
         chosen(GenerationConfig(), logits)

@@ -40,7 +40,7 @@ def add(running, engine, prompt, **options):
 
 @pytest.mark.parametrize("options", [{"temperature": 0}, {"seed": 7}])
 @pytest.mark.parametrize("budget", [{}, {"alone": 4, "beside": 3}], ids=str)
-def test_requests_that_come_at_any_step_give_what_they_give_alone(engine, options, budget):
+def test_requests_at_any_step_give_the_results_of_solo_runs(engine, options, budget):
     running = scheduler(engine, **budget)
     requests = []
     for prompt in PROMPTS:
@@ -101,7 +101,7 @@ def test_a_long_text_that_is_scored_does_not_hold_up_a_completion(engine):
     assert steps <= 10 and not scoring.has_ended
 
 
-def test_prompts_that_came_together_are_read_before_the_first_of_their_texts_goes_on(engine):
+def test_prompts_of_one_call_are_read_before_any_is_decoded(engine):
     running = scheduler(engine, alone=30)
     first, second = (add(running, engine, [n] * 30, temperature=0) for n in (1, 2))
     running.step()
@@ -139,7 +139,7 @@ def test_cancelling_frees_the_slot_at_once(engine):
     assert running.pool.free == [0]
 
 
-def test_one_request_whose_logits_are_no_numbers_ends_alone(engine):
+def test_a_request_with_nan_logits_ends_alone(engine):
     def damaged(ids, n_prompt, logits):
         return logits * float("nan") if len(ids) > n_prompt else logits
 
@@ -178,7 +178,7 @@ def test_a_request_waits_for_another_that_reads_the_same_long_prefix(engine, rea
         assert each.result.ids == alone.ids
 
 
-def test_while_a_prefix_is_read_others_pass_but_nobody_takes_the_slot_that_waits_for_it(engine):
+def test_others_run_while_a_prefix_is_read_and_its_slot_stays_reserved(engine):
     prompt = [n % 50 for n in range(MIN_SHARED + 10)]
     running = scheduler(engine, slots=3, beside=4)
     decoding = add(running, engine, [3], temperature=0)
@@ -200,7 +200,7 @@ def test_while_a_prefix_is_read_others_pass_but_nobody_takes_the_slot_that_waits
     assert running.counts["reused_tokens"] == len(prompt)
 
 
-def test_a_long_text_is_not_cut_for_a_short_match_while_a_slot_that_holds_less_is_free(engine):
+def test_a_long_cached_text_is_not_cut_for_a_short_match_if_another_slot_is_free(engine):
     running = scheduler(engine, slots=2)
     for prompt in ([*range(20)], [0, 1, 2, 30], [*range(21)]):
         add(running, engine, prompt, max_new_tokens=1)
@@ -209,7 +209,7 @@ def test_a_long_text_is_not_cut_for_a_short_match_while_a_slot_that_holds_less_i
     assert running.counts["reused_tokens"] == 3 + 20
 
 
-def test_a_free_slot_that_holds_most_of_a_prompt_is_taken_and_else_the_oldest(engine, reads):
+def test_the_free_slot_with_the_longest_prefix_is_taken_else_the_oldest(engine, reads):
     running = scheduler(engine, slots=2)
     for prompt, n_read in (([1, 2, 3], 3), ([4, 5], 2), ([1, 2, 9], 1), ([1, 2, 9], 1), ([6], 1)):
         reads.clear()
@@ -219,7 +219,7 @@ def test_a_free_slot_that_holds_most_of_a_prompt_is_taken_and_else_the_oldest(en
     assert sorted(running.pool.cached_ids) == [[1, 2, 9], [6]]
 
 
-def test_the_slots_hold_what_the_pool_says(engine):
+def test_the_slots_match_the_pools_records(engine):
     running = scheduler(engine, slots=3)
     for number, prompt in enumerate(PROMPTS * 3):
         add(running, engine, prompt, seed=number, context_end="slide", max_new_tokens=40)
@@ -229,7 +229,7 @@ def test_the_slots_hold_what_the_pool_says(engine):
     assert sorted(running.pool.free) == [0, 1, 2]
 
 
-def test_what_cannot_be_chosen_from_ends_with_the_error_of_its_own(engine):
+def test_logits_without_a_choice_end_their_request_with_its_error(engine):
     running = scheduler(engine)
     nothing = dict.fromkeys(range(engine.runner.config.vocab_size), -float("inf"))
     added = add(running, engine, [1], logit_bias=nothing)
@@ -237,7 +237,7 @@ def test_what_cannot_be_chosen_from_ends_with_the_error_of_its_own(engine):
     assert isinstance(added.error, UserError) and "no token is left" in str(added.error)
 
 
-def test_memory_is_asked_for_what_requests_may_fill_before_they_begin(engine, monkeypatch):
+def test_memory_is_checked_for_a_request_before_it_begins(engine, monkeypatch):
     wide = Engine(engine.model, slots=4, tokenizer=engine.tokenizer)
     position = wide.runner.session(n_slots=1, capacity=1).position_bytes
     monkeypatch.setattr("tiedgpt.infer.session.free_memory", lambda: 20 * position)

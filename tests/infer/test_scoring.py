@@ -15,7 +15,7 @@ def logprobs(model, ids):
     return table.gather(1, torch.tensor(ids[1:])[:, None])[:, 0].tolist()
 
 
-def test_a_text_is_scored_as_the_model_scores_it(engine):
+def test_scores_of_a_text_equal_the_models(engine):
     ids = engine.tokenizer.encode("the cat sat on the mat. the dog ate")
     scored = engine.score("the cat sat on the mat. the dog ate")
     assert scored.ids == ids
@@ -25,7 +25,7 @@ def test_a_text_is_scored_as_the_model_scores_it(engine):
     assert scored.perplexity == pytest.approx(math.exp(-sum(expected) / len(expected)), rel=1e-4)
 
 
-def test_a_long_text_is_scored_in_windows_of_which_half_is_seen_again(engine):
+def test_a_long_text_is_scored_in_half_overlapping_windows(engine):
     ids = torch.randint(250, (131,), generator=torch.Generator().manual_seed(0)).tolist()
     got = engine.score(ids).logprobs
     assert len(got) == 130
@@ -41,7 +41,7 @@ def test_every_token_after_the_first_is_scored_once(engine, length):
     assert len(engine.score([3] * length).logprobs) == length - 1
 
 
-def test_a_list_gives_a_list_and_one_token_is_too_little(backend):
+def test_a_list_gives_a_list_and_one_token_is_refused(backend):
     texts = [[1, 2, 3], "the cat", list(range(100))]
     for together, text in zip(backend.score(texts), texts, strict=True):
         alone = backend.score(text)
@@ -129,7 +129,7 @@ def test_prompt_logprobs_are_the_scores_of_the_prompt_over_all_rows(tokenizer):
         assert completion.logprobs == pytest.approx(expected, abs=1e-5)
 
 
-def test_rows_that_stand_for_no_token_outrank_nobody(tokenizer, make):
+def test_rows_without_a_token_outrank_no_token(tokenizer, make):
     torch.manual_seed(0)
     config = GPTConfig(
         vocab_size=len(tokenizer) + 30, n_positions=16, n_embd=32, n_layer=1, n_head=2

@@ -71,7 +71,7 @@ def test_beams_are_at_least_as_likely_as_greedy_text(engine):
     ],
     ids=str,
 )
-def test_streamed_pieces_are_the_text(engine, options):
+def test_streamed_pieces_join_to_the_text(engine, options):
     text, completion = streamed(engine, "the cat", max_new_tokens=20, **options)
     assert completion == engine.generate("the cat", max_new_tokens=20, **options)
     assert text == completion.text
@@ -87,7 +87,7 @@ def test_streamed_pieces_are_the_text(engine, options):
     ],
     ids=str,
 )
-def test_every_search_keeps_to_the_constraint(engine, options):
+def test_every_search_follows_the_constraint(engine, options):
     completions = engine.generate(
         ["the", "cat", "the"], regex="(cat ?|dog,){2,4}", max_new_tokens=40, **options
     )
@@ -104,7 +104,7 @@ def test_json_can_be_read(engine):
         assert type(json.loads(completion.text)["age"]) is int
 
 
-def test_logprobs_under_a_constraint_are_the_models_own_over_all_its_rows(engine):
+def test_logprobs_under_a_constraint_are_the_models_over_all_rows(engine):
     bound = engine.generate("the", regex="(cat|dog)+", seed=1, max_new_tokens=12)
     prompt = engine.tokenizer.encode("the")
     with torch.no_grad():
@@ -135,7 +135,7 @@ def test_a_constraint_needs_a_tokenizer(engine):
         Engine(engine.model).generate([1, 2], regex="a")
 
 
-def test_prompts_under_one_constraint_give_together_what_each_gives_alone(engine):
+def test_prompts_under_one_constraint_give_the_results_of_solo_runs(engine):
     prompts = ["the cat", "sat", "2026", "the dog sat on the"]
     options = {"regex": "[a-z ]{12,20}", "seed": 3, "max_new_tokens": 30}
     together = engine.generate(prompts, **options)
@@ -144,7 +144,7 @@ def test_prompts_under_one_constraint_give_together_what_each_gives_alone(engine
     assert len({completion.text for completion in together}) == 4
 
 
-def test_a_sliding_context_keeps_to_the_constraint(engine):
+def test_a_sliding_context_follows_the_constraint(engine):
     completion = engine.generate(
         "the cat", regex="((cat|dog),){20,30}", context_end="slide", max_new_tokens=200, seed=1
     )
@@ -153,7 +153,7 @@ def test_a_sliding_context_keeps_to_the_constraint(engine):
 
 
 @pytest.mark.parametrize("options", [{"num_beams": 2}, {}])
-def test_where_every_token_is_ruled_out_it_is_said(engine, options):
+def test_an_error_says_that_every_token_is_excluded(engine, options):
     nothing = dict.fromkeys(range(engine.runner.config.vocab_size), -math.inf)
     with pytest.raises(UserError, match="no token is left"):
         engine.generate("a", logit_bias=nothing, max_new_tokens=3, **options)

@@ -19,7 +19,7 @@ def model():
 
 @pytest.mark.parametrize("windows", [None, (0, 5)])
 @pytest.mark.parametrize("seed", [0, 1])
-def test_any_reads_cuts_and_copies_score_as_the_whole_sequence_does(windows, seed):
+def test_any_reads_cuts_and_copies_score_like_the_whole_sequence(windows, seed):
     torch.manual_seed(seed)
     config = GPTConfig(
         vocab_size=97, n_positions=40, n_embd=32, n_layer=2, n_head=4, attention_windows=windows
@@ -59,7 +59,7 @@ def test_any_reads_cuts_and_copies_score_as_the_whole_sequence_does(windows, see
         assert session.lengths == [len(ids) for ids in held]
 
 
-def test_what_does_not_fit_is_refused_before_memory_is_taken(model):
+def test_requests_that_do_not_fit_are_refused_before_allocation(model):
     huge = GPTConfig(vocab_size=97, n_positions=1 << 20, n_embd=32, n_layer=2, n_head=4)
     model.config = huge
     with pytest.raises(NoRoomError, match="GB are free"):

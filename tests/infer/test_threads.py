@@ -36,13 +36,13 @@ def torchs(engine, monkeypatch):
 
 
 @pytest.mark.parametrize("threads", [0, -1, 257, 1.0, "2", True])
-def test_what_is_no_number_of_threads_is_refused_whatever_computes(engine, packed, threads):
+def test_an_invalid_number_of_threads_is_refused_by_every_runner(engine, packed, threads):
     for source in (engine.model, packed):
         with pytest.raises(UserError, match="threads must be an integer from 1 to 256"):
             Engine(source, threads=threads)
 
 
-def test_kernels_compute_the_same_on_as_many_threads_as_are_asked_for(packed):
+def test_kernels_compute_the_same_on_the_requested_threads(packed):
     assert Engine(packed).runner.threads == default_threads()
     several, one = Engine(packed, threads=np.int64(3)), Engine(packed, threads=1)
     assert (several.runner.threads, one.runner.threads) == (3, 1)
@@ -54,7 +54,7 @@ def test_kernels_compute_the_same_on_as_many_threads_as_are_asked_for(packed):
     assert stream.result().text == one.generate("the cat", max_new_tokens=12, temperature=0).text
 
 
-def test_by_default_a_process_computes_on_the_cores_that_it_may_use(monkeypatch):
+def test_by_default_a_process_uses_the_cores_of_its_affinity(monkeypatch):
     monkeypatch.setattr(os, "sched_getaffinity", lambda _: {0, 5}, raising=False)
     assert default_threads() == 2
     monkeypatch.setattr(os, "sched_getaffinity", lambda _: set(range(64)))
@@ -62,7 +62,7 @@ def test_by_default_a_process_computes_on_the_cores_that_it_may_use(monkeypatch)
     assert check_threads(64) == 64
 
 
-def test_torch_computes_on_threads_of_the_engines_and_has_its_own_number_after(engine, torchs):
+def test_torch_uses_the_engines_threads_and_its_number_is_restored(engine, torchs):
     own = torch.get_num_threads()
     asked = Engine(engine.model, tokenizer=engine.tokenizer, threads=own + 2)
     assert (asked.backend, asked.model) == ("torch", engine.model)
@@ -79,7 +79,7 @@ def test_torch_computes_on_threads_of_the_engines_and_has_its_own_number_after(e
     assert torch.get_num_threads() == own
 
 
-def test_torch_computes_on_what_the_thread_that_asks_has_set(engine, torchs):
+def test_torch_uses_the_number_of_threads_of_the_calling_thread(engine, torchs):
     own = torch.get_num_threads()
     engine.generate([5], max_new_tokens=2)
     try:
@@ -90,7 +90,7 @@ def test_torch_computes_on_what_the_thread_that_asks_has_set(engine, torchs):
     assert set(torchs) == {own, own + 1}
 
 
-def test_torchs_number_is_put_back_when_several_have_used_others():
+def test_torchs_number_of_threads_is_restored_after_several_engines():
     own = torch.get_num_threads()
     inside, leave = threading.Event(), threading.Event()
 

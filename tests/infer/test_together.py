@@ -23,7 +23,7 @@ def crowded(request, make):
 
 
 @pytest.mark.parametrize("search", SEARCHES)
-def test_prompts_give_together_what_each_gives_alone(backend, crowded, search):
+def test_prompts_give_the_results_of_solo_runs(backend, crowded, search):
     options = {"max_new_tokens": 12, **SEARCHES[search]}
     exact = backend.backend == "kernels"
     alone = [backend.generate(prompt, **options) for prompt in PROMPTS]
@@ -48,7 +48,7 @@ def test_searches_of_every_kind_run_side_by_side(backend):
 
 
 @pytest.mark.parametrize(("search", "width"), [("beams", 3), ("greedy", 1)])
-def test_the_weights_are_read_once_a_step_for_all(engine, reads, search, width):
+def test_the_weights_are_read_once_per_step_for_all_requests(engine, reads, search, width):
     quiet = {"logit_bias": {engine.tokenizer.eos_token_id: -float("inf")}}
     options = {"max_new_tokens": 9, **SEARCHES[search], **quiet}
     prompts = [[7, 8, 9], [4, 5, 6], [1, 2, 3], [3, 2, 1]]

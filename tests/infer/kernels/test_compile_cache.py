@@ -49,7 +49,7 @@ EXPECTED = [[-2, -3.5, -5], [-6.5, -8, -9.5]]
 
 
 @pytest.mark.parametrize("linker", ["cc", "no such compiler"])
-def test_machine_code_is_kept_and_loaded_with_and_without_a_linker(
+def test_machine_code_is_cached_and_loaded_with_and_without_a_linker(
     kernel, monkeypatch, tmp_path, linker
 ):
     monkeypatch.setattr(compilation, "LINKER", linker)
@@ -74,7 +74,7 @@ def test_a_damaged_file_is_compiled_again(kernel, tmp_path):
 
 
 @pytest.mark.parametrize("suffix", [".so", ".o"])
-def test_a_file_that_cannot_be_loaded_is_passed_over(kernel, tmp_path, suffix):
+def test_an_unloadable_file_is_skipped(kernel, tmp_path, suffix):
     weigh(kernel())
     (file,) = tmp_path.iterdir()
     file.unlink()
@@ -84,7 +84,7 @@ def test_a_file_that_cannot_be_loaded_is_passed_over(kernel, tmp_path, suffix):
     assert weigh(kernel()) == EXPECTED
 
 
-def test_a_cache_beside_the_working_directory_is_used(kernel, tmp_path, monkeypatch):
+def test_a_cache_in_the_working_directory_is_used(kernel, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("NUMBA_CACHE_DIR", ".")
     weigh(kernel())
@@ -92,9 +92,7 @@ def test_a_cache_beside_the_working_directory_is_used(kernel, tmp_path, monkeypa
     assert weigh(kernel()) == EXPECTED
 
 
-def test_kernels_that_cannot_be_kept_are_compiled_for_the_process_and_it_is_said(
-    kernel, monkeypatch
-):
+def test_uncacheable_kernels_are_compiled_for_the_process_with_a_warning(kernel, monkeypatch):
     def full(*_):
         raise OSError(errno.ENOSPC, "No space left on device")
 
@@ -103,7 +101,7 @@ def test_kernels_that_cannot_be_kept_are_compiled_for_the_process_and_it_is_said
         assert weigh(kernel()) == EXPECTED
 
 
-def test_what_machine_code_depends_on_names_the_file(monkeypatch):
+def test_the_cache_file_is_named_after_the_dependencies_of_machine_code(monkeypatch):
     digests = set()
     for name, value in [("NUMBA_CPU_NAME", ""), ("NUMBA_CPU_NAME", "generic"), ("X", "y")]:
         monkeypatch.setenv(name, value)
@@ -119,7 +117,7 @@ def test_arrays_with_gaps_and_numba_disabled_are_refused(kernel, monkeypatch):
         weigh(kernel())
 
 
-def test_kept_kernels_are_run_without_numba():
+def test_cached_kernels_run_without_numba():
     program = (
         "import sys, numpy as np\n"
         "from tiedgpt.infer.kernels.sampling import score_targets\n"

@@ -23,7 +23,7 @@ def logits(packed, ids=IDS):
 
 @pytest.mark.parametrize("form", PRECISIONS)
 @pytest.mark.parametrize("changes", [{}, {"norm": "post"}, {"n_embd": 69, "n_head": 3}])
-def test_what_a_cache_held_before_does_not_matter(form, changes):
+def test_former_contents_of_a_cache_do_not_matter(form, changes):
     packed = pack_gpt(made(attention_windows=(0, 3), **changes), form)
     session = PackedRunner(packed, threads=2).session(n_slots=2, capacity=24)
     for array in session._cache:
@@ -46,7 +46,7 @@ def test_attention_with_enormous_scores_takes_the_largest(size):
 
 @pytest.mark.parametrize("form", PRECISIONS)
 @pytest.mark.parametrize("norm", ["pre", "post"])
-def test_activations_that_are_no_numbers_show_in_the_scores_and_are_not_kept(form, norm):
+def test_nan_activations_reach_the_scores_and_are_not_cached(form, norm):
     packed = pack_gpt(made(norm=norm), form)
     right = logits(packed)
     packed.arrays["wpe"][3, :32] = np.nan
@@ -60,7 +60,7 @@ def test_activations_that_are_no_numbers_show_in_the_scores_and_are_not_kept(for
     assert np.isfinite(got).all()
 
 
-def test_a_cpu_is_taken_to_have_what_numba_compiles_for():
+def test_the_assumed_cpu_features_are_those_numba_compiles_for():
     code = "from tiedgpt.infer.kernels import simd; print(simd.BYTE_CLASS, simd.HAS_DOT16)"
     classes = (
         ({"NUMBA_CPU_NAME": "generic"}, b"plain"),

@@ -15,7 +15,7 @@ APART = {"fp32": 2e-6, "bf16": 1e-2, "int8": 3e-2, "int4": 3e-2}
 
 @pytest.mark.parametrize("form", PRECISIONS)
 @pytest.mark.parametrize("name", ARCHITECTURES)
-def test_every_architecture_in_every_form(name, form):
+def test_every_architecture_matches_in_every_precision(name, form):
     model = made(**ARCHITECTURES[name])
     packed = pack_gpt(model, form)
     ids = torch.randint(97, (3, 24), generator=torch.Generator().manual_seed(3))
@@ -31,7 +31,7 @@ def test_every_architecture_in_every_form(name, form):
             torch.testing.assert_close(torch.from_numpy(read[0]), model(ids)[0], atol=1e-4, rtol=0)
 
 
-def test_a_form_is_compiled_once_for_all_models():
+def test_a_precision_is_compiled_once_for_all_models():
     for form in PRECISIONS:
         for name in ("GPT-2", "untied", "GPT-1"):
             packed = pack_gpt(made(**ARCHITECTURES[name]), form)

@@ -56,7 +56,7 @@ def test_any_number_of_threads_gives_the_same_bits(form):
 
 
 @pytest.mark.parametrize("form", ["fp32", "int8"])
-def test_any_reads_cuts_and_copies_score_as_a_fresh_text_does(form):
+def test_any_reads_cuts_and_copies_score_like_a_fresh_text(form):
     kernels = runner(form)
     session, fresh = (
         kernels.session(n_slots=3, capacity=24),
@@ -106,7 +106,7 @@ def test_impossible_reads_are_refused_and_change_nothing(slots, ids, says):
     assert session.read([], []) == []
 
 
-def test_what_a_slot_has_not_is_not_made_by_a_cut():
+def test_a_cut_beyond_the_slots_length_is_refused():
     session = runner("fp32").session(n_slots=1, capacity=8)
     session.read([0], [[1, 2]])
     session.truncate(0, 5)
@@ -117,7 +117,7 @@ def test_what_a_slot_has_not_is_not_made_by_a_cut():
         session.truncate(0, 9)
 
 
-def test_room_that_is_impossible_is_refused_before_it_is_taken():
+def test_impossible_memory_is_refused_before_allocation():
     kernels = runner("int8")
     for slots, capacity in ((0, 4), (1, 0), (1, 25)):
         with pytest.raises(UserError, match="1 to 24"):

@@ -66,9 +66,7 @@ def peaked(seed, size, sharpness=1.0):
     min_p=st.sampled_from([None, 0.0, 0.05, 1.0]),
     top_n_sigma=st.sampled_from([None, 0.0, 0.5, 2.0]),
 )
-def test_filters_and_draw_are_those_of_plain_numpy(
-    seed, size, sharpness, ruled_out, uniform, **options
-):
+def test_filters_and_draws_match_plain_numpy(seed, size, sharpness, ruled_out, uniform, **options):
     logits = peaked(seed, size, sharpness)
     out = np.random.default_rng(seed + 1).random(size) < ruled_out
     logits[out & (np.arange(size) != seed % size)] = -np.inf
@@ -87,7 +85,7 @@ def test_filters_and_draw_are_those_of_plain_numpy(
     bias=st.dictionaries(st.integers(0, 59), st.sampled_from([-math.inf, -3.0, 4.5]), max_size=9),
     top_k=st.sampled_from([None, 5]),
 )
-def test_bias_and_penalties_are_those_of_plain_numpy(seed, bias, **options):
+def test_bias_and_penalties_match_plain_numpy(seed, bias, **options):
     logits, generator = peaked(seed, 60, 3.0), np.random.default_rng(seed)
     seen, n_prompt = generator.integers(60, size=seed % 40), seed % 7
     n_prompt = min(n_prompt, len(seen))
@@ -111,7 +109,7 @@ def test_bias_and_penalties_are_those_of_plain_numpy(seed, bias, **options):
     mass=st.floats(0.01, 0.99),
     uniform=st.floats(1e-5, 1 - 1e-5),
 )
-def test_of_equal_tokens_at_the_edge_of_top_p_the_first_are_kept(seed, size, kinds, mass, uniform):
+def test_top_p_keeps_the_first_of_equal_tokens_at_its_edge(seed, size, kinds, mass, uniform):
     logits = np.random.default_rng(seed).integers(kinds, size=size).astype(np.float32) / 2
     p = np.exp(logits.astype(np.float64))
     order = np.lexsort((np.arange(size), -logits))
@@ -125,7 +123,7 @@ def test_of_equal_tokens_at_the_edge_of_top_p_the_first_are_kept(seed, size, kin
     assert chosen(logits, uniform, top_p=mass)[0] in allowed
 
 
-def test_top_k_keeps_all_that_equal_the_kth():
+def test_top_k_keeps_all_ties_of_the_kth():
     logits = np.zeros(1000, np.float32)
     logits[::100] = 1
     found = {chosen(logits, u, top_k=3)[0] for u in np.linspace(0, 0.999, 40)}
@@ -153,7 +151,7 @@ def mixed(i, size):
 
 
 @pytest.mark.parametrize("size", [97, 5_003])
-def test_a_row_is_the_same_bits_alone_in_any_batch_and_on_any_number_of_threads(size):
+def test_a_row_has_the_same_bits_alone_in_any_batch_and_with_any_threads(size):
     rows = [mixed(i, size) for i in range(24)]
     alone = [sampling.sample(pool, [row])[0] for row in rows]
     assert all(one.token >= 0 for one in alone)
@@ -183,7 +181,7 @@ def test_rows_beyond_the_tokens_count_for_log_p_and_are_never_drawn(temperature)
 
 
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
-def test_rows_without_a_choice_say_why_and_the_others_are_chosen(temperature):
+def test_rows_without_a_choice_report_the_reason_and_others_are_sampled(temperature):
     logits = np.zeros((6, 70), np.float32)
     logits[0] = -np.inf
     logits[1, 5] = np.nan
@@ -213,7 +211,7 @@ def test_targets_have_the_log_p_and_the_rank_of_a_sort(seed, size, ties):
         assert logprob == pytest.approx(float(row[target]) - log_normalizer(row), abs=1e-5)
 
 
-def test_at_an_enormous_temperature_all_tokens_that_are_left_are_as_likely():
+def test_at_an_enormous_temperature_the_remaining_tokens_are_equally_likely():
     logits = peaked(1, 40, 20.0)
     logits[::4] = -np.inf
     tokens = [chosen(logits, (i + 0.5) / 30, temperature=1e300)[0] for i in range(30)]
@@ -221,14 +219,14 @@ def test_at_an_enormous_temperature_all_tokens_that_are_left_are_as_likely():
 
 
 @pytest.mark.parametrize("uniform", [0.0, 1 - 2**-53])
-def test_what_is_ruled_out_is_not_drawn_at_the_ends_either(uniform):
+def test_excluded_tokens_are_not_drawn_at_the_ends(uniform):
     logits = np.zeros(100, np.float32)
     logits[[*range(20), *range(70, 100)]] = -np.inf
     for options in ({}, {"top_k": 60}, {"top_p": 0.999999}, {"temperature": 0.3}):
         assert chosen(logits, uniform, **options)[0] == (69 if uniform else 20)
 
 
-def test_no_rows_are_no_tokens():
+def test_zero_rows_give_zero_tokens():
     assert sampling.sample(pool, []) == []
     assert score_targets(pool, [], []) == ([], [])
 
@@ -236,7 +234,7 @@ def test_no_rows_are_no_tokens():
 @pytest.mark.parametrize(
     "options", [{"seen": [60], "presence_penalty": 1.0}, {"logit_bias": {70: 1.0}}]
 )
-def test_ids_of_no_row_are_refused(options):
+def test_ids_without_a_row_are_refused(options):
     with pytest.raises(UserError, match="outside the 60 logits"):
         chosen(peaked(1, 60), 0.5, **options)
 
@@ -251,7 +249,7 @@ def test_ids_of_no_row_are_refused(options):
     ],
     ids=str,
 )
-def test_a_session_chooses_as_the_reference_does(options):
+def test_a_session_samples_like_the_reference(options):
     session = PackedRunner(pack_gpt(made(), "fp32"), threads=2).session(n_slots=3, capacity=24)
     config = GenerationConfig(**options)
     seen = [[1, 2, 3], [4], [5, 6]]

@@ -30,7 +30,7 @@ def steps(runner):
     return np.concatenate([session.read([0], [[token]])[0].copy() for token in IDS])
 
 
-def test_a_helper_that_comes_late_to_a_step_changes_nothing(runner, expected, monkeypatch):
+def test_a_late_helper_thread_changes_nothing(runner, expected, monkeypatch):
     done = []
 
     def noted(step, me):
@@ -48,7 +48,7 @@ def test_a_helper_that_comes_late_to_a_step_changes_nothing(runner, expected, mo
 
 
 @pytest.mark.parametrize("when", ["before", "after"])
-def test_an_interrupted_read_is_not_held_and_the_session_goes_on(
+def test_an_interrupted_read_is_discarded_and_the_session_continues(
     runner, expected, monkeypatch, when
 ):
     session, compiled = runner.session(n_slots=1, capacity=24), Step.__call__
@@ -120,7 +120,7 @@ def test_a_helper_that_fails_serves_the_next_step(runner, expected, monkeypatch)
 
 
 @pytest.mark.parametrize("error", [MemoryError, RuntimeError])
-def test_a_caller_that_fails_raises_and_the_session_goes_on(runner, expected, monkeypatch, error):
+def test_a_failing_caller_raises_and_the_session_continues(runner, expected, monkeypatch, error):
     session, compiled = runner.session(n_slots=1, capacity=24), Step.__call__
     session.read([0], [IDS[:4]])
     main = threading.current_thread()
@@ -139,7 +139,7 @@ def test_a_caller_that_fails_raises_and_the_session_goes_on(runner, expected, mo
     np.testing.assert_array_equal(got, expected[4:])
 
 
-def test_without_threads_of_the_systems_the_caller_computes_alone(runner, expected, monkeypatch):
+def test_the_caller_computes_alone_where_no_thread_starts(runner, expected, monkeypatch):
     def none_left(thread):
         raise RuntimeError("can't start new thread")
 
@@ -149,7 +149,7 @@ def test_without_threads_of_the_systems_the_caller_computes_alone(runner, expect
 
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="the system has no fork")
 @pytest.mark.filterwarnings("ignore:.*multi-threaded.*fork:DeprecationWarning")
-def test_after_a_fork_the_child_goes_on_with_helpers_of_its_own(runner, expected, monkeypatch):
+def test_a_forked_child_continues_with_its_own_helpers(runner, expected, monkeypatch):
     session = runner.session(n_slots=1, capacity=24)
     session.read([0], [IDS[:4]])
     child = os.fork()
@@ -166,7 +166,7 @@ def test_after_a_fork_the_child_goes_on_with_helpers_of_its_own(runner, expected
     np.testing.assert_array_equal(got, expected[4:])
 
 
-def test_sessions_of_one_runner_run_in_threads_of_their_own(runner, expected):
+def test_sessions_of_one_runner_run_in_separate_threads(runner, expected):
     got = {}
     threads = [
         threading.Thread(target=lambda i=i: got.update({i: steps(runner)})) for i in range(3)
@@ -179,7 +179,7 @@ def test_sessions_of_one_runner_run_in_threads_of_their_own(runner, expected):
         np.testing.assert_array_equal(logits, expected)
 
 
-def test_helpers_that_never_come_are_not_waited_for(expected, monkeypatch):
+def test_missing_helpers_are_not_waited_for(expected, monkeypatch):
     monkeypatch.setattr(threading.Thread, "run", lambda thread: None)
     alone = PackedRunner(pack_gpt(made(), "fp32"), threads=3)
     session = alone.session(n_slots=1, capacity=24)
