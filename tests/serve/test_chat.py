@@ -42,7 +42,7 @@ def reply(engine):
 BODY = {"messages": MESSAGES, "temperature": 0, "max_completion_tokens": 8}
 
 
-def test_a_reply_is_the_engines(client, reply):
+def test_a_reply_equals_the_engines(client, reply):
     answer = client.post(PATH, json=BODY | {"logprobs": True, "top_logprobs": 2}).json()
     (choice,) = answer["choices"]
     assert answer["object"] == "chat.completion"
@@ -53,7 +53,7 @@ def test_a_reply_is_the_engines(client, reply):
     assert all(len(token["top_logprobs"]) == 2 for token in content)
 
 
-def test_a_streamed_reply_adds_up(client, reply):
+def test_streamed_pieces_join_to_the_reply(client, reply):
     body = BODY | {"stream": True, "logprobs": True}
     with client.stream("POST", PATH, json=body) as response:
         chunks = [chunk["choices"][0] for chunk in events(response)]
@@ -87,7 +87,7 @@ def test_fields_without_effect_are_accepted(client, reply):
     assert refused(client, path=PATH, **BODY, tool_choice="auto")["param"] == "tool_choice"
 
 
-def test_a_max_tokens_above_the_context_is_answered_with_the_largest_allowed(client):
+def test_a_max_tokens_above_the_context_names_the_largest_allowed(client):
     error = refused(client, path=PATH, **BODY | {"max_completion_tokens": 256})
     largest = int(re.search("at most ([0-9]+), got 256", error["message"])[1])
     assert error["param"] == "max_tokens"

@@ -48,7 +48,7 @@ def test_the_openai_client_lists_models_and_embeds(client):
     assert sum(x * x for x in embedded.data[1].embedding) == pytest.approx(1, abs=1e-5)
 
 
-def test_the_openai_client_raises_its_own_errors(client):
+def test_the_openai_client_raises_its_error_classes(client):
     with pytest.raises(openai.NotFoundError, match="model"):
         client.completions.create(model="gpt-9", prompt="a")
     with pytest.raises(openai.BadRequestError) as caught:

@@ -36,7 +36,7 @@ def events(response):
     return [json.loads(line.removeprefix("data: ")) for line in lines[:-1]]
 
 
-def test_a_completion_is_the_engines(client, engine):
+def test_a_completion_equals_the_engines(client, engine):
     ours = engine.generate(PROMPT, max_new_tokens=6, seed=3)
     answer = complete(client, prompt=PROMPT, max_tokens=6, seed=3)
     (choice,) = answer["choices"]
@@ -48,7 +48,7 @@ def test_a_completion_is_the_engines(client, engine):
     assert answer["object"] == "text_completion" and answer["model"] == "tiny"
 
 
-def test_n_texts_of_one_seed_are_the_engines(client, engine):
+def test_n_texts_of_one_seed_equal_the_engines(client, engine):
     ours = engine.generate([PROMPT, "the dog"], n=2, max_new_tokens=5, seed=1)
     answer = complete(client, prompt=[PROMPT, "the dog"], n=2, max_tokens=5, seed=1)
     assert [c["text"] for c in answer["choices"]] == [c.text for group in ours for c in group]
@@ -56,7 +56,7 @@ def test_n_texts_of_one_seed_are_the_engines(client, engine):
 
 
 @pytest.mark.parametrize("form", ["text", "ids", "texts", "lists"])
-def test_prompts_have_four_forms(client, engine, form):
+def test_prompts_may_be_text_ids_or_lists_of_either(client, engine, form):
     ids = engine.tokenizer.encode(PROMPT)
     prompt = {"text": PROMPT, "ids": ids, "texts": [PROMPT] * 2, "lists": [ids] * 2}[form]
     answer = complete(client, prompt=prompt, max_tokens=4, temperature=0)
@@ -64,7 +64,7 @@ def test_prompts_have_four_forms(client, engine, form):
     assert [c["text"] for c in answer["choices"]] == [ours] * (1 + form.endswith("ts"))
 
 
-def test_prompt_logprobs_are_those_of_the_whole_text_read_at_once(client, engine):
+def test_prompt_logprobs_equal_those_of_the_whole_text(client, engine):
     """And the second time, when the prefix is in a slot, they are the same numbers."""
     text = "the cat sat on the mat. naïve 日本"
     ids = engine.tokenizer.encode(text)
@@ -84,7 +84,7 @@ def test_prompt_logprobs_are_those_of_the_whole_text_read_at_once(client, engine
         assert greedy == [rank == 1 for rank in scored.ranks]
 
 
-def test_offsets_are_where_tokens_begin_in_the_text(client):
+def test_offsets_are_the_tokens_positions_in_the_text(client):
     choice = complete(
         client, prompt="naïve 日本", max_tokens=5, echo=True, logprobs=2, temperature=0
     )["choices"][0]
@@ -96,7 +96,7 @@ def test_offsets_are_where_tokens_begin_in_the_text(client):
     assert any(name.startswith("bytes:\\x") for name in found["tokens"])
 
 
-def test_the_end_of_text_in_a_prompt_is_text_unless_that_is_asked_for(client, engine):
+def test_the_end_of_text_in_a_prompt_is_text_unless_special_tokens_are_parsed(client, engine):
     prompt = f"{PROMPT}<|endoftext|>{PROMPT}"
     for allow_special in (False, True):
         asked = {"allow_special": True} if allow_special else {}
@@ -118,7 +118,7 @@ def test_max_tokens_0_scores_and_writes_nothing(client, engine):
 
 @pytest.mark.parametrize("echo", [False, True])
 @pytest.mark.parametrize("max_tokens", [9, 0])
-def test_a_stream_adds_up_to_the_completion(client, echo, max_tokens):
+def test_a_stream_joins_to_the_completion(client, echo, max_tokens):
     body = {"prompt": [PROMPT, "naïve"], "n": 2, "max_tokens": max_tokens, "seed": 2}
     body |= {"logprobs": 2, "echo": echo}
     whole = complete(client, **body)
@@ -147,7 +147,7 @@ def test_an_echo_is_streamed_first(client):
         assert events(response)[0]["choices"][0]["text"] == PROMPT
 
 
-def test_stop_bias_and_forms_are_kept(client):
+def test_stop_bias_and_constraints_are_followed(client):
     pytest.importorskip("llguidance")
     whole = complete(client, prompt=PROMPT, max_tokens=9, temperature=0)["choices"][0]["text"]
     stop = whole[3:5]
@@ -209,7 +209,7 @@ def test_every_option_of_the_command_line_is_a_field_with_its_bounds_and_help(cl
     [{"num_beams": 3}, {"context_end": "slide", "temperature": 0}, {"timeout": 0.0, "seed": 1}],
     ids=str,
 )
-def test_beams_a_sliding_context_and_a_timeout_give_what_the_engine_gives(client, engine, options):
+def test_beams_a_sliding_context_and_a_timeout_equal_the_engines(client, engine, options):
     length = engine.runner.config.n_positions + 5 if "context_end" in options else 9
     told = complete(client, prompt=PROMPT, max_tokens=length, **options)
     expected = engine.generate(PROMPT, max_new_tokens=length, **options)
@@ -218,13 +218,13 @@ def test_beams_a_sliding_context_and_a_timeout_give_what_the_engine_gives(client
     assert told["choices"][0]["finish_reason"] in (expected.finish_reason, "length")
 
 
-def test_text_of_a_sliding_context_has_an_end(client):
+def test_max_tokens_of_a_sliding_context_is_bounded(client):
     error = refused(client, prompt="a", context_end="slide", max_tokens=16 * 48 + 1)
     assert error["param"] == "max_tokens" and "at most 768" in error["message"]
 
 
 @pytest.mark.parametrize("other", [{"n": 2}, {"stream": True}, {"logprobs": 0}, {"top_p": 0.5}])
-def test_beams_exclude_what_needs_tokens_one_by_one(client, other):
+def test_beams_exclude_options_that_need_single_tokens(client, other):
     error = refused(client, prompt="a", num_beams=2, **other)
     assert error["param"] == "num_beams" and next(iter(other)) in error["message"]
 
@@ -251,7 +251,7 @@ def test_a_bad_field_is_named(client, field):
         ("wizard", "not a field of this request$"),
     ],
 )
-def test_an_unknown_field_is_answered_with_the_right_one(client, field, said):
+def test_an_unknown_field_names_the_nearest_one(client, field, said):
     error = refused(client, prompt="a", **{field: 2})
     assert error["param"] == field and re.search(said, error["message"])
 
@@ -285,7 +285,7 @@ def test_the_context_is_never_cut_silently(client):
     complete(client, prompt=[5] * 48, max_tokens=0, echo=True, logprobs=1)
 
 
-def test_an_empty_prompt_begins_a_text_and_a_tiny_temperature_is_greedy(client, engine):
+def test_an_empty_prompt_starts_a_text_and_a_tiny_temperature_is_greedy(client, engine):
     assert complete(client, prompt="", max_tokens=2)["usage"]["prompt_tokens"] == 1
     ours = engine.generate(PROMPT, max_new_tokens=5, temperature=0).text
     answer = complete(client, prompt=PROMPT, max_tokens=5, temperature=1e-300)
@@ -299,7 +299,7 @@ def test_another_models_name_is_not_found(client):
     assert client.get("/v1/models/tiny").json()["max_model_len"] == 48
 
 
-def test_too_many_texts_are_refused_and_the_server_goes_on(client, engine):
+def test_too_many_texts_are_refused_and_the_server_continues(client, engine):
     assert refused(client, prompt=["a"] * 12, n=2)["param"] == "prompt"
     go_on = threading.Event()
 
@@ -327,7 +327,7 @@ def bare(engine):
         yield TestClient(app, base_url="http://127.0.0.1")
 
 
-def test_a_model_without_a_tokenizer_takes_and_writes_ids(bare, engine):
+def test_a_model_without_a_tokenizer_reads_and_writes_ids(bare, engine):
     ours = engine.generate([5, 7], max_new_tokens=6, temperature=0).ids
     body = {"prompt": [5, 7], "max_tokens": 6, "temperature": 0}
     (choice,) = complete(bare, **body, logprobs=1, echo=True)["choices"]

@@ -25,7 +25,7 @@ def routes(app):
     return [*found, ("get", "/openapi.json"), ("get", "/nowhere"), ("post", "/health/")]
 
 
-def test_all_but_health_and_the_pages_files_need_the_key(locked):
+def test_all_routes_but_health_and_the_pages_files_need_the_key(locked):
     client = TestClient(locked, base_url="http://localhost")
     for path in ("/health", *page_files()):
         assert client.get(path).status_code == 200
@@ -55,11 +55,11 @@ def test_other_hosts_are_refused(client, host):
 
 
 @pytest.mark.parametrize("host", ["localhost", "127.0.0.1:9", "[::1]:8000", "LocalHost:80"])
-def test_this_machine_is_allowed(client, host):
+def test_localhost_is_allowed(client, host):
     assert client.get("/health", headers={"host": host}).status_code == 200
 
 
-def test_a_server_for_all_is_called_by_address_or_by_a_name_that_is_given():
+def test_a_public_server_accepts_its_address_and_allowed_hosts():
     hosts = Hosts.of("0.0.0.0", ["gpt.example"])
     assert hosts.allow("192.168.0.7:8000") and hosts.allow("[fe80::1]") and hosts.allow("localhost")
     assert hosts.allow("gpt.example:80") and not hosts.allow("evil.example")
@@ -119,7 +119,7 @@ DEEP = b'{"prompt": ' + b"[" * 5000 + b"]" * 5000 + b"}"
         ("GET", "/health?" + "x" * 40_000, {"x": "x" * 40_000}, 431, "65,536 bytes"),
     ],
 )
-def test_what_no_route_takes_is_one_sentence_in_openais_form(
+def test_unknown_routes_get_one_sentence_in_openais_format(
     client, method, path, options, status, said
 ):
     body = options.pop("content", b"{}") if method == "POST" else None

@@ -68,7 +68,7 @@ def roomy(engine):
         yield running
 
 
-def test_survivors_of_64_streams_equal_solo_runs_and_nothing_is_left(roomy, engine):
+def test_survivors_of_64_streams_equal_solo_runs_and_leave_nothing(roomy, engine):
     """The engine takes 12 texts; the others are told to try again, and do."""
     alone = engine.generate("the cat", max_new_tokens=40, temperature=0).text
     body = {"prompt": "the cat", "max_tokens": 40, "temperature": 0, "stream": True}
@@ -136,7 +136,7 @@ def test_memory_is_flat_over_hostile_requests(alone):
     assert alone.resident() - before < 4
 
 
-def test_200_connections_that_dawdle_are_closed_while_others_are_served(roomy):
+def test_200_slow_connections_are_closed_while_others_are_served(roomy):
     each = [socket.create_connection(("127.0.0.1", roomy.port), timeout=20) for _ in range(200)]
     for connection in each:
         connection.sendall(b"GET /he")

@@ -110,7 +110,7 @@ def test_client_that_disconnects_frees_its_slot(running, engine, slow, stream):
     assert engine.stats()["generated_tokens"] - before < 4 * 16 * 48
 
 
-def test_survivors_write_what_they_write_alone(running, engine):
+def test_survivors_of_disconnects_equal_solo_runs(running, engine):
     """Half of many streams are dropped, some of them at once."""
     alone = engine.generate("the cat", max_new_tokens=30, temperature=0).text
     body = {"prompt": "the cat", "max_tokens": 30, "temperature": 0, "stream": True}
@@ -150,7 +150,7 @@ def test_slow_senders_are_closed_at_the_deadline_while_others_are_served(engine)
             connection.close()
 
 
-def test_running_texts_end_well_when_the_server_is_ended(app, engine, slow):
+def test_running_texts_finish_when_the_server_is_stopped(app, engine, slow):
     n_texts = []
     with Running(app, engine, Limits(queue=8)) as running:
         running.server.on_drain = n_texts.append
@@ -165,7 +165,7 @@ def test_running_texts_end_well_when_the_server_is_ended(app, engine, slow):
         socket.create_connection(("127.0.0.1", running.port), timeout=1)
 
 
-def test_a_slow_reader_holds_up_nobody(running, engine):
+def test_a_slow_reader_does_not_delay_others(running, engine):
     slow = send(running.port, LONG | {"n": 4})
     assert "[DONE]" in read(send(running.port, LONG)), "although nobody reads the first"
     assert "[DONE]" in read(slow)
@@ -188,7 +188,7 @@ def test_requests_at_the_same_time_are_served_together(running, engine):
 
 
 @pytest.mark.parametrize("chunked", [False, True])
-def test_a_large_body_is_refused_before_it_has_come(running, chunked):
+def test_a_large_body_is_refused_before_it_is_received(running, chunked):
     size = "Transfer-Encoding: chunked" if chunked else "Content-Length: 10000000000"
     with socket.create_connection(("127.0.0.1", running.port), timeout=20) as connection:
         connection.sendall(
@@ -200,7 +200,7 @@ def test_a_large_body_is_refused_before_it_has_come(running, chunked):
         assert "413" in connection.recv(65_536).decode().split("\r\n")[0]
 
 
-def test_a_client_that_sends_all_of_a_large_body_reads_why_it_is_refused(running):
+def test_a_client_that_sends_a_whole_large_body_receives_the_refusal(running):
     head = b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nTransfer-Encoding: chunked\r\n\r\n"
     chunk = b"10000\r\n" + b" " * 65_536 + b"\r\n"
     with socket.create_connection(("127.0.0.1", running.port), timeout=20) as connection:
@@ -225,7 +225,7 @@ def test_a_client_that_sends_all_of_a_large_body_reads_why_it_is_refused(running
         (b"\x16\x03\x01 hello\r\n\r\n", 400, b"no valid HTTP/1.1 request"),
     ],
 )
-def test_what_is_no_request_is_answered_in_openais_form(running, sent, status, said):
+def test_invalid_http_is_answered_in_openais_format(running, sent, status, said):
     with socket.create_connection(("127.0.0.1", running.port), timeout=20) as connection:
         with contextlib.suppress(ConnectionError):
             connection.sendall(sent)
@@ -237,7 +237,7 @@ def test_what_is_no_request_is_answered_in_openais_form(running, sent, status, s
         assert b'{"error":{"message":' in answer and said in answer
 
 
-def test_texts_that_do_not_end_in_time_end_with_an_error_event(engine, slow):
+def test_texts_that_exceed_the_shutdown_time_end_with_an_error_event(engine, slow):
     limits = Limits(drain_seconds=0.2)
     with Engine(engine.model, tokenizer=engine.tokenizer) as other:
         with Running(create_app(other, name="tiny", limits=limits), other, limits) as running:
@@ -257,7 +257,7 @@ def test_texts_that_do_not_end_in_time_end_with_an_error_event(engine, slow):
                 assert b"503" in whole.recv(100)
 
 
-def test_a_client_that_takes_nothing_loses_its_slots_and_its_connection_at_the_deadline(engine):
+def test_a_client_that_reads_nothing_loses_its_slots_at_the_deadline(engine):
     limits = Limits(queue=8, send_seconds=0.2)
     app = create_app(engine, name="tiny", limits=limits)
     with Running(app, engine, limits) as running:

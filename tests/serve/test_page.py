@@ -46,7 +46,7 @@ def page(run):
         yield TestClient(create_app(engine, name="cats", source=run), base_url="http://127.0.0.1")
 
 
-def test_every_file_has_the_policy_and_is_sent_once(page):
+def test_every_file_has_the_policy_and_is_cached(page):
     for path, data in page_files().items():
         response = page.get(path)
         assert response.status_code == 200 and response.content == data
@@ -95,7 +95,7 @@ def test_the_files_are_few_and_name_only_each_other():
     assert len(on_disk) == len(files)
 
 
-def test_what_lies_in_the_vendors_folder_is_what_was_published():
+def test_the_vendored_files_equal_the_published_ones():
     readme = (FOLDER / "vendor" / "README.md").read_text()
     import hashlib
 
@@ -104,7 +104,7 @@ def test_what_lies_in_the_vendors_folder_is_what_was_published():
         assert digest in readme, path.name
 
 
-def test_the_page_asks_for_the_model(page, run):
+def test_the_page_requests_the_model(page, run):
     found = page.get("/inspect/model").json()
     model = tiedgpt.GPT.from_pretrained(run)
     assert found["parameters"] == ledger(model).total == found["ledger"]["total"]
@@ -134,7 +134,7 @@ def test_without_a_source_there_is_no_file_and_no_run(client):
     assert found["parameters"] > 0
 
 
-def test_the_page_asks_for_the_texts_of_tokens_once(page, run):
+def test_the_page_requests_the_texts_of_tokens_once(page, run):
     response = page.get("/inspect/pieces")
     tokenizer = tiedgpt.Tokenizer.from_pretrained(run)
     pieces = response.json()["pieces"]
@@ -153,7 +153,7 @@ def test_tokens_are_counted_in_the_run(page, run):
 
 
 @pytest.mark.parametrize("hosts", [Hosts.of("0.0.0.0"), Hosts.of("127.0.0.1", ["gpt.example"])])
-def test_clients_on_other_machines_are_not_told_where_the_model_lies(run, hosts):
+def test_remote_clients_do_not_learn_the_models_path(run, hosts):
     with Engine(str(run)) as engine:
         app = create_app(engine, name="cats", source=run, hosts=hosts)
         page = TestClient(app, base_url="http://127.0.0.1")
@@ -163,7 +163,7 @@ def test_clients_on_other_machines_are_not_told_where_the_model_lies(run, hosts)
     assert not any(str(run.parent) in answer.text for answer in answers)
 
 
-def test_errors_tell_no_path_to_clients_on_other_machines(run, tmp_path):
+def test_errors_for_remote_clients_contain_no_path(run, tmp_path):
     damaged = tmp_path / "cats"
     shutil.copytree(run, damaged)
     (shard,) = (damaged / "data").glob("train_*.bin")
@@ -175,7 +175,7 @@ def test_errors_tell_no_path_to_clients_on_other_machines(run, tmp_path):
     assert answer.status_code == 400 and said.startswith(f"it/data/{shard.name} is damaged")
 
 
-def test_a_directory_that_is_no_utf8_has_a_page(run, tmp_path):
+def test_a_directory_name_outside_utf8_has_a_page(run, tmp_path):
     odd = tmp_path / os.fsdecode(b"cats\xff")
     shutil.copytree(run, odd)
     with Engine(str(odd)) as engine:
@@ -188,7 +188,7 @@ def test_a_directory_that_is_no_utf8_has_a_page(run, tmp_path):
     assert main(["export", str(odd), str(tmp_path / "p.html"), "--text", "cat"]) == 0
 
 
-def test_the_page_opens_with_held_out_text_that_breaks_off(run, tmp_path):
+def test_the_page_opens_with_unfinished_validation_text(run, tmp_path):
     held_out = tmp_path / "cats"
     shutil.copytree(run, held_out)
     tokenizer = tiedgpt.Tokenizer.from_pretrained(run)
@@ -206,7 +206,7 @@ def test_the_page_opens_with_held_out_text_that_breaks_off(run, tmp_path):
             assert page.get("/inspect/model").json()["opening"] == expected
 
 
-def test_a_model_beside_is_described_and_predicts_with_its_own_weights(run, tmp_path):
+def test_a_second_model_is_described_and_predicts_with_its_weights(run, tmp_path):
     from tiedgpt.tie import untie
 
     model = tiedgpt.GPT.from_pretrained(run)
@@ -233,7 +233,7 @@ def test_a_model_beside_is_described_and_predicts_with_its_own_weights(run, tmp_
 
 
 @pytest.mark.parametrize("body", [{}, {"token": -1}, {"token": 1, "top": 101}, {"token": 1.5}])
-def test_neighbours_of_what_is_no_token_are_refused(page, body):
+def test_neighbours_of_an_unknown_token_are_refused(page, body):
     response = page.post("/inspect/neighbours", json=body)
     assert response.status_code == 400 and response.json()["error"]["message"]
 
@@ -297,7 +297,7 @@ def test_a_page_opens_with_a_text_of_the_run(run, tmp_path):
 
 
 @pytest.mark.parametrize("precision", ["fp32", "fp16", "int8"])
-def test_a_page_holds_the_precision_that_is_asked_for(run, precision):
+def test_a_page_holds_the_requested_precision(run, precision):
     model, tokenizer = tiedgpt.GPT.from_pretrained(run), tiedgpt.Tokenizer.from_pretrained(run)
     html = export(model, tokenizer, "the cat", name="cats", precision=precision)
     assert data_of(html)["/inspect/model null"]["precision"] == precision
@@ -318,7 +318,7 @@ def test_a_page_holds_the_precision_that_is_asked_for(run, precision):
         (["page.txt"], "end it in .html"),
     ],
 )
-def test_what_cannot_be_exported_is_said_and_nothing_is_written(
+def test_unexportable_models_are_refused_and_nothing_is_written(
     run, tmp_path, capfd, monkeypatch, arguments, said
 ):
     monkeypatch.chdir(tmp_path)
@@ -326,7 +326,7 @@ def test_what_cannot_be_exported_is_said_and_nothing_is_written(
     assert said in capfd.readouterr().err and not [*tmp_path.iterdir()]
 
 
-def test_the_page_is_no_longer_of_inspect(run, capfd):
+def test_inspect_html_names_export(run, capfd):
     assert main(["inspect", "--html", "page.html", str(run), "--text", "a"]) == 2
     assert "tiedgpt export MODEL page.html" in capfd.readouterr().err
 

@@ -60,7 +60,7 @@ LEAST |= {"layers": 2, "heads": 7, "compare": 20}
 
 
 @pytest.mark.parametrize("view", CALLS)
-def test_the_numbers_of_a_view_are_the_librarys(browser, url, run, view):
+def test_the_numbers_of_a_view_equal_the_librarys(browser, url, run, view):
     known = []
     for name, options in CALLS[view]:
         if name == "neighbours":
@@ -98,7 +98,7 @@ def test_the_numbers_of_a_view_are_the_librarys(browser, url, run, view):
             assert np.abs(near - number).min() <= 2e-5 * abs(number) + 1e-9, number
 
 
-def test_the_layers_grid_and_the_ledger_are_the_librarys(browser, url, run):
+def test_the_layers_grid_and_the_ledger_equal_the_librarys(browser, url, run):
     from tiedgpt import GPT
     from tiedgpt.tie import ledger
 
@@ -157,7 +157,7 @@ def test_hostile_tokens_are_text(browser, url, run):
 
 @pytest.mark.parametrize("scheme", ["light", "dark"])
 @pytest.mark.parametrize("width", [375, 1280])
-def test_no_rule_of_accessibility_is_broken(browser, url, scheme, width):
+def test_the_page_passes_the_accessibility_rules(browser, url, scheme, width):
     axe = pytest.importorskip("axe_playwright_python.sync_playwright").Axe()
     wrong = []
     viewport = {"width": width, "height": 800}
@@ -173,7 +173,7 @@ def test_no_rule_of_accessibility_is_broken(browser, url, scheme, width):
     assert not wrong, "\n".join(wrong)
 
 
-def test_all_views_are_reached_and_used_by_keyboard(browser, url):
+def test_all_views_work_by_keyboard(browser, url):
     with opened(browser, url) as page:
         go(page, url, VIEWS[0])
         page.locator(f"#tab-{VIEWS[0]}").focus()
@@ -203,7 +203,7 @@ def test_all_views_are_reached_and_used_by_keyboard(browser, url):
             page.locator(f"#tab-{view}").focus()
 
 
-def test_grids_and_clouds_answer_to_arrows(browser, url):
+def test_grids_and_scatter_plots_respond_to_arrow_keys(browser, url):
     with opened(browser, url) as page:
         go(page, url, "layers")
         page.locator("[role=gridcell] button[tabindex='0']").focus()
@@ -224,7 +224,7 @@ def test_grids_and_clouds_answer_to_arrows(browser, url):
         assert cloud.get_attribute("aria-valuenow") == "2"
 
 
-def test_a_word_is_no_id_without_a_tokenizer(browser):
+def test_without_a_tokenizer_a_word_is_not_an_id(browser):
     with (
         Engine(random_model(), queue_size=8) as engine,
         Running(create_app(engine), engine, Limits(queue=8)) as running,
@@ -239,7 +239,7 @@ def test_a_word_is_no_id_without_a_tokenizer(browser):
 
 
 @pytest.mark.parametrize("odd", ["head=-3&layer=-5", "pin=-9&tour=-1", "ids=-4,2.5,&pin=1e9"])
-def test_an_address_that_was_damaged_shows_a_page(browser, url, odd):
+def test_a_damaged_address_still_shows_a_page(browser, url, odd):
     with opened(browser, url) as page:
         for view in ("text", "heads"):
             page.goto("about:blank")
@@ -249,7 +249,7 @@ def test_an_address_that_was_damaged_shows_a_page(browser, url, odd):
             assert page.locator("main data").count()
 
 
-def test_a_dead_server_leaves_the_old_numbers_with_the_reason(browser, run):
+def test_a_dead_server_leaves_the_old_numbers_and_a_reason(browser, run):
     with opened(browser, quiet=False) as page:
         with serving(run) as url:
             page.goto(f"{url}/{fragment('text')}")
@@ -263,7 +263,7 @@ def test_a_dead_server_leaves_the_old_numbers_with_the_reason(browser, run):
         page.asked.clear()
 
 
-def test_bad_texts_are_told_in_a_sentence(browser, url):
+def test_bad_texts_are_explained_in_a_sentence(browser, url):
     with opened(browser, url) as page:
         for text, said in (("", "empty"), ("the cat " * 2000, "at most 1,024")):
             page.goto("about:blank")
@@ -272,7 +272,7 @@ def test_bad_texts_are_told_in_a_sentence(browser, url):
             assert said in page.locator(".error").first.inner_text()
 
 
-def test_without_javascript_there_is_a_sentence(browser, url):
+def test_without_javascript_a_sentence_is_shown(browser, url):
     with opened(browser, url, java_script_enabled=False) as page:
         page.goto(url)
         assert "JavaScript" in page.locator("noscript").first.inner_text()

@@ -118,7 +118,7 @@ def write(page, text):
     page.run(SETTLED)
 
 
-def test_all_views_are_there_offline(page, file):
+def test_all_views_work_offline(page, file):
     for view in VIEWS:
         page.open(f"{file}#view={view}")
         page.run(SETTLED)
@@ -127,7 +127,7 @@ def test_all_views_are_there_offline(page, file):
         assert not page.run("async () => window.said ?? []"), view
 
 
-def test_other_texts_are_read_as_the_library_reads_them(page, file, run, rounded):
+def test_other_texts_are_computed_like_the_library(page, file, run, rounded):
     tokenizer = Tokenizer.from_pretrained(run)
     page.open(f"{file}#view=text")
     page.run(SETTLED)
@@ -141,7 +141,7 @@ def test_other_texts_are_read_as_the_library_reads_them(page, file, run, rounded
             assert np.isclose(shown, number, rtol=1e-4).any(), number
 
 
-def test_gradients_of_another_text_are_said_to_be_elsewhere(page, file):
+def test_the_page_says_where_to_compute_gradients_of_other_texts(page, file):
     page.open(f"{file}#view=matrix")
     assert "as hard" in page.run(SETTLED)
     write(page, OTHER)
@@ -167,7 +167,7 @@ HANDS = """
 """
 
 
-def test_people_let_it_write(page, file, run, rounded):
+def test_the_page_generates_text(page, file, run, rounded):
     page.open(f"{file}#view=write")
     page.run(SETTLED)
     text = page.run(f"""async () => {{ {HANDS}
@@ -183,7 +183,7 @@ def test_people_let_it_write(page, file, run, rounded):
     assert text == TEXT + expected
 
 
-def test_people_talk_with_it(page, run, tmp_path):
+def test_the_page_chats(page, run, tmp_path):
     with_chat, path = tmp_path / "chat", tmp_path / "page.html"
     shutil.copytree(run / "model", with_chat)
     write_template(TEMPLATES["plain"], Tokenizer.from_pretrained(run), with_chat)
@@ -199,7 +199,7 @@ def test_people_talk_with_it(page, run, tmp_path):
     assert n_tokens > 0 and not errors(page)
 
 
-def test_a_question_that_nobody_waits_for_is_given_up(browser, file):
+def test_an_abandoned_request_is_cancelled(browser, file):
     page = Chromium(browser)
     page.open(f"{file}#view=text")
     page.run(SETTLED)

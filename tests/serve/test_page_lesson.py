@@ -58,7 +58,7 @@ def words(page, where="main"):
 
 
 @pytest.mark.parametrize("view", ["start", "text", "dot", "matrix", "layers", "heads", "compare"])
-def test_a_pin_may_be_of_a_longer_or_a_shorter_text(browser, url, view):
+def test_a_pinned_text_may_be_longer_or_shorter(browser, url, view):
     with opened(browser, url) as page:
         go(page, url, view)
         for text in (f"{TEXT} and then some more of it", "the cat", TEXT):
@@ -69,7 +69,7 @@ def test_a_pin_may_be_of_a_longer_or_a_shorter_text(browser, url, view):
             assert not page.locator("main .status.error").count(), (view, text)
 
 
-def test_a_token_of_a_longer_text_that_was_changed_is_forgotten(browser, url):
+def test_a_replaced_token_beyond_a_shorter_text_is_dropped(browser, url):
     with opened(browser, url) as page:
         go(page, url, "text")
         for text in (TEXT, "the cat"):
@@ -87,7 +87,7 @@ def test_a_token_of_a_longer_text_that_was_changed_is_forgotten(browser, url):
 # ---- charts and tables ----
 
 
-def test_tokens_that_were_never_seen_have_a_lane(browser, url, run):
+def test_unseen_tokens_have_their_own_lane(browser, url, run):
     never = int(np.flatnonzero(inspect.vocabulary(run).count == 0)[0])
     with opened(browser, url) as page:
         go(page, url, "vocabulary")
@@ -119,7 +119,7 @@ def test_ranks_by_cosine_follow_the_rows_that_are_shown(browser, url, run):
             assert ("its direction decides" in words(page)) == wins
 
 
-def test_values_above_a_chart_are_told(browser, run, tmp_path):
+def test_values_outside_a_chart_are_listed(browser, run, tmp_path):
     path = make_run(tmp_path / "steep")
     lines = (path / "metrics.jsonl").read_text()
     (path / "metrics.jsonl").write_text(lines.replace('"loss": 5.9', '"loss": 90', 1))
@@ -131,7 +131,7 @@ def test_values_above_a_chart_are_told(browser, run, tmp_path):
 # ---- keys, files, tokenizers ----
 
 
-def test_a_key_opens_all_views_and_is_kept_for_the_tab(browser, run):
+def test_an_api_key_opens_all_views_and_lasts_for_the_tab(browser, run):
     with serving(run, key="a-key") as url, opened(browser, url, quiet=False) as page:
         page.goto(f"{url}/{fragment('vocabulary')}")
         page.get_by_label("API key").fill("a-key")
@@ -161,7 +161,7 @@ def test_without_a_tokenizer_the_page_opens_with_ids(browser):
 # ---- the lesson ----
 
 
-def test_the_page_opens_with_the_matrix_on_a_held_out_text_and_what_comes_next(browser, url, run):
+def test_the_page_opens_with_the_matrix_on_validation_text_and_the_prediction(browser, url, run):
     with opened(browser, url) as page:
         page.goto(url)
         settled(page)
@@ -176,7 +176,7 @@ def test_the_page_opens_with_the_matrix_on_a_held_out_text_and_what_comes_next(b
         assert "cost" in order[1] and "way from" in order[2]
 
 
-def test_each_stage_of_the_way_opens_its_view(browser, url):
+def test_each_stage_of_the_figure_opens_its_view(browser, url):
     with opened(browser, url) as page:
         go(page, url, "start")
         stages = page.locator(".path button:not(.term)").all_inner_texts()
@@ -190,7 +190,7 @@ def test_each_stage_of_the_way_opens_its_view(browser, url):
             assert page.locator(f"#tab-{view}").get_attribute("aria-selected") == "true"
 
 
-def test_the_numbers_of_w_are_seen_by_pointer_key_and_tap(browser, url, run):
+def test_the_numbers_of_w_are_shown_by_pointer_key_and_tap(browser, url, run):
     found = inspect.dot(run, None, TEXT)
     with opened(browser, url, has_touch=True) as page:
         go(page, url, "dot")
@@ -217,7 +217,7 @@ def test_the_numbers_of_w_are_seen_by_pointer_key_and_tap(browser, url, run):
         assert np.isclose(numbers(page, ".strips .readout")[-1], found.logit[1], rtol=1e-5)
 
 
-def test_terms_explain_themselves_to_taps_and_keys(browser, url):
+def test_terms_are_explained_on_tap_and_key(browser, url):
     with opened(browser, url, has_touch=True, viewport={"width": 375, "height": 800}) as page:
         for view, term in (
             ("text", "surprisal"),
@@ -241,7 +241,7 @@ def test_terms_explain_themselves_to_taps_and_keys(browser, url):
             assert said.count() == 1
 
 
-def test_the_vocabulary_says_its_finding_in_a_sentence(browser, url):
+def test_the_vocabulary_view_summarizes_itself_in_a_sentence(browser, url):
     with opened(browser, url) as page:
         go(page, url, "vocabulary")
         said = page.locator("main .verdict").first.inner_text()
@@ -331,7 +331,7 @@ def test_two_models_are_compared_token_by_token(browser, url, run):
         assert inspect.positions(run, None, TEXT).loss in losses and len(losses) > 3
 
 
-def test_another_token_is_chosen_and_written_on_from(browser, url):
+def test_generation_continues_from_a_chosen_alternative(browser, url):
     with opened(browser, url) as page:
         go(page, url, "write")
         page.get_by_role("button", name="Write", exact=True).click()
@@ -367,7 +367,7 @@ def test_there_is_no_chat_without_a_template(browser, run):
         assert not page.get_by_role("radio", name="a conversation").count()
 
 
-def test_the_first_visit_invites_to_a_tour_that_stands_beside_the_view(browser, url):
+def test_the_first_visit_offers_a_tour_beside_the_view(browser, url):
     with opened(browser, url) as page:
         page.goto(url)
         page.get_by_role("button", name="Begin").click()

@@ -102,7 +102,7 @@ SHAPES = {
     ("shape", "precision"),
     [*((shape, "int8") for shape in SHAPES), ("gpt2", "fp32"), ("gpt2", "fp16")],
 )
-def test_logits_are_the_librarys_on_the_same_weights(tmp_path, shape, precision):
+def test_logits_equal_the_librarys_on_the_same_weights(tmp_path, shape, precision):
     model = small(**SHAPES[shape])
     info = INFO | {"tied": model.head is None, "matrices": [INFO["matrices"][0]] * 2}
     page = InNode(tmp_path, model, precision=precision, info=info)
@@ -133,7 +133,7 @@ def close(ours, theirs, place=""):
 
 @needs_node
 @pytest.mark.parametrize("shape", ["gpt2", "untied", "gpt1"])
-def test_inspections_are_the_librarys(tmp_path, tokenizer, shape):
+def test_inspections_equal_the_librarys(tmp_path, tokenizer, shape):
     model = small(tokenizer, **SHAPES[shape])
     from tiedgpt.inspect.vocab_matrices import vocab_matrices
 
@@ -196,7 +196,7 @@ def test_rows_and_a_random_head(tmp_path, tokenizer):
 
 @needs_node
 @pytest.mark.parametrize("kind", ["bpe", "char", "gpt1"])
-def test_ids_are_the_tokenizers(tmp_path, tokenizer, kind, gpt1_tokenizer):
+def test_ids_equal_the_tokenizers(tmp_path, tokenizer, kind, gpt1_tokenizer):
     texts = strings()
     characters = Tokenizer.characters(texts)
     tokenizer = {"bpe": tokenizer, "gpt1": gpt1_tokenizer, "char": characters}[kind]
@@ -227,7 +227,7 @@ def gpt1_tokenizer():
 
 
 @needs_node
-def test_greedy_texts_are_the_librarys(tmp_path, tokenizer):
+def test_greedy_texts_equal_the_librarys(tmp_path, tokenizer):
     page = InNode(tmp_path, opinionated(tokenizer, 128), tokenizer)
     body = {"prompt": "the cat", "max_tokens": 50, "temperature": 0, "logprobs": 2}
     long = body | {"prompt": "the " * 128}
@@ -247,7 +247,7 @@ def test_greedy_texts_are_the_librarys(tmp_path, tokenizer):
 
 
 @needs_node
-def test_what_is_drawn_is_what_the_filters_leave(tmp_path):
+def test_draws_follow_the_filtered_distribution(tmp_path):
     page = InNode(tmp_path, small())
     body = {"prompt": [1, 2, 3], "max_tokens": 1, "logprobs": 0}
     options = {"temperature": 1.3, "top_k": 40, "top_p": 0.8, "min_p": 0.05}
@@ -308,7 +308,7 @@ def test_gpt2s_own_vocabulary(tmp_path):
 
 
 @needs_node
-def test_what_cannot_be_read_is_said(tmp_path, tokenizer):
+def test_unreadable_texts_are_refused(tmp_path, tokenizer):
     page = InNode(tmp_path, small(tokenizer), tokenizer)
     for body, said in [
         ({"ids": []}, "empty"),

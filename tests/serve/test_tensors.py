@@ -22,7 +22,7 @@ OWN = {
 
 
 @pytest.mark.parametrize("name", [each.name for each in INSPECTIONS.values() if each.is_served])
-def test_inspection_is_the_librarys(client, engine, name):
+def test_inspection_equals_the_librarys(client, engine, name):
     body = OWN.get(name, {"text": TEXT})
     response = client.post(f"/inspect/{name}", json=body)
     assert response.status_code == 200, response.text
@@ -38,7 +38,7 @@ def test_inspection_is_the_librarys(client, engine, name):
             assert theirs[key] == pytest.approx(value) if isinstance(value, float) else True
 
 
-def test_what_reads_any_number_of_texts_is_not_served(client):
+def test_inspections_of_many_texts_are_not_served(client):
     body = {"toward": TEXT, "away": "the dog"}
     assert client.post("/inspect/direction", json=body).status_code == 404
 
@@ -53,7 +53,7 @@ def test_bad_inspections_are_refused(client, body):
     assert response.status_code == 400 and response.json()["error"]["message"]
 
 
-def test_embeddings_are_the_bodys_output(client, engine):
+def test_embeddings_equal_the_bodys_output(client, engine):
     response = client.post("/v1/embeddings", json={"input": [TEXT, "a"], "model": "tiny"})
     first, _ = (np.array(each["embedding"]) for each in response.json()["data"])
     ids = engine.tokenizer.encode(TEXT)
