@@ -75,14 +75,13 @@ S = TypeVar("S", "ExampleScore", "WindowScore")
 def run(arguments: list[str]) -> None:
     """Measure."""
     args = parse(Arguments, "eval", arguments, ABOUT)
-    if (args.data is None) == (not args.tasks):
-        raise UsageError(
-            "`tiedgpt eval` needs DATA or --tasks", "give one of them: tiedgpt eval MODEL DATA"
-        )
     is_text = args.source.lower().endswith(TEXTS)
-    if args.data is not None and is_text and Path(args.data).is_dir():
-        right = f"tiedgpt eval {shlex.join([args.data, args.source])}"
+    if is_text and (args.data is None or Path(args.data).is_dir()):
+        right = f"tiedgpt eval {shlex.join([args.data or 'MODEL', args.source])}"
         raise UsageError(f"{args.source} is text, not a model", f"the model comes first: {right}")
+    if (args.data is None) == (not args.tasks):
+        right = f"tiedgpt eval {shlex.quote(args.source)} DATA"
+        raise UsageError("`tiedgpt eval` needs DATA or --tasks", f"give one of them: {right}")
     if args.limit is not None and args.limit < 1:
         raise UserError(f"--limit must be at least 1, got {args.limit}")
     if args.save is not None and args.save.exists():

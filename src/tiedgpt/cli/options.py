@@ -21,6 +21,7 @@ from tiedgpt.errors import EXIT_USAGE, TiedGPTError
 from tiedgpt.names import OTHER_NAMES
 from tiedgpt.options import (
     REMOVED_OPTIONS,
+    REMOVED_TRAIN_OPTIONS,
     REMOVED_VALUES,
     flag,
     is_argument,
@@ -261,7 +262,8 @@ def _explain_unknown(argument: str, options: type, verb: str) -> UsageError:
 
     typed = argument.partition("=")[0]
     name = typed.lstrip("-").replace("-", "_")
-    if remedy := REMOVED_OPTIONS.get(name):
+    removed = REMOVED_TRAIN_OPTIONS if verb in ("train", "tune") else REMOVED_OPTIONS
+    if remedy := removed.get(name):
         return UsageError(f"`tiedgpt {verb}` no longer has {typed}", remedy)
     flags = {field.name: flag(field) for field in known if not is_argument(field)}
     other = (OTHER_NAMES["TrainOptions"] | generation_names).get(name, "")

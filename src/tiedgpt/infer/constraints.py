@@ -51,7 +51,7 @@ def matcher_for(form: Mapping[str, Any], tokenizer: Tokenizer, config: GPTConfig
     end = config.eos_token_id
     if tokenizer.kind == "gpt1":
         raise UserError(
-            "GPT-1's tokens do not say whether a blank follows: regex, json_schema and grammar "
+            "GPT-1's tokens do not say whether a space follows: regex, json_schema and grammar "
             "cannot be kept exactly with them",
             hint="use a model with a byte-level BPE or characters",
         )

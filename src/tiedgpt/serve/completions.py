@@ -185,6 +185,11 @@ async def chat(service: Service, request: Request, body: ChatRequest) -> Respons
         raise APIError(400, "top_logprobs needs logprobs to be true", param="top_logprobs")
     from tiedgpt.data.templates import encode_pieces
 
+    roles = [*template.roles, *(["developer"] if "system" in template.roles else [])]
+    for message in body.messages:
+        if message.role not in roles:
+            problem = f"there is no role {message.role!r}: use {', '.join(roles)}"
+            raise APIError(400, f"messages: {problem}", param="messages")
     messages = [message.for_template() for message in body.messages]
     try:
         ids, _ = await asyncio.to_thread(

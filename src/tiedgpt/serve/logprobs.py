@@ -56,7 +56,7 @@ class TokenNames:
             return None
 
     def text(self, done: Completion) -> str:
-        """Return a completion's text; without a tokenizer, its ids with blanks between them."""
+        """Return a completion's text; without a tokenizer, its ids separated by spaces."""
         return done.text if self.tokenizer is not None else " ".join(map(str, done.ids))
 
     def piece(self, token: Token, *, is_first: bool) -> str:
