@@ -12,7 +12,7 @@ from tiedgpt import files
 
 @pytest.fixture
 def windows(monkeypatch):
-    """The module `os` as it is on Windows, where signal 0 ends a process."""
+    """The module `os` on Windows, where signal 0 ends a process."""
     opened = []
 
     def kill(pid, number):
@@ -27,17 +27,17 @@ def windows(monkeypatch):
     return opened
 
 
-def test_a_file_is_opened_to_write_where_only_such_files_are_synced(windows, tmp_path):
+def test_a_file_is_opened_for_writing_to_sync_on_windows(windows, tmp_path):
     files.write_json(tmp_path / "a.json", {"a": 1})
     assert files.read_json(tmp_path / "a.json") == {"a": 1}
     assert windows == [os.O_RDWR]  # the file, and not its directory
 
 
-def test_no_process_is_asked_where_asking_ends_it(windows):
+def test_a_process_is_never_signalled_on_windows(windows):
     assert files.is_running(os.getpid()) and files.is_running(1 << 22)
 
 
-def test_whether_a_process_runs_is_known():
+def test_running_and_ended_processes_are_distinguished():
     with subprocess.Popen([sys.executable, "-c", ""]) as process:
         process.wait()
     assert not files.is_running(process.pid)

@@ -1,4 +1,4 @@
-"""Imports go strictly down, and what must be quick imports no torch."""
+"""Imports go strictly down, and quick commands import no torch."""
 
 import ast
 import subprocess
@@ -71,13 +71,13 @@ def test_every_folder_has_its_layer():
     assert folders <= LAYERS.keys()
 
 
-def test_no_file_is_named_for_nothing():
+def test_no_module_has_a_vague_name():
     vague = {"utils", "helpers", "common", "misc"}
     assert not [path for path in SOURCE.rglob("*.py") if path.stem in vague]
 
 
 ECONOMY = ("loss.py",)
-"""What makes training cheap: the network is understood without it."""
+"""Modules that only save memory in training, not counted as the network."""
 
 
 def test_the_core_fits_in_a_readers_head():
@@ -112,6 +112,6 @@ QUICK = {
 
 
 @pytest.mark.parametrize("what", QUICK)
-def test_what_must_be_quick_imports_no_torch(what):
+def test_quick_modules_import_no_torch(what):
     program = f"{QUICK[what]}\nimport sys; sys.exit('torch' in sys.modules)"
     subprocess.run([sys.executable, "-c", program], check=True, capture_output=True)

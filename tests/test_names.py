@@ -85,7 +85,7 @@ def test_tab_completes_public_names(typed, completions):
         ("tiedgpt", "GPT2LMHeadModel", r"tiedgpt\.GPT"),
     ],
 )
-def test_another_librarys_attribute_is_answered_with_the_name_here(tiny, owner, name, answer):
+def test_another_librarys_attribute_names_ours(tiny, owner, name, answer):
     tokenizer = Tokenizer.characters(["abc"])
     owners = {"model": tiny, "tokenizer": tokenizer, "tiedgpt": tiedgpt}
     value = owners[owner] if owner in owners else getattr(tiedgpt, owner)
@@ -94,7 +94,7 @@ def test_another_librarys_attribute_is_answered_with_the_name_here(tiny, owner, 
         getattr(value, name)
 
 
-def test_another_librarys_argument_is_answered_with_the_name_here(tiny):
+def test_another_librarys_argument_names_ours(tiny):
     with pytest.raises(UserError, match="GPTConfig has no 'n_layers': use n_layer"):
         GPTConfig(n_layers=2)
     with pytest.raises(TypeError, match=r"argument 'learning_rate': use lr="):
@@ -107,7 +107,7 @@ def test_another_librarys_argument_is_answered_with_the_name_here(tiny):
 
 
 @pytest.mark.parametrize("package", [name for name in OTHER_NAMES if name.startswith("tiedgpt")])
-def test_the_answers_name_what_there_is(package, tiny):
+def test_suggested_names_exist(package, tiny):
     assert not set(OTHER_NAMES[package]) & set(dir(importlib.import_module(package)))
     tables = [*OTHER_NAMES[package].values(), *OTHER_NAMES["GPT"].values()]
     for name in re.findall(r"tiedgpt((?:\.\w+)+)", " ".join(tables)):
@@ -121,7 +121,7 @@ def test_the_answers_name_what_there_is(package, tiny):
 
 
 @pytest.mark.parametrize("called", [GPTConfig, TrainOptions, lora])
-def test_the_answers_name_arguments_that_there_are(called):
+def test_suggested_arguments_exist(called):
     fields = getattr(called, "__dataclass_fields__", None)
     known = fields or pydoc.inspect.signature(called).parameters
     for other, names in OTHER_NAMES[called.__name__].items():
@@ -147,7 +147,7 @@ def test_copies_pickles_and_functional_calls_are_as_usual(tiny, ids):
     assert isinstance(tiny.lm_head, torch.nn.Identity)
 
 
-def test_models_of_other_shapes_have_the_answers_too():
+def test_subclasses_of_gpt_suggest_names_too():
     class Mine(GPT):
         pass
 

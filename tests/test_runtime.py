@@ -1,4 +1,4 @@
-"""What several layers ask the machine and the process, and how results become JSON."""
+"""Cores, memory and modes of the process, and results as JSON."""
 
 import json
 import os
@@ -21,7 +21,7 @@ def test_eval_mode_restores_the_mode_of_each_submodule():
     assert [part.training for part in model.modules()] == [True, True, False, True]
 
 
-def test_cores_are_those_that_the_process_may_use(monkeypatch):
+def test_cores_are_those_of_the_processs_affinity(monkeypatch):
     monkeypatch.setattr(os, "sched_getaffinity", lambda _: {0, 5}, raising=False)
     assert count_cores() == 2
     monkeypatch.delattr(os, "sched_getaffinity")
@@ -44,7 +44,7 @@ class Row:
     tensor: object = field(default=None, metadata={"json": False})
 
 
-def test_results_become_json_with_null_for_what_is_not_finite():
+def test_results_become_json_with_null_for_non_finite_numbers():
     row = Row("a", np.array([0.1, np.inf], dtype=np.float32), tensor=object())
     data = to_json_data({"rows": (row,), "ids": np.array([[1, 2]])})
     assert data == {

@@ -182,7 +182,7 @@ def test_the_gradient_of_w_is_that_of_reading_plus_that_of_predicting(tiny, ids)
 
 
 @pytest.mark.parametrize("matrices", ["adamw", "muon"])
-def test_w_stands_in_one_optimizer_group_and_is_stepped_once(tiny, ids, matrices):
+def test_w_is_in_one_optimizer_group_and_stepped_once(tiny, ids, matrices):
     groups = parameter_groups(tiny, matrices=matrices, weight_decay=0.1)
     in_groups = [p for group in groups for p in group.parameters.values()]
     assert sum(p is tiny.wte.weight for p in in_groups) == 1
@@ -224,7 +224,7 @@ def test_after_resizing_one_matrix_has_the_new_rows(tiny):
     assert torch.equal(tiny.wte.weight[:97], old)
 
 
-def test_pruning_to_fewer_tokens_keeps_the_scores_of_those_that_stay(tiny, ids):
+def test_pruning_keeps_the_scores_of_the_remaining_tokens(tiny, ids):
     keep = [40, 3, 96, 0, 12]
     inside = torch.tensor(keep)[ids % 5]
     expected = tiny(inside)[..., keep]
@@ -259,7 +259,7 @@ def test_with_gradient_checkpointing_the_gradients_are_the_same(tiny, ids):
         torch.testing.assert_close(parameter.grad, plain[name], msg=name)
 
 
-def test_untied_and_tied_again_is_where_it_began(tiny, tiny_config, ids):
+def test_untying_and_tying_again_restores_the_model(tiny, tiny_config, ids):
     before = tiny(ids)
     untie(tiny)
     assert torch.equal(tiny(ids), before)
@@ -326,7 +326,7 @@ def worker(rank: int, directory: str, model: GPT) -> None:
 
 @pytest.fixture(scope="module")
 def two_processes(tmp_path_factory):
-    """What each of two spawned processes saved, having been sent a model."""
+    """Return the files saved by two spawned processes that received a model."""
     directory = tmp_path_factory.mktemp("processes")
     context = multiprocessing.get_context("spawn")
     model = fresh_model()
@@ -346,7 +346,7 @@ def test_a_model_sent_to_another_process_arrives_with_one_matrix(two_processes):
 
 
 @pytest.mark.parametrize("kind", ["ddp", "fsdp"])
-def test_two_processes_step_as_one_does(two_processes, kind):
+def test_two_processes_step_like_one(two_processes, kind):
     model = fresh_model()
     step(LossModule(model), *whole_batch())
     for result in two_processes:

@@ -51,14 +51,14 @@ def chat(monkeypatch, capsys):
     return chat
 
 
-def test_a_reply_ends_where_the_template_says(saved, chat):
+def test_a_reply_ends_at_the_templates_end_token(saved, chat):
     code, out, err = chat(saved("<|im_end|>"), "hello\n\nhello\n/exit\nhello\n")
     assert (code, out) == (0, "\n\n") and "cut off" not in err
     code, out, err = chat(saved("<|im_end|>"), "HELLO\nhello\n")
     assert (code, out) == (0, "\n") and "'H'" in err  # which this tokenizer does not know
 
 
-def test_a_long_conversation_goes_on_without_its_oldest_turns(saved, chat):
+def test_a_long_conversation_drops_its_oldest_turns(saved, chat):
     code, out, err = chat(saved("i"), "hello\n" * 4 + "/new\nhello\n")
     first, *others, fresh = out.splitlines()
     assert code == 0 and first == fresh == "i" * 32
@@ -83,7 +83,7 @@ def test_the_length_of_replies_is_an_option(saved, chat):
     assert (code, out) == (0, "iii\niii\n") and "dropped" not in err
 
 
-def test_a_message_that_is_too_long_is_refused_and_the_conversation_goes_on(saved, chat):
+def test_a_too_long_message_is_refused_and_the_conversation_continues(saved, chat):
     code, out, err = chat(saved("i"), "hello " * 20 + "\nhello\n")
     assert code == 0 and out == "i" * 32 + "\n"
     assert "the message has" in err and "send a shorter message" in err
@@ -92,7 +92,7 @@ def test_a_message_that_is_too_long_is_refused_and_the_conversation_goes_on(save
 
 
 @pytest.mark.parametrize("options", [{"temperature": 0}, {"num_beams": 2}])
-def test_other_texts_of_the_model_end_there_too(saved, options):
+def test_generate_ends_at_the_templates_end_token_too(saved, options):
     path = saved("<|im_end|>")
     with Engine(path) as engine:
         end = read_template(path).end_ids(engine.tokenizer)[-1]

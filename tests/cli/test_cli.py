@@ -1,4 +1,4 @@
-"""The command line as a user meets it, in processes of its own where that matters."""
+"""The command line as a user sees it, in separate processes if that matters."""
 
 import dataclasses
 import json
@@ -68,7 +68,7 @@ def test_train_then_generate_then_train_again(text, capfd):
     assert "--vocab-size was 300 and is 301" in capfd.readouterr().err
 
 
-def test_another_text_behind_the_same_name_is_noticed(text, capfd):
+def test_a_changed_text_under_the_same_name_is_noticed(text, capfd):
     command = ["train", "cats.txt", *QUICK, "--tokenizer", "char", "--out", "run"]
     assert main(command) == 0
     text.write_text(text.read_text().replace("mats", "hats"))
@@ -82,7 +82,7 @@ def test_data_may_come_through_a_pipe(text):
     assert Path("runs/stdin-tiny-1/model/model.safetensors").exists()
 
 
-def test_an_interrupt_saves_and_the_printed_command_goes_on(text, capfd):
+def test_an_interrupt_saves_and_the_printed_command_resumes(text, capfd):
     long = ["train", "cats.txt", *QUICK[2:], "--steps", "100000", "--out", "run"]
     process = subprocess.Popen(
         [sys.executable, "-m", "tiedgpt", *long], stderr=subprocess.PIPE, text=True
@@ -114,7 +114,7 @@ def test_a_stop_counts_by_the_plan_in_force(text, capfd, monkeypatch):
     assert "stopped and saved after step 3 of 7" in capfd.readouterr().err
 
 
-def test_a_busy_machine_matters_where_the_time_decides(text, capfd, monkeypatch):
+def test_a_busy_machine_is_noted_in_runs_by_time(text, capfd, monkeypatch):
     monkeypatch.setattr(os, "getloadavg", lambda: (99.0, 99.0, 99.0))
     assert main(["train", "cats.txt", *QUICK, "--out", "steps"]) == 0
     assert "busy" not in capfd.readouterr().err
@@ -140,7 +140,7 @@ def test_without_a_verb_the_help_is_shown(capfd):
     assert main(["--version"]) == 0 and capfd.readouterr().out.startswith("tiedgpt 0.")
 
 
-def test_doctor_tells_of_this_machine(capfd):
+def test_doctor_describes_the_machine(capfd):
     assert main(["doctor", "--format", "json"]) == 0
     found = json.loads(capfd.readouterr().out)
     assert found["torch"].startswith(torch.__version__.split("+")[0])
@@ -149,7 +149,7 @@ def test_doctor_tells_of_this_machine(capfd):
     assert "train --dtype auto" in capfd.readouterr().out
 
 
-def test_doctor_says_what_the_cpu_lacks_and_what_that_costs(monkeypatch):
+def test_doctor_names_missing_cpu_features_and_their_cost(monkeypatch):
     monkeypatch.setattr(platform, "machine", lambda: "x86_64")
     monkeypatch.delenv("NUMBA_CPU_NAME", raising=False)
     monkeypatch.setattr("tiedgpt.infer.kernels.simd.FEATURES", {"avx2", "avx512f", "avx512vnni"})
@@ -213,14 +213,14 @@ def test_bad_input_gets_one_line_and_its_exit_code(text, capfd, arguments, code,
     assert not [path for path in left if "model" in path.parts or ".tmp" in path.name], left
 
 
-def test_a_reader_that_goes_away_is_no_error(text):
+def test_a_closed_pipe_is_not_an_error(text):
     assert main(["train", "cats.txt", *QUICK, "--out", "run", "--tokenizer", "char"]) == 0
     command = f"{sys.executable} -m tiedgpt generate run --max-new-tokens 200 | head -c 1"
     piped = subprocess.run(command, shell=True, capture_output=True, text=True, env=os.environ)
     assert "Traceback" not in piped.stderr
 
 
-def test_the_time_of_a_run_begins_with_its_command_not_with_the_process(text, monkeypatch):
+def test_a_runs_time_starts_with_its_command_not_the_process(text, monkeypatch):
     arguments = {}
 
     def begin(options, out, **more):

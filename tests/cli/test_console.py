@@ -33,7 +33,7 @@ class Terminal(io.StringIO):
 
 @pytest.fixture
 def terminal(monkeypatch):
-    """Return what is shown in a terminal of so many columns."""
+    """Return the output of a terminal with `columns` columns."""
 
     def shown(show, columns=40, **environment):
         stream = Terminal()
@@ -49,7 +49,7 @@ def terminal(monkeypatch):
     return shown
 
 
-def test_lines_hang_below_their_label_and_words_stay_whole(terminal):
+def test_lines_are_indented_below_their_label_at_word_boundaries(terminal):
     path = "/a/path/that/is/longer/than-the-terminal/is-wide/model.safetensors"
     text = terminal(lambda: console.error(f"{LONG} {path}", "do this"), NO_COLOR="1")
     first, *more, hint = re.sub(r"\x1b\[[\d;]*m", "", text).splitlines()
@@ -59,7 +59,7 @@ def test_lines_hang_below_their_label_and_words_stay_whole(terminal):
     assert all(len(line) <= 40 for line in [first, *more] if path not in line)
 
 
-def test_only_a_terminal_with_colors_gets_them(terminal, capsys):
+def test_only_a_color_terminal_gets_colors(terminal, capsys):
     assert "\x1b[1;31merror:" in terminal(lambda: console.error("no"))
     assert "31m" not in terminal(lambda: console.error("no"), NO_COLOR="1")
     assert terminal(lambda: console.error("no"), TERM="dumb") == "error: no\n"
@@ -99,7 +99,7 @@ def test_the_options_of_a_verb_need_no_slow_import():
     assert done.stdout == "set()\n", done.stderr
 
 
-def test_a_finished_training_tells_what_can_be_done_and_its_result_is_data(
+def test_a_finished_training_prints_next_steps_and_its_result_on_stdout(
     tmp_path, monkeypatch, capsys
 ):
     monkeypatch.chdir(tmp_path)
@@ -130,7 +130,7 @@ def test_help_fits_80_columns_and_has_real_defaults(verb, capsys):
         assert private not in out.replace('{"', ""), private
 
 
-def test_the_flags_of_every_verb_are_those_that_users_know():
+def test_the_flags_of_every_verb_are_frozen():
     """A flag that goes or changes its name breaks scripts: say so in the changelog."""
     flags = {}
     for verb in VERBS:
@@ -175,7 +175,7 @@ def test_every_option_of_train_has_a_heading(capsys):
         (["inspect", "lenz"], "called 'lenz'", "lens"),
     ],
 )
-def test_a_command_that_cannot_be_understood_is_code_2_with_a_hint(capsys, arguments, says, hint):
+def test_an_invalid_command_is_code_2_with_a_hint(capsys, arguments, says, hint):
     assert main(arguments) == 2
     error, hinted = capsys.readouterr().err.splitlines()
     assert error.startswith("error: ") and says in error
@@ -183,7 +183,7 @@ def test_a_command_that_cannot_be_understood_is_code_2_with_a_hint(capsys, argum
 
 
 @pytest.mark.parametrize("verb", ["generate", "tie show", "convert --to gguf", "explain tie"])
-def test_a_folder_of_runs_is_no_model_and_a_run_is_no_folder(tmp_path, monkeypatch, capsys, verb):
+def test_a_folder_of_runs_and_a_run_are_not_confused(tmp_path, monkeypatch, capsys, verb):
     monkeypatch.chdir(tmp_path)
     model = Path("runs", "mine", "model")
     model.mkdir(parents=True)
@@ -216,7 +216,7 @@ def test_options_may_be_written_as_in_python_and_stand_anywhere():
         read("x y")
 
 
-def test_the_newest_run_of_the_right_kind_is_taken(tmp_path, monkeypatch, capsys):
+def test_the_newest_run_of_the_right_kind_is_used(tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     for name, task in (("old", "lm"), ("new", "classify")):
         model = Path("runs", name, "model")
@@ -227,7 +227,7 @@ def test_the_newest_run_of_the_right_kind_is_taken(tmp_path, monkeypatch, capsys
     assert "newest run: runs/old" in capsys.readouterr().err
 
 
-def test_an_error_names_its_options_as_each_border_writes_them(capsys):
+def test_an_error_names_its_options_as_the_interface_spells_them(capsys):
     error = UserError("exclude each other", hint="omit one", option=("top_k", "num_beams"))
     assert str(error) == "top_k and num_beams exclude each other: omit one"
     assert str(pickle.loads(pickle.dumps(error))) == str(error)
@@ -237,7 +237,7 @@ def test_an_error_names_its_options_as_each_border_writes_them(capsys):
     assert capsys.readouterr().err == shown
 
 
-def test_what_takes_seconds_is_told_and_what_is_quick_is_not(monkeypatch, capsys):
+def test_slow_steps_are_announced_and_quick_ones_are_not(monkeypatch, capsys):
     monkeypatch.setattr("tiedgpt.cli.console.PATIENCE_SECONDS", 0.01)
     with console.waiting("computing"):
         time.sleep(0.3)
@@ -248,7 +248,7 @@ def test_what_takes_seconds_is_told_and_what_is_quick_is_not(monkeypatch, capsys
     assert capsys.readouterr().err == ""
 
 
-def test_an_interrupted_training_says_what_becomes_of_it(monkeypatch, capsys):
+def test_an_interrupted_training_says_how_to_resume(monkeypatch, capsys):
     def interrupt(*_):
         raise KeyboardInterrupt
 

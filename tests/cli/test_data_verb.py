@@ -25,7 +25,7 @@ def folder(tmp_path, monkeypatch):
     return tmp_path
 
 
-def test_trained_tokens_stand_in_marks_without_colour(folder, capsys):
+def test_trained_tokens_are_marked_without_colour(folder, capsys):
     assert main(["data", "show", "chat.jsonl", "--tokenizer", "tok"]) == 0
     out = capsys.readouterr().out
     assert (
@@ -57,7 +57,7 @@ def test_trained_tokens_are_green_in_a_terminal(folder, capsys, monkeypatch):
     assert "{+Hello" in capsys.readouterr().out.replace("\x1b[0m", "")
 
 
-def test_what_is_dropped_is_told_with_its_place_and_why(folder, capsys):
+def test_dropped_examples_are_reported_with_place_and_reason(folder, capsys):
     command = ["data", "show", "pairs.jsonl", "--tokenizer", "tok"]
     assert main(command) == 3
     assert "pairs.jsonl:2: not a JSON object" in capsys.readouterr().err

@@ -20,7 +20,7 @@ def text(tmp_path):
     return path
 
 
-def test_a_text_is_measured(directory, text, capsys):
+def test_a_text_is_scored(directory, text, capsys):
     assert main(["eval", str(directory), str(text), "--stride", "10"]) == 0
     shown = capsys.readouterr().out
     with Engine(directory) as engine:
@@ -33,7 +33,7 @@ def test_a_text_is_measured(directory, text, capsys):
         assert told[name] == (pytest.approx(value) if isinstance(value, float) else value)
 
 
-def test_a_score_on_what_a_run_was_trained_on_has_a_note(directory, text, tmp_path, capsys):
+def test_a_score_on_training_data_has_a_note(directory, text, tmp_path, capsys):
     run, other = tmp_path / "run", tmp_path / "other.txt"
     shutil.copytree(directory, run / "model")
     (run / "run.toml").write_text(f'[options]\ndata = ["{text}"]\n')
@@ -62,7 +62,7 @@ def test_a_run_that_is_a_file_is_refused(text, capsys):
     assert str(text) in capsys.readouterr().err
 
 
-def test_choices_are_measured(directory, tmp_path, capsys):
+def test_choices_are_scored(directory, tmp_path, capsys):
     path = tmp_path / "a.jsonl"
     line = {"context": "the dog", "choices": [" ate", " sat on"], "answer": 0}
     path.write_text("\n".join([json.dumps(line)] * 3))
@@ -87,7 +87,7 @@ def test_scores_are_saved_to_a_new_file(directory, text, tmp_path, capsys):
     assert (tmp_path / "a.jsonl").read_bytes() == written
 
 
-def test_what_cannot_be_measured_is_said(directory, text, tmp_path, capsys):
+def test_unusable_texts_are_refused(directory, text, tmp_path, capsys):
     assert main(["eval", str(directory)]) == 2
     assert "DATA or --tasks" in capsys.readouterr().err
     assert main(["eval", str(text), str(directory)]) == 2
@@ -102,7 +102,7 @@ def test_what_cannot_be_measured_is_said(directory, text, tmp_path, capsys):
     assert main(["eval", str(directory), str(tmp_path / "binary")]) == 3
 
 
-def test_text_comes_through_the_same_door_as_to_train(directory, text, monkeypatch, capsys):
+def test_eval_reads_text_like_train(directory, text, monkeypatch, capsys):
     def bits(*arguments):
         assert main(["eval", str(directory), *arguments, "--format", "json"]) == 0
         return json.loads(capsys.readouterr().out)["bits_per_byte"]

@@ -40,7 +40,7 @@ def test_a_lesson_is_printed_and_its_numbers_are_json(topic, capfd):
     assert found["topic"] == topic and found["numbers"]
 
 
-def test_two_trainings_are_announced_and_what_they_show_is_no_contradiction(capfd):
+def test_two_trainings_are_announced_and_their_results_are_consistent(capfd):
     assert main(["explain", "head", "model", "--text", TEXT]) == 0
     out, err = capfd.readouterr()
     assert "--train" in out and "training" not in err
@@ -58,7 +58,7 @@ def test_the_lesson_on_norms_begins_with_its_conclusion():
     assert "|" not in begin and not any(c.isdigit() for c in begin)
 
 
-def test_the_newest_run_is_taken_else_a_tiny_model_is_trained(tmp_path, capfd):
+def test_the_newest_run_is_used_else_a_tiny_model_is_trained(tmp_path, capfd):
     assert main(["explain", "parameters"]) == 0
     out, err = capfd.readouterr()
     assert "a tiny GPT, trained just now" in out and "training a tied tiny GPT" in err
@@ -85,7 +85,7 @@ def test_a_run_is_explained_on_its_own_validation_text(capfd):
     assert losses["W itself"] == pytest.approx(float(expected.detach()), rel=1e-4)
 
 
-def test_errors_name_what_is_there(capfd):
+def test_errors_list_the_topics(capfd):
     assert main(["explain", "ties"]) == 2
     err = capfd.readouterr().err
     assert all(topic in err for topic in TOPICS)

@@ -1,4 +1,4 @@
-"""`tiedgpt generate` where its input, its output or its user is gone."""
+"""`tiedgpt generate` without its input, its output or its user."""
 
 import io
 import signal
@@ -34,7 +34,7 @@ def endless(packed):
         process.kill()
 
 
-def test_it_ends_quietly_when_nobody_reads_it_any_more(endless):
+def test_generate_ends_quietly_when_its_pipe_closes(endless):
     endless.stdout.close()
     assert endless.wait(120) == 0
     assert b"interrupted" not in endless.stderr.read()
@@ -62,7 +62,7 @@ def test_a_prompt_is_read_from_standard_input(packed, monkeypatch, capsys, stdin
     assert says in err and out.startswith("the" if not code else "")
 
 
-def test_kernels_that_may_not_be_compiled_are_told_of(packed, monkeypatch, capsys):
+def test_kernels_that_cannot_be_compiled_are_reported(packed, monkeypatch, capsys):
     monkeypatch.setattr("numba.config.DISABLE_JIT", 1)
     monkeypatch.setattr(packed_session.forward, "functions", {})
     monkeypatch.setattr(compile_cache, "_load", lambda file: None)

@@ -49,11 +49,11 @@ def test_several_texts_are_separated_and_in_json_they_are_a_list(directory, caps
     assert [answer["prompt"] for answer in answers] == ["the", "the"]
 
 
-def test_a_text_that_time_cut_off_is_told(directory, capsys):
+def test_a_text_ended_by_the_timeout_has_a_note(directory, capsys):
     assert "cut off by --timeout" in shown(capsys, directory, "--timeout", "0").err
 
 
-def test_forms_are_kept(directory, capsys, tmp_path):
+def test_constraints_are_followed(directory, capsys, tmp_path):
     out, _ = shown(capsys, directory, "--regex", "(cat|dog){2}")
     assert re.fullmatch("the(cat|dog){2}\n", out)
     (tmp_path / "schema.json").write_text(json.dumps(SCHEMA))
@@ -66,7 +66,7 @@ def test_forms_are_kept(directory, capsys, tmp_path):
     assert (set(a) | {"a"}, set(b) | {"b"}, len(a)) == ({"a"}, {"b"}, len(b))
 
 
-def test_a_form_that_was_cut_off_is_told(directory, capsys):
+def test_a_truncated_constrained_text_has_a_note(directory, capsys):
     out, err = shown(capsys, directory, "--regex", "(cat){40}")
     assert out.startswith("thecatcat")
     assert "cut off" in err
@@ -90,13 +90,13 @@ def test_a_form_that_was_cut_off_is_told(directory, capsys):
         (["--regex", "("], "--regex cannot be met: unclosed group\nhint: correct it"),
     ],
 )
-def test_what_cannot_be_done_is_said(directory, capsys, flags, message):
+def test_impossible_combinations_are_refused(directory, capsys, flags, message):
     assert main(["generate", str(directory), "--prompt", "the", *flags]) == 1
     assert message in capsys.readouterr().err
 
 
 def as_text(name, value):
-    """Return a bad value as it is typed; None if it is a good one on the command line."""
+    """Return a bad value as typed; None if it is valid on the command line."""
     is_number = isinstance(value, (int, float)) and not isinstance(value, bool)
     if name in ("stop", "regex", "json_schema", "context_end", "early_stopping"):
         return value if isinstance(value, str) else None

@@ -32,7 +32,7 @@ def write_run(path: Path, n: int = 40, last: str = "") -> None:
     (path / "metrics.jsonl").write_text("".join(json.dumps(x) + "\n" for x in lines) + last)
 
 
-def test_curves_are_drawn_in_the_terminal_also_of_a_run_that_is_running(text, capfd):
+def test_curves_of_finished_and_active_runs_are_drawn_in_the_terminal(text, capfd):
     write_run(Path("runs/cats"), last='{"step": 41, "lo')
     assert main(["plot"]) == 0
     out, err = capfd.readouterr()
@@ -55,7 +55,7 @@ def test_several_runs_and_a_folder_of_runs_are_drawn_together(text, capfd):
     assert drawn.startswith("<?xml")
 
 
-def test_the_numbers_and_the_samples_can_be_had(text, capfd):
+def test_numbers_and_samples_can_be_printed(text, capfd):
     write_run(Path("run"))
     assert main(["plot", "run", "--format", "json", "--x", "steps"]) == 0
     (found,) = json.loads(capfd.readouterr().out)
@@ -74,14 +74,14 @@ def test_the_numbers_and_the_samples_can_be_had(text, capfd):
         (["run", "--out", "curves.gif"], "name it .png"),
     ],
 )
-def test_what_cannot_be_drawn_is_told_in_a_line(text, capfd, arguments, says):
+def test_undrawable_runs_are_refused_in_one_line(text, capfd, arguments, says):
     write_run(Path("run"))
     write_run(Path("empty"), 0)
     assert main(["plot", *arguments]) == 1
     assert says in capfd.readouterr().err
 
 
-def test_a_missing_tracker_is_told_before_anything_is_done(text, capfd, monkeypatch):
+def test_a_missing_tracker_is_reported_before_any_work(text, capfd, monkeypatch):
     monkeypatch.setitem(__import__("sys").modules, "trackio", None)
     assert main(["train", "cats.txt", *QUICK, "--steps", "4", "--track", "trackio"]) == 1
     assert "pip install trackio" in capfd.readouterr().err

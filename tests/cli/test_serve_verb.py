@@ -26,7 +26,7 @@ def cats(directory, tmp_path):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("is_bare", [False, True])
-def test_the_lines_that_are_printed_work_and_sigterm_ends_it(cats, is_bare):
+def test_the_printed_commands_work_and_sigterm_stops_the_server(cats, is_bare):
     """Also with a key and without a tokenizer."""
     pytest.importorskip("fastapi")
     command = [sys.executable, "-m", "tiedgpt", "serve", str(cats), "--port", "0"]
@@ -59,7 +59,7 @@ def test_the_lines_that_are_printed_work_and_sigterm_ends_it(cats, is_bare):
     assert {json.loads(line)["status"] for line in lines} == {200}
 
 
-def test_what_cannot_be_served_is_said(cats, capsys, monkeypatch):
+def test_unservable_sources_are_refused(cats, capsys, monkeypatch):
     assert main(["serve", str(cats), "--host", "0.0.0.0"]) == 1
     error = capsys.readouterr().err
     assert "--api-key" in error and "--insecure" in error
@@ -92,7 +92,7 @@ def test_what_cannot_be_served_is_said(cats, capsys, monkeypatch):
 
 
 @pytest.mark.slow
-def test_ctrl_c_says_what_is_being_finished_and_a_second_ends_at_once(tmp_path):
+def test_ctrl_c_lists_running_requests_and_a_second_ends_at_once(tmp_path):
     pytest.importorskip("fastapi")
     tokenizer = Tokenizer.train([TEXT], 300)
     save_model(tmp_path, opinionated(tokenizer, n_positions=16_384), tokenizer)

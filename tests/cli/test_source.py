@@ -9,7 +9,7 @@ from tiedgpt.cli.main import main
 
 @pytest.fixture
 def runs(tmp_path, monkeypatch) -> Path:
-    """Two runs, of which this command reads the names alone."""
+    """Two empty runs; the command reads their names only."""
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
     for name in ("zh-nano-1", "poems-mini-1"):
@@ -28,14 +28,14 @@ def runs(tmp_path, monkeypatch) -> Path:
         "tie fix {} out", "train my.txt --start {}", "tune my.txt --from {}",
     ],
 )  # fmt: skip
-def test_a_misspelt_run_is_answered_with_the_nearest_one(runs, capfd, command):
+def test_a_misspelt_run_names_the_nearest_one(runs, capfd, command):
     assert main(command.format("runs/zh-1").split()) == 1
     err = capfd.readouterr().err
     assert "there is no run runs/zh-1" in err and "did you mean runs/zh-nano-1?" in err
     assert "looking on the Hugging Face hub" not in err
 
 
-def test_a_run_without_its_folder_and_one_like_no_other_are_answered_too(runs, capfd):
+def test_a_run_without_its_folder_and_an_unknown_one_are_explained(runs, capfd):
     assert main(["tie", "audit", "zh-1"]) == 1
     assert "did you mean runs/zh-nano-1?" in capfd.readouterr().err
     assert main(["tie", "audit", "runs/qqqqqq"]) == 1

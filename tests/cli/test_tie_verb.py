@@ -26,7 +26,7 @@ def saved(tiny, tmp_path, monkeypatch):
     return tmp_path
 
 
-def test_show_counts_every_parameter_once_with_layers_put_together(saved, capfd):
+def test_show_counts_every_parameter_once_and_groups_layers(saved, capfd):
     assert main(["tie", "show", "sound"]) == 0
     out = capfd.readouterr().out
     assert "42,048" in out and "reads and predicts" in out
@@ -49,7 +49,7 @@ def test_audit_says_broken_with_exit_code_6_and_fix_mends_a_copy(saved, capfd):
 
 
 @pytest.mark.parametrize("head", ["own", "tied"])
-def test_what_is_packed_is_audited_and_written_as_a_model_directory(tiny, tmp_path, capfd, head):
+def test_a_packed_directory_is_audited_and_fixed_to_a_model_directory(tiny, tmp_path, capfd, head):
     from tiedgpt.weights.formats.packed.writer import pack_gpt, save_packed
 
     if head == "own":

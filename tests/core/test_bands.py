@@ -24,7 +24,7 @@ def naive(q, k, v, window):
 
 @settings(max_examples=40, deadline=None)
 @given(st.integers(1, 300), st.integers(1, 320), st.integers(0, 2**31))
-def test_a_band_is_exactly_the_masked_softmax_and_so_are_its_gradients(length, window, seed):
+def test_a_band_equals_the_masked_softmax_with_its_gradients(length, window, seed):
     torch.manual_seed(seed)
     q, k, v = (torch.randn(2, 3, length, 4, dtype=torch.float64).requires_grad_() for _ in range(3))
     ours, theirs = banded_attention(q, k, v, window, 0.0), naive(q, k, v, window)
@@ -63,7 +63,7 @@ def test_a_banded_model_equals_a_naive_mask_in_its_banded_layers(banded, tiny, i
     torch.testing.assert_close(tiny(ids), expected, rtol=0, atol=2e-5)
 
 
-def test_what_is_out_of_every_band_changes_nothing(ids):
+def test_tokens_outside_every_band_change_nothing(ids):
     torch.manual_seed(1)
     config = GPTConfig(
         vocab_size=97, n_positions=24, n_embd=32, n_layer=2, n_head=4, attention_windows=(4,)
@@ -79,7 +79,7 @@ def test_what_is_out_of_every_band_changes_nothing(ids):
 @pytest.mark.parametrize("fixture", ["tiny", "banded"])
 @pytest.mark.parametrize("pieces", [[24], [1] * 24, [10, 1, 1, 12], [3, 21], [23, 1]])
 @torch.no_grad()
-def test_a_cache_fed_in_pieces_gives_the_logits_of_the_whole(request, ids, pieces, fixture):
+def test_a_cache_fed_in_chunks_gives_the_logits_of_the_whole(request, ids, pieces, fixture):
     model = request.getfixturevalue(fixture)
     cache = KVCache.allocate(model.config, batch_size=3)
     logits = [model(piece, cache) for piece in torch.split(ids, pieces, dim=1)]
@@ -90,7 +90,7 @@ def test_a_cache_fed_in_pieces_gives_the_logits_of_the_whole(request, ids, piece
 @settings(max_examples=15, deadline=None)
 @given(st.lists(st.integers(1, 12), min_size=2, max_size=4), st.integers(1, 4), st.booleans())
 @torch.no_grad()
-def test_ragged_prompts_in_one_cache_give_what_each_gives_alone(lengths, n_new, is_banded):
+def test_ragged_prompts_in_one_cache_give_the_results_of_solo_runs(lengths, n_new, is_banded):
     torch.manual_seed(len(lengths))
     config = GPTConfig(
         vocab_size=97, n_positions=24, n_embd=32, n_layer=2, n_head=4,
@@ -108,7 +108,7 @@ def test_ragged_prompts_in_one_cache_give_what_each_gives_alone(lengths, n_new, 
         torch.testing.assert_close(together[row], model(prompt)[0, length:], rtol=0, atol=1e-5)
 
 
-def test_no_scores_of_t_by_t_are_held(monkeypatch):
+def test_attention_scores_of_t_by_t_are_never_allocated(monkeypatch):
     seen = []
     real = F.scaled_dot_product_attention
     monkeypatch.setattr(
@@ -121,17 +121,17 @@ def test_no_scores_of_t_by_t_are_held(monkeypatch):
 
 
 @pytest.mark.parametrize("windows", [(), (1, 2, 3, 4), (-1,), (2.0,), (True,), "ab", 5])
-def test_windows_that_are_none_are_refused(tiny_config, windows):
+def test_invalid_windows_are_refused(tiny_config, windows):
     with pytest.raises(UserError, match="attention_windows"):
         replace(tiny_config, attention_windows=windows)
 
 
-def test_a_window_as_long_as_the_context_is_none(tiny_config):
+def test_a_window_as_long_as_the_context_equals_no_window(tiny_config):
     assert replace(tiny_config, attention_windows=(24, 0)).attention_windows is None
 
 
 @pytest.mark.parametrize("norm", ["pre", "post"])
-def test_without_biases_there_are_none_and_the_formula_counts_so(tiny_config, ids, norm):
+def test_bias_false_removes_all_biases_as_the_formula_counts(tiny_config, ids, norm):
     config = replace(tiny_config, bias=False, norm=norm)
     model = GPT(config)
     assert not [name for name, _ in model.named_parameters() if name.endswith("bias")]

@@ -90,7 +90,7 @@ class Doubling(nn.Module):
 
 
 class Adapted(nn.Module):
-    """W + P Q, on both sides: what an adapter on the embedding is."""
+    """W + P Q on both sides, like an adapter on the embedding."""
 
     def __init__(self, base: TiedEmbedding) -> None:
         super().__init__()
@@ -160,7 +160,7 @@ def head_with_a_backward_hook(model):
 
 
 class Louder(GPT):
-    """Logits of its own."""
+    """A module that computes the logits itself."""
 
     def logits(self, h):
         return 2 * super().logits(h)
@@ -255,7 +255,7 @@ def assert_equal(ours, theirs, tolerance=1e-9):
 
 @pytest.mark.parametrize("composition", COMPOSITIONS, ids=lambda c: c.__name__)
 @pytest.mark.parametrize("change", CHANGES)
-def test_every_gradient_is_the_plain_ones(model, change, composition):
+def test_every_gradient_equals_the_plain_models(model, change, composition):
     CHANGES[change](model)
     theirs = composition(model, plain(model))
     ours = composition(model, own(model))
@@ -280,7 +280,7 @@ def test_gradients_accumulate_over_backward_passes(model):
 
 
 @pytest.mark.parametrize("head", ["as it is", "untied"])
-def test_autograd_grad_of_some_inputs_and_a_retained_graph(model, head):
+def test_autograd_grad_of_some_inputs_and_a_retained_graph_work(model, head):
     CHANGES[head](model)
     predicting = model.wte.weight if model.head is None else model.head.weight
     inputs = [predicting, model.h[0].attn.c_attn.weight]
@@ -301,7 +301,7 @@ def chunked(h, w, targets):
 
 
 @pytest.mark.parametrize("cross_entropy", [chunked, one_pass_cross_entropy])
-def test_the_losss_derivatives_by_finite_differences(cross_entropy):
+def test_the_losss_derivatives_match_finite_differences(cross_entropy):
     draw = torch.Generator().manual_seed(2)
     h = torch.randn(9, 4, generator=draw, dtype=torch.float64, requires_grad=True)
     w = torch.randn(6, 4, generator=draw, dtype=torch.float64, requires_grad=True)
@@ -315,7 +315,7 @@ def test_the_losss_derivatives_by_finite_differences(cross_entropy):
 
 
 @pytest.mark.filterwarnings("ignore:.torch.jit.script. is deprecated:DeprecationWarning")  # torch's
-def test_a_forward_mode_derivative_is_the_plain_one(model):
+def test_a_forward_mode_derivative_equals_the_plain_models(model):
     h = model.body(A[0]).detach().flatten(0, 1)
     answers, tangent = A[1].flatten(), torch.ones_like(h)
 
@@ -326,7 +326,7 @@ def test_a_forward_mode_derivative_is_the_plain_one(model):
     torch.testing.assert_close(ours, theirs, rtol=1e-9, atol=1e-12)
 
 
-def test_second_order_gradients_are_the_plain_ones(model):
+def test_second_order_gradients_equal_the_plain_models(model):
     """Torch's fused attention has no second derivative; its plain one has."""
 
     def penalty(loss):
@@ -352,7 +352,7 @@ def loss_of(model, parameters, ids, targets):
 
 
 @pytest.mark.parametrize("head", ["as it is", "untied", "any_head", "adapted"])
-def test_torch_func_grad_gives_the_plain_gradients(model, head):
+def test_torch_func_grad_equals_the_plain_models_gradients(model, head):
     CHANGES[head](model)
     theirs = gradients(model, plain(model)(*A))
     parameters = {name: p.detach() for name, p in model.named_parameters()}
@@ -361,7 +361,7 @@ def test_torch_func_grad_gives_the_plain_gradients(model, head):
 
 
 @pytest.mark.parametrize("head", ["as it is", "untied", "any_head", "adapted"])
-def test_torch_func_jvp_gives_the_plain_directional_derivative(model, head):
+def test_torch_func_jvp_equals_the_plain_models_derivative(model, head):
     CHANGES[head](model)
     with sdpa_kernel(SDPBackend.MATH):
         slopes = gradients(model, plain(model)(*A))
@@ -405,7 +405,7 @@ def test_vmap_of_grad_gives_each_examples_gradient(model):
 
 
 @NO_BATCHING_RULE
-def test_an_ensemble_of_models_in_one_vmap(model):
+def test_an_ensemble_of_models_runs_in_one_vmap(model):
     models = [copy.deepcopy(model) for _ in range(3)]
     for other in models:
         with torch.no_grad():
@@ -418,7 +418,7 @@ def test_an_ensemble_of_models_in_one_vmap(model):
 
 @NO_BATCHING_RULE
 @pytest.mark.parametrize("head", ["as it is", "untied", "any_head", "adapted"])
-def test_a_backward_pass_through_vmap(model, head):
+def test_a_backward_pass_through_vmap_is_exact(model, head):
     CHANGES[head](model)
 
     def losses(way):
@@ -430,7 +430,7 @@ def test_a_backward_pass_through_vmap(model, head):
 
 
 @pytest.mark.parametrize("backend", ["eager", "aot_eager"])
-def test_a_compiled_loss_and_a_compiled_forward(model, backend):
+def test_a_compiled_loss_and_forward_match(model, backend):
     theirs = gradients(model, plain(model)(*A))
     compiled = torch.compile(lambda ids, targets: model.loss(ids, targets), backend=backend)
     assert_equal(gradients(model, compiled(*A)), theirs)
@@ -438,7 +438,7 @@ def test_a_compiled_loss_and_a_compiled_forward(model, backend):
     torch.testing.assert_close(forward(A[0]), model(A[0]), rtol=1e-9, atol=1e-12)
 
 
-def test_a_forward_of_dynamic_length_compiles_whole_and_is_exported(model):
+def test_a_forward_of_dynamic_length_compiles_fully_and_exports(model):
     compiled = torch.compile(model, backend="eager", fullgraph=True, dynamic=True)
     for length in (2, 5, 16):
         ids = A[0][:, :length]
@@ -449,7 +449,7 @@ def test_a_forward_of_dynamic_length_compiles_whole_and_is_exported(model):
     torch.testing.assert_close(exported.module()(ids), model(ids), rtol=1e-9, atol=1e-12)
 
 
-def test_a_forward_without_data_on_the_meta_device_and_with_fake_tensors(model):
+def test_a_forward_works_on_the_meta_device_and_with_fake_tensors(model):
     from torch._subclasses.fake_tensor import FakeTensorMode
 
     with torch.device("meta"):
@@ -465,7 +465,7 @@ def test_a_forward_without_data_on_the_meta_device_and_with_fake_tensors(model):
         assert fake.wte.weight.grad.shape == (53, 16)
 
 
-def test_a_block_checkpointed_by_the_user_keeps_no_more_than_its_input(model):
+def test_a_block_checkpointed_by_the_user_saves_only_its_input(model):
     def kept_bytes(run):
         kept = {}
 
@@ -492,8 +492,8 @@ def test_an_offloaded_matrix_is_refused_and_never_read(model):
             call()
 
 
-def test_the_loss_called_through_ddps_forward(model):
-    """As frameworks do it that mark a method as a forward: it runs in place of `forward`, once."""
+def test_the_loss_works_through_ddps_forward(model):
+    """Run `loss` in place of `forward` once, as frameworks that mark methods do."""
     theirs = gradients(model, plain(model)(*A))
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     wrapped = None
@@ -531,7 +531,7 @@ def packed(lengths, seed):
 
 
 @pytest.mark.parametrize("windows", [None, (0, 3)])
-def test_packed_documents_are_as_if_alone(model, windows):
+def test_packed_documents_give_the_results_of_separate_ones(model, windows):
     if windows:
         banded = GPT(GPTConfig(**{**vars(CONFIG), "attention_windows": windows})).double()
         banded.load_state_dict(model.state_dict())
@@ -561,9 +561,7 @@ def test_changing_one_packed_document_changes_no_other(model):
 
 
 @pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float32, 0.03), (torch.float64, 1e-9)])
-def test_under_autocast_gradients_are_the_plain_ones_and_float64_is_left_alone(
-    model, dtype, tolerance
-):
+def test_under_autocast_gradients_match_and_float64_stays(model, dtype, tolerance):
     model.to(dtype)
     results = []
     for way in (own, plain):
@@ -595,7 +593,7 @@ ROW = A[0][:1], A[1][:1]
         *((*ROW, starts_at(index), "an index from 0 to its own") for index in (-1, -20, 9, 10**6)),
     ],
 )
-def test_ids_targets_and_documents_that_do_not_fit_are_refused(
+def test_mismatched_ids_targets_and_document_starts_are_refused(
     model, ids, targets, document_starts, says
 ):
     with pytest.raises(UserError, match=says):

@@ -46,7 +46,7 @@ def test_every_preset_is_possible_and_its_heads_divide_its_width():
         assert config.head_dim * config.n_head == config.n_embd
 
 
-def test_gpt3_rows_that_the_paper_misprints_are_built_as_they_can_be():
+def test_gpt3_sizes_misprinted_in_the_paper_have_divisible_heads():
     assert GPTConfig.preset("gpt3-xl").n_head == 16
     assert GPTConfig.preset("gpt3-13b").n_embd == 5120
 

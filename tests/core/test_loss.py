@@ -90,7 +90,7 @@ def test_a_frozen_matrix_gets_no_gradient_and_the_body_still_does(tiny, ids):
     assert tiny.h[0].attn.c_attn.weight.grad.abs().sum() > 0
 
 
-def test_every_chunk_but_the_first_is_computed_again_in_the_backward_pass(tiny, ids):
+def test_every_chunk_but_the_first_is_recomputed_in_the_backward_pass(tiny, ids):
     rows = []
     tiny.logits = lambda h: rows.append(len(h)) or GPT.logits(tiny, h)
     loss = tiny.loss(ids, ids)
@@ -99,7 +99,7 @@ def test_every_chunk_but_the_first_is_computed_again_in_the_backward_pass(tiny, 
     assert len(rows) == 21 and sum(rows) == 72 + 72 - rows[0]
 
 
-def test_dropout_in_a_head_drops_the_same_when_it_is_computed_again(tiny, ids):
+def test_dropout_in_a_head_is_the_same_when_recomputed(tiny, ids):
     dropout, kept = nn.Dropout(0.5), []
     tiny.head = nn.Sequential(dropout, nn.Linear(32, 97)).train()
     dropout.register_forward_hook(lambda _, given, out: kept.append((out != 0).tolist()))
@@ -125,11 +125,11 @@ def test_a_scaled_loss_has_scaled_gradients_and_parts_add_up(tiny, ids):
     torch.testing.assert_close(tiny.wte.weight.grad, whole, atol=1e-6, rtol=1e-4)
 
 
-def test_nothing_to_count_is_nan_as_in_torch(tiny, ids):
+def test_a_loss_without_targets_is_nan_as_in_torch(tiny, ids):
     assert tiny.loss(ids, torch.full_like(ids, -100)).isnan()
 
 
-def test_under_autocast_the_products_are_bf16_and_the_loss_is_close(tiny, ids):
+def test_under_autocast_matmuls_are_bf16_and_the_loss_is_close(tiny, ids):
     exact = tiny.loss(ids, ids)
     with torch.autocast("cpu", torch.bfloat16):
         rounded = tiny.loss(ids, ids)
@@ -159,12 +159,12 @@ def test_targets_of_another_shape_are_refused(tiny, ids):
         tiny.loss(ids, ids[:, 1:])
 
 
-def test_nothing_to_count_moves_nothing(tiny, ids):
+def test_a_loss_without_targets_has_zero_gradients(tiny, ids):
     tiny.loss(ids, torch.full_like(ids, -100)).backward()
     assert all(not p.grad.any() for p in tiny.parameters() if p.grad is not None)
 
 
-def test_double_precision_stays_double_and_int32_targets_are_taken(tiny, ids):
+def test_float64_stays_and_int32_targets_are_accepted(tiny, ids):
     exact = tiny.double().loss(ids, ids.int())
     assert exact.dtype == torch.float64
     plain = F.cross_entropy(tiny(ids).flatten(0, 1), ids.flatten())

@@ -16,7 +16,7 @@ def test_n_tokens_in_n_predictions_out(tiny, ids):
     assert tiny.body(ids).shape == (3, 24, 32)
 
 
-def test_predictions_are_dot_products_with_the_rows_that_are_read(tiny, ids):
+def test_predictions_are_dot_products_with_the_embedding_rows(tiny, ids):
     h = tiny.body(ids)
     torch.testing.assert_close(tiny(ids)[1, 5, 60], h[1, 5] @ tiny.wte.weight[60])
     torch.testing.assert_close(tiny.wte(ids)[1, 5], tiny.wte.weight[ids[1, 5]])
@@ -71,7 +71,7 @@ def test_fresh_weights_have_openais_spread():
     assert not block.ln_1.bias.any() and (block.ln_1.weight == 1).all()
 
 
-def test_a_fresh_models_loss_is_that_of_guessing_plus_the_logits_variance():
+def test_a_fresh_models_loss_is_log_v_plus_half_the_logits_variance():
     torch.manual_seed(0)
     config = GPTConfig(vocab_size=5000, n_positions=128, n_embd=256, n_layer=2, n_head=4)
     ids = torch.randint(5000, (8, 128))
@@ -141,7 +141,7 @@ def test_dropout_acts_in_training_at_three_places_and_never_in_inference(tiny_co
         (torch.zeros(1, 5), "int64 or int32"),
     ],
 )
-def test_ids_that_cannot_be_read_are_refused(tiny, wrong, says):
+def test_invalid_ids_are_refused(tiny, wrong, says):
     with pytest.raises(UserError, match=says):
         tiny(wrong)
 
@@ -155,7 +155,7 @@ def test_a_cache_of_another_dtype_is_refused_by_name(tiny, ids):
     assert tiny(ids, fitting).shape == (3, 24, 97)
 
 
-def test_a_cache_is_for_inference_and_for_one_shape_of_model(tiny, tiny_config, ids):
+def test_a_cache_is_for_inference_and_one_model_shape(tiny, tiny_config, ids):
     with pytest.raises(UserError, match=r"torch\.no_grad"):
         tiny(ids, KVCache.allocate(tiny.config, batch_size=3))
     other = GPTConfig(**{**vars(tiny_config), "n_layer": 2})
@@ -166,7 +166,7 @@ def test_a_cache_is_for_inference_and_for_one_shape_of_model(tiny, tiny_config, 
 
 
 @torch.no_grad()
-def test_a_full_cache_is_an_error_and_not_a_wrong_answer(tiny, ids):
+def test_a_full_cache_is_an_error(tiny, ids):
     cache = KVCache.allocate(tiny.config, batch_size=3, capacity=10)
     tiny(ids[:, :10], cache)
     with pytest.raises(UserError, match="got 1 after 10"):

@@ -24,7 +24,7 @@ def test_a_corpus_can_be_iterated_twice(write):
     assert [document.text for document in corpus] == ["one", "two"]
 
 
-def test_a_folder_is_searched_through_in_sorted_order_and_counts_what_it_skips(write, tmp_path):
+def test_a_folder_is_read_in_sorted_order_and_counts_skipped_files(write, tmp_path):
     write("f/b/z.txt", "third")
     write("f/b.md", "second")
     write("f/a.txt", "first")
@@ -131,7 +131,7 @@ def test_a_bad_jsonl_line_is_refused_with_its_number(write, line, message):
         texts(path)
 
 
-def test_a_binary_file_is_refused_when_named_even_where_its_folder_skips_it(write, tmp_path):
+def test_a_binary_file_is_skipped_in_a_folder_and_refused_by_name(write, tmp_path):
     path = write("f/a.bin", b"\0")
     write("f/a.txt", "text")
     assert texts(str(tmp_path / "f")) == ["text"]
@@ -181,7 +181,7 @@ def test_an_unreadable_file_is_named(write):
         texts(path)
 
 
-def test_runs_inside_a_folder_are_no_text(tmp_path):
+def test_runs_inside_a_folder_are_skipped(tmp_path):
     (tmp_path / "a.txt").write_text("text")
     (tmp_path / "runs" / "one").mkdir(parents=True)
     (tmp_path / "runs" / "one" / "run.toml").write_text("[options]")
@@ -189,7 +189,7 @@ def test_runs_inside_a_folder_are_no_text(tmp_path):
     assert [document.text for document in documents([str(tmp_path)])] == ["text"]
 
 
-def test_a_file_of_another_encoding_is_left_out_where_it_was_found(tmp_path):
+def test_a_file_of_another_encoding_is_skipped_in_a_folder(tmp_path):
     (tmp_path / "a.txt").write_text("text")
     (tmp_path / "b.txt").write_bytes(b"caf\xe9")
     corpus = documents([str(tmp_path)])
@@ -208,14 +208,14 @@ def test_a_file_of_another_encoding_is_left_out_where_it_was_found(tmp_path):
         ("text", "utf-32"),
     ],
 )
-def test_the_encoding_of_a_named_file_is_guessed_and_told(write, text, encoding):
+def test_the_encoding_of_a_named_file_is_guessed_and_reported(write, text, encoding):
     path = write("a.txt", text.encode(encoding))
     corpus = documents([path])
     assert [document.text for document in corpus] == [text]
     assert list(corpus.remarks.guessed.values()) == [encoding]
 
 
-def test_utf_32_is_told_from_utf_16_by_its_mark_in_either_order(write):
+def test_utf_32_and_utf_16_are_distinguished_by_their_mark(write):
     for mark, order in ((b"\xff\xfe\0\0", "le"), (b"\0\0\xfe\xff", "be")):
         assert texts(write("a.txt", mark + "wide".encode(f"utf-32-{order}"))) == ["wide"]
 
@@ -229,7 +229,7 @@ def test_an_encoded_surrogate_is_named_with_its_byte_and_no_encoding_is_guessed(
 
 
 @pytest.mark.parametrize("suffix", [".json", ".xlsx", ".npy", ".zip", ".json.gz"])
-def test_files_of_other_things_are_refused_by_name_and_left_out_of_folders(write, tmp_path, suffix):
+def test_non_text_files_are_refused_by_name_and_skipped_in_folders(write, tmp_path, suffix):
     path = write(f"f/a{suffix}", '{"text": "a, b"}\n')
     with pytest.raises(UserError, match=rf"a{suffix} .*\.jsonl"):
         texts(path)

@@ -27,7 +27,7 @@ def test_a_tokenizer_without_an_end_of_text_joins_the_documents(tmp_path, tokeni
     assert bytes(val.read(0, len(val)).tolist()).decode() == "hééx"
 
 
-def test_both_sides_are_counted_and_the_counts_can_be_read_again(tmp_path, tokenizer):
+def test_both_sides_are_counted_and_the_counts_are_saved(tmp_path, tokenizer):
     encoded = encode_corpus(plan_split(CORPUS, VALIDATION), tokenizer, tmp_path / "data")
     assert encoded.train == Counts(documents=3, characters=40, utf8_bytes=41, tokens=44)
     assert encoded.val == Counts(documents=2, characters=4, utf8_bytes=6, tokens=8)
@@ -41,7 +41,7 @@ def test_progress_counts_up_to_all_characters(tmp_path, tokenizer):
     assert calls == [(2, 44), (22, 44), (40, 44), (43, 44), (44, 44)]
 
 
-def test_the_directory_is_there_only_when_it_is_complete(tmp_path, tokenizer):
+def test_the_directory_appears_only_when_complete(tmp_path, tokenizer):
     seen = []
     encode_corpus(
         plan_split(CORPUS, VALIDATION),
@@ -59,7 +59,7 @@ def test_the_directory_is_there_only_when_it_is_complete(tmp_path, tokenizer):
 
 
 @pytest.mark.parametrize("error", [NoRoomError("full"), KeyboardInterrupt()])
-def test_nothing_is_left_of_an_attempt_that_failed(tmp_path, tokenizer, error):
+def test_a_failed_attempt_leaves_nothing(tmp_path, tokenizer, error):
     def fail(done, total):
         if done > 20:
             raise error
@@ -84,7 +84,7 @@ def test_a_side_without_tokens_is_an_error(tmp_path, tokenizer):
     assert list(tmp_path.iterdir()) == []
 
 
-def test_counts_that_are_missing_or_damaged_are_said(tmp_path):
+def test_missing_or_damaged_counts_are_refused(tmp_path):
     with pytest.raises(UserError, match="holds no encoded text"):
         open_encoded(tmp_path)
     (tmp_path / "counts.json").write_text(json.dumps({"train": {}}))

@@ -57,7 +57,7 @@ def read(lines, tokenizer, template="chatml"):
 
 @pytest.mark.parametrize("tokenizer", TOKENIZERS)
 @given(prompt=CONTENTS, completion=CONTENTS)
-def test_a_completion_and_its_end_are_trained_and_nothing_else(tokenizer, prompt, completion):
+def test_only_a_completion_and_its_end_are_trained(tokenizer, prompt, completion):
     reader = read([{"prompt": "a", "completion": "b"}], tokenizer)
     pieces = {"prompt": prompt + "a", "completion": completion}
     example = reader._encode("here", pieces)
@@ -70,7 +70,7 @@ def test_a_completion_and_its_end_are_trained_and_nothing_else(tokenizer, prompt
 
 @pytest.mark.parametrize("tokenizer", TOKENIZERS)
 @given(text=CONTENTS)
-def test_of_a_text_everything_is_trained(tokenizer, text):
+def test_every_token_of_a_text_is_trained(tokenizer, text):
     reader = read([{"text": "a"}], tokenizer)
     example = reader._encode("here", {"text": text + "a"})
     assert all(example.counted)
@@ -81,9 +81,7 @@ def test_of_a_text_everything_is_trained(tokenizer, text):
 @pytest.mark.parametrize("template", TEMPLATES)
 @pytest.mark.parametrize("field", ["messages", "conversations"])
 @given(messages=MESSAGES)
-def test_of_a_conversation_the_replies_and_their_ends_are_trained(
-    tokenizer, template, field, messages
-):
+def test_replies_of_a_conversation_and_their_ends_are_trained(tokenizer, template, field, messages):
     messages = [*messages, {"role": "assistant", "content": "b"}]
     if field == "conversations":
         names = {"user": "human", "assistant": "gpt", "system": "system"}
@@ -104,7 +102,7 @@ def test_of_a_conversation_the_replies_and_their_ends_are_trained(
     assert len(ends) == len(replies)
 
 
-def test_chatml_is_what_it_should_be(reader):
+def test_chatml_has_its_published_form(reader):
     conversation = [
         {"role": "user", "content": "hello"},
         {"role": "assistant", "content": "you said <|im_end|>"},
@@ -121,7 +119,7 @@ def test_chatml_is_what_it_should_be(reader):
     assert [id for id in example.ids if id >= start] == [start, end, start, end]
 
 
-def test_special_tokens_are_added_only_where_they_are_needed(reader):
+def test_special_tokens_are_added_only_if_needed(reader):
     assert reader({"text": "a b"}).tokenizer is TOKENIZERS["bpe"]
     assert reader({"messages": []}, template=TEMPLATES["plain"]).tokenizer is TOKENIZERS["bpe"]
 
@@ -196,7 +194,7 @@ LONG = {"prompt": "a", "completion": " b" * 30}
 NO_ROOM = {"prompt": "a" + " a" * 30, "completion": " b"}
 
 
-def test_what_is_too_long_is_dropped_cut_or_an_error(reader):
+def test_too_long_examples_are_dropped_cut_or_an_error(reader):
     found = reader(PAIR, LONG, NO_ROOM, context=16)
     assert len(list(found)) == 1
     assert found.remarks["dropped"].count == 2
@@ -210,7 +208,7 @@ def test_what_is_too_long_is_dropped_cut_or_an_error(reader):
         list(reader(PAIR, LONG, context=16, too_long="error"))
 
 
-def test_nothing_left_is_an_error(reader):
+def test_a_file_without_a_usable_example_is_an_error(reader):
     with pytest.raises(UserError, match=r"no example is left .* longer than the context.*: 2"):
         list(reader(LONG, LONG, context=16))
     with pytest.raises(UserError, match=r"no line is an example .*every file is empty"):
@@ -219,7 +217,7 @@ def test_nothing_left_is_an_error(reader):
         reader("nonsense", skip_bad=True)
 
 
-def test_a_prompt_that_ends_in_a_space_is_told(reader):
+def test_a_prompt_that_ends_in_a_space_has_a_note(reader):
     found = reader(PAIR, {"prompt": "a ", "completion": "b"})
     list(found)
     assert found.remarks["space"].count == 1
@@ -237,7 +235,7 @@ def test_a_tokenizer_without_an_end_gets_one(monkeypatch):
     assert found.tokenizer.eos_token_id == 2
 
 
-def test_encoded_examples_lie_one_after_another(reader):
+def test_encoded_examples_are_concatenated(reader):
     found = list(reader(PAIR, LONG))
     encoded = EncodedExamples.gather(found)
     assert len(encoded) == 2

@@ -39,7 +39,7 @@ def batches_of(shape):
 
 
 @given(shapes())
-def test_each_token_but_the_first_is_a_target_once_an_epoch(shape):
+def test_each_token_but_the_first_is_a_target_once_per_epoch(shape):
     batches, n_tokens = batches_of(shape), shape[0]
     epochs = 3
     n_rows = epochs * batches.n_windows
@@ -59,7 +59,7 @@ def test_a_target_is_the_token_after_its_input(shape, step):
 
 
 @given(shapes(), st.lists(st.integers(0, 60), min_size=1, max_size=6))
-def test_a_batch_depends_on_seed_and_step_alone_and_not_on_what_was_read_before(shape, steps):
+def test_a_batch_depends_only_on_seed_and_step(shape, steps):
     walked = batches_of(shape)
     for step in steps:
         for ours, fresh in zip(walked.batch(step), batches_of(shape).batch(step), strict=True):
@@ -71,7 +71,7 @@ def first_tokens(seed, step=0):
     return batches.batch(step)[0][:, 0].tolist()
 
 
-def test_seeds_and_epochs_have_orders_of_their_own():
+def test_seeds_and_epochs_have_different_orders():
     orders = [first_tokens(seed, step) for seed in (0, 1, -1) for step in (0, 1)]
     assert all(sorted(order) == list(range(0, 1000, 10)) for order in orders)
     assert len({tuple(order) for order in orders}) == 6
@@ -89,7 +89,7 @@ def test_a_permutation_is_frozen(n, seed, epoch, digest):
     assert hashlib.sha256(order.astype("<i8").tobytes()).hexdigest() == digest
 
 
-def test_batches_are_frozen_so_that_a_run_resumes_with_the_batches_it_would_have_had():
+def test_batches_are_frozen_so_that_runs_resume_exactly():
     batches = Batches(Stream(10_000), batch_size=6, n_positions=33, seed=2**65 + 5)
     digest = hashlib.sha256()
     for step in (0, 1, 50, 51, 1000):
@@ -164,7 +164,7 @@ def test_evaluation_sees_every_target_once_in_order(shape):
     assert 1 <= len(found[-1][0]) <= batch_size
 
 
-def test_a_sample_of_windows_is_spread_evenly_and_always_the_same():
+def test_a_sample_of_windows_is_evenly_spread_and_deterministic():
     found = in_order(Stream(1001), batch_size=3, n_positions=10, at_most=4)
     assert [ids[:, 0].tolist() for ids, _ in found] == [[0, 250, 500], [750]]
     whole = in_order(Stream(41), batch_size=4, n_positions=10, at_most=9)

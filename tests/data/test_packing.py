@@ -14,7 +14,7 @@ from tiedgpt.errors import UserError
 
 
 def drawn(lengths, seed=0):
-    """Examples of random ids below 97, of which about half are counted, the last always."""
+    """Examples of random ids below 97; about half are targets, and always the last."""
     draw = np.random.Generator(np.random.Philox(seed))
     examples = []
     for n in lengths:
@@ -39,7 +39,7 @@ def test_every_item_is_in_one_row_and_rows_fit(lengths, buffer):
     assert firsts == sorted(firsts), "a row begins with the first item that is left"
 
 
-def test_the_longest_that_fits_comes_next_and_of_equals_the_first():
+def test_the_longest_fitting_item_comes_next_and_ties_keep_their_order():
     assert best_fit([4, 3, 6, 2, 6, 1, 4], 10) == [[0, 2], [1, 4, 5], [3, 6]]
 
 

@@ -151,7 +151,7 @@ def test_validation_text_is_not_trained_on(folder, tmp_path, size, request):
 
 
 @pytest.mark.parametrize("size", ["small", "large"])
-def test_training_file_that_is_also_validation_text_is_noted(tmp_path, size, capsys, request):
+def test_a_training_file_that_is_also_validation_text_has_a_note(tmp_path, size, capsys, request):
     if size == "large":
         request.getfixturevalue("large")
     for name in "ab":
@@ -179,7 +179,7 @@ def test_long_text_is_divided_at_line_ends(tmp_path, large, monkeypatch):
     st.lists(st.text("ab é\n", max_size=30), min_size=1, max_size=8),
     st.lists(st.floats(0, 1), max_size=5),
 )
-def test_sections_of_a_text_hold_its_documents_and_nothing_twice(tmp_path_factory, parts, cuts):
+def test_sections_of_a_text_hold_each_document_once(tmp_path_factory, parts, cuts):
     mark = b"<|endoftext|>"
     path = tmp_path_factory.mktemp("sections") / "a.txt"
     path.write_bytes(data := mark.join(part.encode() for part in parts))
@@ -389,7 +389,7 @@ def operations(out: Path) -> list[str]:
 
 
 @pytest.mark.parametrize("moments", [5, pytest.param(40, marks=pytest.mark.slow)])
-def test_killed_at_any_moment_it_ends_with_the_same_manifest(command, tmp_path, moments):
+def test_a_preparation_killed_at_any_moment_ends_with_the_same_manifest(command, tmp_path, moments):
     arguments, whole = command
     every = len(operations(whole))
     for number in range(moments % 7, every, every // moments):
@@ -402,7 +402,7 @@ def test_killed_at_any_moment_it_ends_with_the_same_manifest(command, tmp_path, 
         assert not list(out.rglob(".*.tmp-*"))
 
 
-def test_a_full_disk_is_our_error_and_nothing_half_written_is_trusted(command, tmp_path):
+def test_a_full_disk_is_our_error_and_partial_files_are_not_trusted(command, tmp_path):
     arguments, whole = command
     every = len(operations(whole))
     codes = set()

@@ -20,7 +20,7 @@ def corpus():
     return {document.name: document.text for document in python_documentation()}
 
 
-def test_it_is_megabytes_of_ascii_prose(corpus):
+def test_the_text_is_megabytes_of_ascii_prose(corpus):
     text = "".join(corpus.values())
     assert 1_500_000 < len(text) < 8_000_000
     assert text.isascii()
@@ -43,7 +43,7 @@ def test_a_module_reads_like_help(corpus):
     assert "_wrap_chunks(self" not in text
 
 
-def test_the_language_reference_and_the_built_ins_are_in(corpus):
+def test_the_text_has_the_language_reference_and_the_built_ins(corpus):
     assert 'The "while" statement is used for repeated execution' in "".join(
         text for name, text in corpus.items() if name.startswith("python topic")
     )
@@ -53,7 +53,7 @@ def test_the_language_reference_and_the_built_ins_are_in(corpus):
     assert corpus["python built-in module math"].startswith("Help on built-in module math:")
 
 
-def test_no_licences_and_no_roles_of_sphinx_are_in(corpus):
+def test_the_text_has_no_licences_and_no_sphinx_roles(corpus):
     text = "".join(corpus.values()).lower()
     for unwanted in ("copyright", "all rights reserved", ":class:`", ":meth:`"):
         assert unwanted not in text
@@ -99,5 +99,5 @@ def test_two_processes_make_the_same_text_without_a_warning_and_import_no_torch(
         (".. versionadded:: 3.2", "New in version 3.2."),
     ],
 )
-def test_markup_and_tables_go_and_prose_stays(noisy, quiet):
+def test_markup_and_tables_are_removed_and_prose_is_kept(noisy, quiet):
     assert clean(noisy) == quiet

@@ -75,20 +75,20 @@ def test_the_end_of_text_separates_documents_of_a_text_file(write, between, n_do
     )
 
 
-def test_the_end_of_text_is_text_where_that_is_asked_for_and_in_records(write):
+def test_the_end_of_text_is_ordinary_text_on_request_and_in_records(write):
     text = "a<|endoftext|>b"
     assert texts(write("a.txt", text), keep_end_of_text=True) == [text]
     assert texts(write("a.jsonl", f'{{"text": "{text}"}}\n')) == [text]
 
 
-def test_a_file_of_nothing_but_marks_has_no_text(write):
+def test_a_file_of_separators_only_has_no_text(write):
     with pytest.raises(UserError, match=r"no text in .*a\.txt"):
         texts(write("a.txt", "<|endoftext|>\n<|endoftext|>"))
 
 
 @pytest.mark.parametrize("suffix", COMPRESSORS)
 @pytest.mark.parametrize("name", ["a.txt", "a.jsonl", "a.csv", "a.tsv", "a.parquet"])
-def test_a_compressed_file_is_the_file(write, tmp_path, name, suffix):
+def test_a_compressed_file_reads_like_the_plain_one(write, tmp_path, name, suffix):
     made = {
         "a.txt": "<|endoftext|>".join(TEXTS).encode(),
         "a.jsonl": "".join(f'{{"text": {json.dumps(t)}}}\n' for t in TEXTS).encode(),
@@ -125,7 +125,7 @@ def test_a_truncated_parquet_file_is_refused_by_name(tmp_path):
 
 
 @pytest.mark.parametrize("name", ["a.csv", "a.tsv", "a.parquet"])
-def test_the_field_of_the_text_can_be_named_and_is_asked_for(write, tmp_path, name):
+def test_the_text_field_can_be_named_and_is_required_if_ambiguous(write, tmp_path, name):
     if name == "a.parquet":
         path = parquet(tmp_path, body=TEXTS, id=["1", "2", "3"])
     else:
@@ -147,12 +147,12 @@ def test_the_field_of_the_text_can_be_named_and_is_asked_for(write, tmp_path, na
         (b"text\n\xff\xfe\xfd", "is not in UTF-8"),
     ],
 )
-def test_a_wrong_line_of_a_table_is_refused_with_its_place(write, content, problem):
+def test_a_bad_line_of_a_table_is_refused_with_its_number(write, content, problem):
     with pytest.raises(CorruptInputError, match=problem):
         texts(write("a.csv", content))
 
 
-def test_a_table_in_another_encoding_is_read_in_it(write):
+def test_a_table_in_another_encoding_can_be_read(write):
     assert texts(write("a.csv", "text\ngrößer\n".encode("cp1252")), encoding="cp1252") == ["größer"]
 
 

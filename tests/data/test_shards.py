@@ -20,7 +20,7 @@ def shard(directory, ids, **options):
     return writer.paths
 
 
-def test_a_shard_is_the_bytes_that_llm_c_reads(tmp_path):
+def test_a_shard_has_llm_cs_bytes(tmp_path):
     (path,) = shard(tmp_path, [1, 256, 65_535])
     assert path.name == "train_000000.bin"
     header = bytes.fromhex("88d83401 01000000 03000000") + bytes(1012)  # 20240520, 1, 3 tokens
@@ -32,7 +32,7 @@ def test_a_shard_is_the_bytes_that_llm_c_reads(tmp_path):
     st.integers(1, 30),
     st.data(),
 )
-def test_tokens_come_back_whatever_the_writes_and_the_shards(writes, tokens_per_shard, data):
+def test_any_writes_and_shard_sizes_give_the_tokens_back(writes, tokens_per_shard, data):
     ids = [token for part in writes for token in part]
     with tempfile.TemporaryDirectory() as directory:
         options = {"vocab_size": 65_536, "tokens_per_shard": tokens_per_shard}
@@ -82,7 +82,7 @@ def test_a_shard_is_never_overwritten(tmp_path):
     assert list(tmp_path.iterdir()) == [path]
 
 
-def test_a_full_disk_is_said_and_leaves_no_half_file(tmp_path):
+def test_a_full_disk_is_reported_and_leaves_no_partial_file(tmp_path):
     limits = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (20_000, limits[1]))
     try:
@@ -96,7 +96,7 @@ def test_a_full_disk_is_said_and_leaves_no_half_file(tmp_path):
     assert list(tmp_path.iterdir()) == []
 
 
-def test_a_quota_that_ends_at_the_last_byte_is_said_too(tmp_path, monkeypatch):
+def test_a_quota_exceeded_at_the_last_byte_is_reported(tmp_path, monkeypatch):
     def fail(file):
         raise OSError(errno.EDQUOT, "Disk quota exceeded")
 
@@ -106,7 +106,7 @@ def test_a_quota_that_ends_at_the_last_byte_is_said_too(tmp_path, monkeypatch):
     assert list(tmp_path.iterdir()) == []
 
 
-def test_an_interrupted_writer_leaves_no_half_file(tmp_path):
+def test_an_interrupted_writer_leaves_no_partial_file(tmp_path):
     with pytest.raises(KeyboardInterrupt):
         with ShardWriter(tmp_path, "train", vocab_size=10) as writer:
             writer.write(np.arange(5))
@@ -114,7 +114,7 @@ def test_an_interrupted_writer_leaves_no_half_file(tmp_path):
     assert list(tmp_path.iterdir()) == []
 
 
-def test_a_failure_of_the_caller_is_not_taken_for_one_of_the_disk(tmp_path):
+def test_a_callers_failure_is_not_reported_as_a_disk_error(tmp_path):
     with pytest.raises(OSError, match="theirs") as caught:
         with ShardWriter(tmp_path, "train", vocab_size=10) as writer:
             writer.write(np.arange(5))

@@ -33,7 +33,7 @@ def test_every_character_is_on_exactly_one_side(corpus):
 
 
 @given(corpora)
-def test_validation_has_between_a_twentieth_and_a_fifth_where_documents_are_whole(corpus):
+def test_validation_of_whole_documents_has_between_a_twentieth_and_a_fifth(corpus):
     corpus = [Document("long", "x" * 100), *corpus]
     split = plan_split(corpus)
     if not split.is_cut:
@@ -42,7 +42,7 @@ def test_validation_has_between_a_twentieth_and_a_fifth_where_documents_are_whol
 
 
 @given(corpora.filter(lambda corpus: characters(corpus) >= 2), st.randoms())
-def test_the_split_depends_on_what_documents_say_and_not_on_their_order(corpus, random):
+def test_the_split_depends_on_content_not_on_order(corpus, random):
     shuffled = random.sample(corpus, len(corpus))
     assert plan_split(corpus).held_out == plan_split(shuffled).held_out
 
@@ -94,7 +94,7 @@ def test_the_corpus_is_read_once_to_plan_and_once_to_encode():
     assert corpus.passes == 2
 
 
-def test_what_cannot_be_split_is_refused():
+def test_unsplittable_texts_are_refused():
     with pytest.raises(UserError, match="1 characters cannot be split"):
         plan_split([Document("a", "x")])
     with pytest.raises(UserError, match="every training document is also validation text"):

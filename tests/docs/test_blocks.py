@@ -1,4 +1,4 @@
-"""The blocks of README and docs run: Python in turn, and `$ tiedgpt` lines in the same directory.
+"""Run the blocks of README and docs: Python and `$ tiedgpt` lines in one directory.
 
 What would take minutes is made tiny first: `train` and `tune` do a few steps of the smallest size
 (`shortened`). `serve`, `sh` and `yaml` blocks are only parsed; `text` is not looked at.

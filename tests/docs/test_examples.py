@@ -1,4 +1,4 @@
-"""The examples run as they are; the small model that they train is trained for fewer steps."""
+"""Run the examples unchanged; their small model is trained for fewer steps."""
 
 import json
 import math

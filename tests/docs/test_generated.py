@@ -1,4 +1,4 @@
-"""The pages that docs/generate.py makes say what the code says today."""
+"""The pages written by docs/generate.py are up to date."""
 
 import re
 import runpy
@@ -23,7 +23,7 @@ def test_a_reference_is_up_to_date(page, generate):
     assert stored == generate["PAGES"][page](), HOW
 
 
-def test_generate_says_what_it_does_and_writes_the_lessons_only_if_named(generate, capsys):
+def test_generate_reports_its_files_and_writes_lessons_only_if_named(generate, capsys):
     with pytest.raises(SystemExit, match=r"python docs/generate\.py(.|\n)*no page --help"):
         generate["main"](["--help"])
     generate["main"]([])
@@ -32,7 +32,7 @@ def test_generate_says_what_it_does_and_writes_the_lessons_only_if_named(generat
 
 
 @pytest.mark.parametrize("topic", TOPICS)
-def test_a_lesson_on_the_page_has_the_sentences_that_it_has_today(topic, monkeypatch):
+def test_lessons_on_the_page_have_the_current_sentences(topic, monkeypatch):
     """Numbers and words of the tiny model differ from machine to machine; sentences do not."""
     said, say = [], Lesson.say
     monkeypatch.setattr(

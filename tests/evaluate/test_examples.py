@@ -35,7 +35,7 @@ def test_choices_are_scored_as_the_model_scores_them(directory, engine):
     assert not score.is_cut
 
 
-def test_a_cloze_is_right_where_greedy_decoding_writes_it(engine):
+def test_a_cloze_is_right_if_greedy_decoding_writes_it(engine):
     context = "the cat sat on the"
     written = engine.generate(context, max_new_tokens=2, temperature=0).text
     other = " mat. the" if written != " mat. the" else " hat"
@@ -71,7 +71,7 @@ def chinese():
         yield engine
 
 
-def test_no_letter_of_a_choice_is_free_where_a_token_spans_it_and_the_context(chinese):
+def test_every_letter_of_a_choice_is_scored_if_a_token_spans_the_context(chinese):
     encode, spell = chinese.tokenizer.encode, chinese.tokenizer.token_bytes
     n_spanning = 0
     for cut in range(1, 12):
@@ -93,7 +93,7 @@ def test_no_letter_of_a_choice_is_free_where_a_token_spans_it_and_the_context(ch
     assert n_spanning >= 3
 
 
-def test_choices_are_divided_as_the_harness_does_where_no_token_spans_both(chinese):
+def test_choices_are_divided_as_in_the_harness_if_no_token_spans_both(chinese):
     encode = chinese.tokenizer.encode
     for context, choices in (("the cat", (" sat", "  on")), ("the cat  ", ("sat", "the"))):
         rows, n = split_choices(choices, context, chinese.runner.config, chinese.tokenizer)
@@ -101,7 +101,7 @@ def test_choices_are_divided_as_the_harness_does_where_no_token_spans_both(chine
         assert rows == [encode(context + choice) for choice in choices]
 
 
-def test_an_example_that_cannot_be_scored_is_named_before_any_is(engine, tmp_path, monkeypatch):
+def test_an_unscorable_example_is_refused_before_scoring(engine, tmp_path, monkeypatch):
     long = engine.tokenizer.decode([3] * 60)
     lines = [{"context": "the", "completion": text} for text in (" cat", long)]
     examples = read_examples(write(tmp_path / "a.jsonl", lines))
@@ -110,7 +110,7 @@ def test_an_example_that_cannot_be_scored_is_named_before_any_is(engine, tmp_pat
         next(score_examples(engine, examples))
 
 
-def test_an_empty_context_is_the_token_that_texts_begin_with(directory, engine):
+def test_an_empty_context_is_the_start_token(directory, engine):
     config = engine.runner.config
     (score,) = score_examples(engine, [Example("", ("the cat",))])
     ids = [config.bos_token_id, *engine.tokenizer.encode("the cat")]
@@ -163,7 +163,7 @@ def test_bad_lines_are_named(tmp_path, lines, said):
         read_examples(write(tmp_path / "a.jsonl", lines))
 
 
-def test_lines_that_are_no_json_are_named(tmp_path):
+def test_lines_that_are_not_json_are_named(tmp_path):
     path = tmp_path / "a.jsonl"
     path.write_text('{"text": "t"}\n{"text": \n')
     with pytest.raises(CorruptInputError, match=r"a\.jsonl:2: "):

@@ -57,7 +57,7 @@ def tasks(datasets):
     ]  # fmt: skip
 
 
-def test_both_models_of_the_harness_say_the_same(directory, engine):
+def test_both_models_of_the_harness_agree(directory, engine):
     lm_eval = pytest.importorskip("lm_eval")
     datasets = pytest.importorskip("datasets")
     from lm_eval.models.huggingface import HFLM
@@ -90,7 +90,7 @@ def test_both_models_of_the_harness_say_the_same(directory, engine):
                     assert a[1] == b[1]
 
 
-def test_a_task_that_there_is_not_is_named(directory, capfd):
+def test_an_unknown_task_is_named(directory, capfd):
     pytest.importorskip("lm_eval")
     assert main(["eval", str(directory), "--tasks", "no_such_task"]) == 1
     assert "--tasks no_such_task: " in capfd.readouterr().err

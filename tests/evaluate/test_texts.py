@@ -35,7 +35,7 @@ def transformers_perplexity(model, ids, context, stride):
 
 
 @pytest.mark.parametrize(("context", "stride"), [(48, 24), (48, 48), (48, 1), (20, 7), (2, 1)])
-def test_the_perplexity_is_that_of_transformers_recipe(directory, engine, context, stride):
+def test_the_perplexity_equals_transformers_recipe(directory, engine, context, stride):
     model = GPT2LMHeadModel.from_pretrained(directory).eval()
     text = TEXT[:300]
     expected, n = transformers_perplexity(model, engine.tokenizer.encode(text), context, stride)
@@ -77,7 +77,7 @@ def test_every_token_but_the_first_is_scored_once_with_enough_before_it(n_ids, c
     assert scored == [i for i in ids[1:] if stride < context or i % stride]
 
 
-def test_bits_per_byte_count_the_bytes_of_what_was_scored(engine):
+def test_bits_per_byte_count_the_bytes_of_scored_tokens(engine):
     without, whole = score_text(engine, TEXT), score_text(engine, TEXT, bos=True)
     n_bytes = len(TEXT.encode())
     first = len(engine.tokenizer.token_bytes(engine.tokenizer.encode(TEXT)[0]))
@@ -96,7 +96,7 @@ def test_bits_per_byte_count_the_bytes_of_what_was_scored(engine):
         ({"context": 10, "stride": 11}, "stride must be"),
     ],
 )
-def test_windows_that_cannot_be_are_refused(engine, options, said):
+def test_impossible_windows_are_refused(engine, options, said):
     with pytest.raises(UserError, match=said):
         score_text(engine, TEXT, **options)
 

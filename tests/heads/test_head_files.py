@@ -1,4 +1,4 @@
-"""Heads as files: transformers loads ours, we load theirs, and the scores agree."""
+"""Files of heads: scores agree with transformers in both directions."""
 
 import json
 import warnings
@@ -71,7 +71,7 @@ def test_transformers_loads_every_tensor_of_our_head(make, head_class, norm, tmp
 
 @pytest.mark.parametrize("head_class", OPTIONS)
 @pytest.mark.parametrize("norm", FAMILIES)
-def test_their_head_gives_their_scores(head_class, norm, tmp_path):
+def test_transformers_head_gives_its_scores(head_class, norm, tmp_path):
     torch.manual_seed(2)
     labels = {"id2label": {0: "no", 1: "yes", 2: "perhaps", 3: "never"}}
     shape = SHAPE | {"pad_token_id": 96, "bos_token_id": 96, "eos_token_id": 96}
@@ -90,7 +90,7 @@ def test_their_head_gives_their_scores(head_class, norm, tmp_path):
 
 @pytest.mark.parametrize("head_class", OPTIONS)
 @pytest.mark.parametrize("norm", FAMILIES)
-def test_what_is_saved_loads_back_bit_for_bit_with_its_labels(make, head_class, norm, tmp_path):
+def test_a_saved_head_loads_back_bit_for_bit_with_its_labels(make, head_class, norm, tmp_path):
     model = make(head_class, norm=norm)
     model.save_pretrained(tmp_path)
     back = head_class.from_pretrained(tmp_path)
@@ -110,7 +110,7 @@ def test_pooling_is_kept(make, tmp_path):
     assert FeatureExtractor.from_pretrained(tmp_path, pooling="last").pooling == "last"
 
 
-def test_bodies_that_transformers_has_no_class_for_go_under_our_own_name(tmp_path):
+def test_architectures_without_a_transformers_class_have_our_class_name(tmp_path):
     config = GPTConfig(**SHAPE, attention_windows=(0, 4))
     model = enlarge(SequenceClassifier(GPT(config), labels=["a", "b"]))
     model.save_pretrained(tmp_path)
@@ -151,7 +151,7 @@ def test_a_fresh_head_takes_the_body_of_any_gpt(make, tmp_path, tied):
     assert torch.equal(two.gpt(ids), language(ids))
 
 
-def test_a_classifier_whose_config_claims_an_untied_head_has_none(make, tmp_path):
+def test_a_classifiers_claim_of_an_untied_head_is_ignored(make, tmp_path):
     make(SequenceClassifier).save_pretrained(tmp_path)
     file = tmp_path / "config.json"
     file.write_text(json.dumps(json.loads(file.read_text()) | {"tie_word_embeddings": False}))
@@ -163,7 +163,7 @@ def change_config(directory: Path, **keys) -> None:
     file.write_text(json.dumps(json.loads(file.read_text()) | keys))
 
 
-def test_a_missing_head_is_never_made_up(make, tmp_path):
+def test_a_missing_head_is_never_initialised_at_random(make, tmp_path):
     make(MultipleChoice).gpt.save_pretrained(tmp_path / "language")
     for head_class in OPTIONS:
         if head_class.own:

@@ -44,7 +44,7 @@ def head(tokenizer):
     return make_head
 
 
-def test_a_label_has_the_probability_of_its_logit(head, tokenizer):
+def test_a_label_has_the_softmax_of_its_logit(head, tokenizer):
     model = head(SequenceClassifier)
     answers = list(predict(model, tokenizer, RECORDS[SequenceClassifier]))
     ids, lengths = pad([tokenizer.encode(record["text"]) for record in RECORDS[SequenceClassifier]])

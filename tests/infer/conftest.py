@@ -65,7 +65,7 @@ def run(session, decoding):
 
 
 def beams(runner, prompt, *, num_beams, max_new_tokens, **options):
-    """What beam search finds."""
+    """Beams found by the search."""
     session = runner.session(n_slots=num_beams, capacity=len(prompt) + max_new_tokens - 1)
     pool = SlotPool(session)
     slot_ids, _ = pool.take(num_beams, [])

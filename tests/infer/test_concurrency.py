@@ -27,7 +27,7 @@ SHORT = {"max_new_tokens": 12, "seed": 5}
 
 
 class Broken(Exception):
-    """What only tests raise."""
+    """An error that only tests raise."""
 
 
 @pytest.fixture
@@ -311,7 +311,7 @@ PROMPTS = [[n % 50 for n in range(35)] + [n] for n in range(3)] + [[5], [7, 8, 9
 def test_concurrent_threads_get_the_results_of_solo_runs(make):
     """One in eight requests fails, is cancelled or has no time left, at any moment.
 
-    What survives is what it is alone; slots, threads and requests return to what they were.
+    The other requests equal solo runs; slots, threads and requests are all released.
     """
     before = n_requests()
     crowded, solo = make(slots=6), make(slots=2)

@@ -31,7 +31,7 @@ class Pieces:
 
 
 def decode(tokenizer, ids, stops):
-    """Return the text and what was shown of it before its end was known."""
+    """Return the text and the part emitted before its end."""
     detokenizer, shown = Detokenizer(tokenizer, 0, stops), []
     for token in ids:
         detokenizer.push(token)

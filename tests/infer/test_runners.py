@@ -1,4 +1,4 @@
-"""What computes a model, by its source, its precision and its size."""
+"""The choice of a runner by source, precision and size."""
 
 import os
 import shutil

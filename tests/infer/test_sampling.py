@@ -25,7 +25,7 @@ def generator(seed=0):
 
 
 def chosen(config, logits, seen=(), *, n_prompt=0, uniform=0.0):
-    """The token that is chosen; raises where none can be."""
+    """Return the sampled token; raise if no token can be sampled."""
     (found,) = sample([SamplingInput(config, logits, list(seen), n_prompt, len(logits), uniform)])
     if isinstance(found, UserError):
         raise found
@@ -37,7 +37,7 @@ def random_logits(seed, size=60):
 
 
 def distribution(config, logits, seen):
-    """The logits (V,) that are drawn from, -inf for what is filtered out."""
+    """Return the filtered logits (V,), -inf for excluded tokens."""
     kept, scores = filter_logits(config, adjust_logits(config, logits, seen))
     whole = np.full(len(logits), -np.inf, np.float32)
     whole[slice(None) if kept is None else kept] = scores

@@ -1,4 +1,4 @@
-"""Requests beside others, in one slot or several, give what each gives alone."""
+"""Concurrent requests, in one slot or several, give the results of solo runs."""
 
 import pytest
 

@@ -41,7 +41,7 @@ def saved(model, tokenizer, tmp_path):
 
 
 @pytest.mark.parametrize("function", OF_TEXT)
-def test_a_path_a_run_and_a_model_in_memory_are_one(function, saved, model, tokenizer):
+def test_a_path_a_run_and_a_model_in_memory_agree(function, saved, model, tokenizer):
     wanted = function(model, tokenizer, TEXT).to_json()
     assert function(saved, None, TEXT).to_json() == wanted
     assert function(str(saved / "model"), None, tokenizer.encode(TEXT)).to_json() == wanted
@@ -65,7 +65,7 @@ def test_models_and_tokenizers_of_transformers_are_taken_from_memory(tokenizer, 
 
 
 @pytest.mark.parametrize("function", OF_TEXT)
-def test_a_text_in_the_tokenizers_place_is_read_or_named(function, saved, model):
+def test_a_text_as_the_second_argument_is_read_or_named(function, saved, model):
     expected = function(saved, None, TEXT).to_json()
     assert function(saved, TEXT).to_json() == function(str(saved), TEXT).to_json() == expected
     with pytest.raises(UserError, match="text="):
@@ -75,7 +75,7 @@ def test_a_text_in_the_tokenizers_place_is_read_or_named(function, saved, model)
 
 
 @pytest.mark.parametrize("function", OF_TEXT)
-def test_texts_that_cannot_be_read_are_refused(function, model, tokenizer, saved, tmp_path):
+def test_invalid_texts_are_refused(function, model, tokenizer, saved, tmp_path):
     long = list(range(81))
     cases = (
         ("", r"the text is empty"), ([], r"the text is empty"), ("cat " * 200, r"1|2 to 80 tokens"),
@@ -97,7 +97,7 @@ def test_texts_that_cannot_be_read_are_refused(function, model, tokenizer, saved
         function(model, 3, TEXT)
 
 
-def test_a_single_token_gives_what_one_prediction_can(model, tokenizer):
+def test_a_single_token_gives_the_results_of_one_prediction(model, tokenizer):
     found = positions(model, tokenizer, [7], top=1000)
     assert math.isnan(found.loss) and math.isnan(found.bits_per_byte) and found.next == 0
     assert json.loads(found.to_json())["loss"] is None
@@ -127,7 +127,7 @@ def test_wrong_options_are_named(function, options, said):
         function(random_model(), None, [1, 2, 3], **options)
 
 
-def test_weights_that_are_not_finite_are_told_of():
+def test_non_finite_weights_are_reported():
     model = random_model()
     model.wte.weight.data[5, 3] = float("nan")
     for function in (positions, lens, dot):
@@ -198,7 +198,7 @@ def test_counts_come_from_a_run_from_shards_from_texts_or_as_numbers(saved, mode
         vocabulary(random_model(), counts=saved / "data")
 
 
-def test_without_counts_or_a_tokenizer_the_rest_is_there(model):
+def test_without_counts_or_a_tokenizer_other_columns_are_filled(model):
     found = vocabulary(model)
     rows = found.matrices[0]
     parts = found.count, found.unseen, found.reachable, found.fragment, rows.direction
@@ -207,7 +207,7 @@ def test_without_counts_or_a_tokenizer_the_rest_is_there(model):
     assert json.loads(found.to_json())["count"] is None
 
 
-def test_frequency_that_was_put_into_the_rows_is_found_again():
+def test_frequency_written_into_the_rows_is_recovered():
     model = random_model(vocab_size=2000)
     draw = np.random.default_rng(0)
     counts = np.exp(draw.normal(4, 2, 2000)).astype(int)
@@ -238,7 +238,7 @@ def test_a_row_inside_the_hull_never_wins_and_the_longest_does():
     assert np.abs(rows.own_rank - ranks.numpy()).max() <= 1  # its own logit is not above itself
 
 
-def test_tokens_that_no_text_gives_are_found(model, tokenizer):
+def test_unreachable_tokens_are_found(model, tokenizer):
     found = vocabulary(model, tokenizer)
     for id in range(len(tokenizer)):
         data = tokenizer.token_bytes(id)

@@ -52,7 +52,7 @@ def test_every_name_prints_a_table_json_and_a_figure(name, capfd):
     json.loads(capfd.readouterr().out, parse_constant=pytest.fail)
 
 
-def test_one_prediction_is_not_several(capfd):
+def test_a_single_prediction_has_singular_wording(capfd):
     assert main(["inspect", "positions", "model", "--ids", "3", "4"]) == 0
     assert "training learns from 1 prediction," in capfd.readouterr().out
 
@@ -68,7 +68,7 @@ def test_a_replaced_token_is_reported_and_ids_need_no_tokenizer(capfd):
     assert "h.1.attn" in capfd.readouterr().out
 
 
-def test_headings_tell_columns_apart_and_names_may_have_underscores(capfd):
+def test_headings_differ_and_names_may_have_underscores(capfd):
     assert main(["inspect", "lens", "model", "--text", TEXT]) == 0
     assert re.search("1st +prob +2nd +prob", capfd.readouterr().out)
     assert main(["inspect", "gradient_split", "model", "--text", TEXT]) == 0
@@ -136,7 +136,7 @@ def test_errors_are_one_sentence_and_name_options_as_typed(arguments, said, capf
         (["everything", "model"], "the name is first: positions, lens"),
     ],
 )
-def test_an_option_of_another_name_is_a_mistake_in_the_command(arguments, said, capfd):
+def test_an_option_of_another_inspection_is_a_usage_error(arguments, said, capfd):
     assert main(["inspect", *arguments]) == 2
     assert said in capfd.readouterr().err
 

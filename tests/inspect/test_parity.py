@@ -38,7 +38,7 @@ def case(request):
     return model, out.logits[0], states, torch.stack(out.attentions)[:, 0]
 
 
-def test_positions_are_their_logits(case):
+def test_positions_equal_transformers_logits(case):
     model, logits, _, _ = case
     found = positions(model, None, IDS, top=5)
     logprobs = logits.log_softmax(-1)
@@ -57,7 +57,7 @@ def test_positions_are_their_logits(case):
     assert np.isnan(found.logprob[-1]) and found.rank[-1] == 0 and found.target[-1] == -1
 
 
-def test_lens_reads_their_states_with_the_norms_statistics_of_each(case):
+def test_lens_normalises_each_state_of_transformers_by_its_own_statistics(case):
     model, logits, states, _ = case
     found = lens(model, None, IDS)
     pre = hasattr(model.transformer, "ln_f")  # their last state is after it
@@ -77,7 +77,7 @@ def test_lens_reads_their_states_with_the_norms_statistics_of_each(case):
     assert found.layers == ("wte + wpe", "h.0", "h.1")
 
 
-def test_dot_is_their_logit_and_splits_it(case):
+def test_dot_equals_transformers_logit_and_its_parts(case):
     model, logits, states, _ = case
     found = dot(model, None, IDS, position=40, top=97)
     h, rows = states[-1][40], model.lm_head.weight.detach()
@@ -96,7 +96,7 @@ def test_dot_is_their_logit_and_splits_it(case):
     np.testing.assert_array_equal(by_cos[found.rank_cos - 1], found.ids)
 
 
-def test_dot_holds_the_numbers_that_are_multiplied(case):
+def test_dot_has_the_factors_of_the_product(case):
     model, logits, states, _ = case
     found, body = dot(model, None, IDS, position=40, top=5), model.transformer
     np.testing.assert_allclose(found.h, states[-1][40], **NEAR)
@@ -107,7 +107,7 @@ def test_dot_holds_the_numbers_that_are_multiplied(case):
     np.testing.assert_array_equal(found.row_place, places.weight.detach()[40])
 
 
-def test_attention_is_theirs_and_so_are_the_states(case):
+def test_attention_and_states_equal_transformers(case):
     model, _, states, attentions = case
     for layer in range(2):
         found = attention(model, None, IDS, layer=layer)
@@ -124,7 +124,7 @@ def test_attention_is_theirs_and_so_are_the_states(case):
     np.testing.assert_allclose(found.states[:-1], states[:-1], **NEAR)
 
 
-def test_inspect_and_the_engine_rank_alike_from_1(model, tokenizer):
+def test_inspect_and_the_engine_rank_equally_from_1(model, tokenizer):
     with Engine(model, tokenizer=tokenizer) as engine:
         scored = engine.score(TEXT)
     assert positions(model, tokenizer, TEXT).rank[:-1].tolist() == scored.ranks

@@ -48,7 +48,7 @@ def by_hooks(model, part, layer, place):
 
 
 @pytest.mark.parametrize("kind", ["tied", "untied", "gpt1"])
-def test_every_number_is_that_of_hooks_on_their_model(kind):
+def test_patching_equals_hooks_on_transformers_model(kind):
     model = theirs(kind)
     found = patch(model, None, CLEAN, corrupted=CORRUPTED, answer=ANSWER, wrong=WRONG)
     for part, places in (("residual", 9), ("attention", 9), ("mlp", 9), ("heads", 2)):
@@ -69,7 +69,7 @@ def test_without_a_wrong_answer_the_score_is_the_logprob():
 
 
 @pytest.mark.parametrize("norm", ["pre", "post"])
-def test_where_one_token_differs_all_is_in_its_state_and_nothing_before_it(norm):
+def test_a_single_different_token_is_restored_by_its_state_alone(norm):
     model, corrupted = random_model(norm=norm), CLEAN.clone()
     corrupted[4] = (corrupted[4] + 1) % 97
     found = patch(model, None, CLEAN, corrupted=corrupted, answer=ANSWER)
@@ -83,13 +83,13 @@ def test_where_one_token_differs_all_is_in_its_state_and_nothing_before_it(norm)
     assert np.delete(last, 8) == pytest.approx(np.zeros(8), abs=1e-4)
 
 
-def test_equal_texts_leave_nothing_to_bring_back(model, tokenizer):
+def test_equal_texts_have_nothing_to_restore(model, tokenizer):
     found = patch(model, tokenizer, TEXT, corrupted=TEXT, answer=3)
     assert found.clean == pytest.approx(found.corrupted) and "0 of" in found.table()
     assert np.allclose(found.heads, found.clean, atol=1e-4)
 
 
-def test_the_model_is_left_as_it_was(model, tokenizer):
+def test_patching_does_not_change_the_model(model, tokenizer):
     model.train()
     other = TEXT.replace("cat", "mat")
     patch(model, tokenizer, TEXT, corrupted=other, answer=3)
@@ -106,7 +106,7 @@ def test_the_model_is_left_as_it_was(model, tokenizer):
         ({"corrupted": "", "answer": 3}, "the text is empty"),
     ],
 )
-def test_what_cannot_be_patched_is_refused(options, says):
+def test_unpatchable_texts_are_refused(options, says):
     with pytest.raises(UserError, match=says):
         patch(random_model(), None, CLEAN, **options)
 

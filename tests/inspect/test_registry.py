@@ -23,7 +23,7 @@ def kinds_of(hint):
 
 
 @pytest.mark.parametrize("name", INSPECTIONS)
-def test_a_record_is_about_keywords_of_its_function(name):
+def test_a_record_names_keywords_of_its_function(name):
     inspection = INSPECTIONS[name]
     parameters = signature(inspection.function).parameters
     assert ("text" in parameters) == inspection.reads_text
@@ -68,9 +68,7 @@ def registered(monkeypatch):
     monkeypatch.setitem(INSPECTIONS, "letters", LETTERS)
 
 
-def test_a_new_record_is_all_that_a_new_inspection_needs(
-    registered, model, tokenizer, tmp_path, capfd
-):
+def test_a_new_inspection_needs_only_a_record(registered, model, tokenizer, tmp_path, capfd):
     model.save_pretrained(tmp_path)
     tokenizer.save_pretrained(tmp_path)
     assert inspect.letters(model, tokenizer, "aab").letters == {"a": 2, "b": 1}

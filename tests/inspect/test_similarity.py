@@ -47,7 +47,7 @@ def test_a_token_is_an_id_or_its_text(model, tokenizer):
     assert len(every.dot_ids) == len(tokenizer) - 1
 
 
-def test_what_is_no_token_is_refused(model, tokenizer):
+def test_unknown_tokens_are_refused(model, tokenizer):
     for token, said in (
         (" cat sat", "one token, got 2"),
         ("", "one token, got 0"),

@@ -41,7 +41,7 @@ def test_a_direction_is_the_difference_of_the_mean_states(model, tokenizer):
 
 
 @pytest.mark.parametrize("norm", ["pre", "post"])
-def test_steering_adds_to_the_state_after_a_layer_while_it_lasts(norm):
+def test_steering_adds_to_the_state_after_a_layer_inside_the_block(norm):
     model = random_model(norm=norm)
     vector = torch.randn(16, generator=torch.Generator().manual_seed(0))
     with torch.no_grad():
@@ -68,7 +68,7 @@ def test_the_last_layer_s_direction_moves_the_logits_by_its_rows():
 CLOSE = {"rtol": 1e-4, "atol": 1e-4}
 
 
-def test_an_engine_on_the_model_is_steered_and_forgets_it_afterwards(model, tokenizer):
+def test_an_engine_is_steered_inside_the_block_only(model, tokenizer):
     with Engine(model, tokenizer=tokenizer, backend="torch") as engine:
         plain = engine.generate(TEXT, max_new_tokens=8, temperature=0)
         with steer(model, 0, torch.full((16,), 3.0)):
@@ -126,12 +126,12 @@ def test_a_file_that_holds_no_direction_is_refused(saved, tmp_path, capsys):
         ((2, [1.0] * 16), "layer must be from 0 to 1"),
     ],
 )
-def test_what_cannot_be_added_is_refused(arguments, says):
+def test_directions_of_another_shape_are_refused(arguments, says):
     with pytest.raises(UserError, match=says), steer(random_model(), *arguments):
         pass
 
 
-def test_texts_that_say_nothing_are_refused(model, tokenizer):
+def test_empty_and_equal_texts_are_refused(model, tokenizer):
     with pytest.raises(UserError, match="away must have at least one text"):
         direction(model, tokenizer, toward=TOWARD, away="\n")
     with pytest.raises(UserError, match="the same mean state"):

@@ -77,7 +77,7 @@ def test_only_tokens_of_the_text_are_read_and_all_are_predicted():
 
 @settings(max_examples=25)
 @given(MODELS, LENGTHS)
-def test_the_parts_of_a_logit_add_up_and_probabilities_to_1(model, n):
+def test_the_parts_of_a_logit_and_the_probabilities_add_up(model, n):
     found = dot(model, None, random_ids(n), top=97)
     parts = found.bias_part + found.gain_part + found.head_bias
     scale = (found.h_norm * found.row_norm).max()
@@ -90,7 +90,7 @@ def test_the_parts_of_a_logit_add_up_and_probabilities_to_1(model, n):
 
 @settings(max_examples=25)
 @given(MODELS, LENGTHS, st.booleans())
-def test_the_last_state_of_the_lens_is_the_model(model, n, after_attention):
+def test_the_last_row_of_the_lens_equals_the_model(model, n, after_attention):
     ids = random_ids(n)
     found, own = (
         lens(model, None, ids, after_attention=after_attention),
@@ -144,7 +144,7 @@ def test_a_later_token_changes_no_earlier_prediction(model, n, data):
 
 @settings(max_examples=10)
 @given(MODELS, st.sampled_from(["zero", "mean"]))
-def test_ablation_equals_a_model_with_the_part_taken_out(model, mode):
+def test_ablation_equals_a_model_without_the_part(model, mode):
     ids = random_ids(20)
     found = ablate(model, None, ids, mode=mode)
     loss = lambda: float(model.loss(ids[None, :-1], ids[None, 1:]).detach())  # noqa: E731
@@ -176,7 +176,7 @@ def test_ablation_equals_a_model_with_the_part_taken_out(model, mode):
         assert found.heads[0, 0] == pytest.approx(without - found.loss, abs=1e-5)
 
 
-def test_subtracting_the_mean_row_changes_raw_numbers_and_nothing_that_is_identified():
+def test_subtracting_the_mean_row_changes_only_unidentified_numbers():
     model, ids = random_model(tied=False), random_ids()
     before = dot(model, None, ids, top=97), positions(model, None, ids), vocabulary(model)
     with torch.no_grad():
@@ -191,7 +191,7 @@ def test_subtracting_the_mean_row_changes_raw_numbers_and_nothing_that_is_identi
     np.testing.assert_allclose(new.norm, new.centred_norm, rtol=1e-4)
 
 
-def test_a_head_that_computes_its_rows_is_asked_for_them():
+def test_a_head_that_computes_its_rows_is_inspected():
     plain, model = random_model(tied=False), random_model(tied=False)
     ids = random_ids()
     low_rank = nn.Sequential(nn.Linear(16, 4, bias=False), nn.Linear(4, 97))

@@ -15,7 +15,7 @@ from tiedgpt.tie import ledger, replace_head
 
 
 @pytest.mark.parametrize("tied", [True, False])
-def test_it_equals_a_model_whose_head_is_replaced(tied):
+def test_a_random_head_equals_a_model_with_that_head(tied):
     model, ids = random_model(tied=tied), random_ids()
     before = copy.deepcopy(model.state_dict())
     found = random_head(model, None, ids, top=4, seed=3)
@@ -36,7 +36,7 @@ def test_it_equals_a_model_whose_head_is_replaced(tied):
     np.testing.assert_allclose(found.random_top_logprob, other.top_logprob[-1], rtol=1e-5)
 
 
-def test_half_precision_and_single_tokens():
+def test_half_precision_and_single_tokens_work():
     assert random_head(random_model(dtype=torch.bfloat16), None, [1, 2]).random_loss > 0
     with pytest.raises(UserError, match="2 to 80 tokens"):
         random_head(random_model(), None, [1])

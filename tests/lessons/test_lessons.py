@@ -61,7 +61,7 @@ MODELS = {
 
 
 @pytest.mark.parametrize("topic", TOPICS)
-def test_every_place_that_a_lesson_cites_exists(topic):
+def test_every_cited_line_of_a_lesson_exists(topic):
     core = Path(tiedgpt.__file__).parent
     for place in TOPICS[topic].places:
         file, _, names = place.partition(": ")
@@ -74,7 +74,7 @@ def test_every_place_that_a_lesson_cites_exists(topic):
 
 @pytest.mark.parametrize("model", MODELS)
 @pytest.mark.parametrize("topic", TOPICS)
-def test_a_lesson_fits_a_screen_and_a_half_and_leaves_the_model_as_it_was(topic, model):
+def test_a_lesson_fits_a_screen_and_a_half_and_does_not_change_the_model(topic, model):
     model = MODELS[model]().train()
     before = {name: value.clone() for name, value in model.state_dict().items()}
     parameters, stream = list(model.parameters()), torch.get_rng_state()
@@ -109,7 +109,7 @@ def test_both_matrices_of_an_untied_model_are_named():
     assert "transformer.wte.weight reads; lm_head.weight predicts" in theirs.matrices
 
 
-def test_a_head_that_was_replaced_in_a_tied_transformers_model_is_seen():
+def test_a_replaced_head_of_a_transformers_model_is_detected():
     model = transformers_gpt2()
     model.lm_head = nn.Linear(16, 97, bias=False)
     lesson = explain("tie", model)
@@ -128,7 +128,7 @@ def test_the_gradient_has_the_two_parts_that_inspect_finds():
 
 
 @pytest.mark.parametrize("tied", [True, False])
-def test_training_the_head_alone_moves_what_reads_if_and_only_if_it_is_tied(tied):
+def test_training_the_head_changes_the_embedding_if_and_only_if_tied(tied):
     model = random_model(tied=tied)
     lesson = explain("tuning", model)
     ids = torch.randint(97, (1, 32), generator=torch.Generator().manual_seed(0))
@@ -159,7 +159,7 @@ def test_new_numbers_are_noise_and_a_trained_untied_head_works():
     assert numbers["untied_size"] - numbers["tied_size"] == tiny_model().model.wte.weight.numel()
 
 
-def test_of_a_run_a_typical_part_of_its_validation_text_is_read(tmp_path):
+def test_a_typical_part_of_a_runs_validation_text_is_used(tmp_path):
     """The first tokens may be as this: of a kind that is nowhere else in the text."""
     model, tokenizer, _ = tiny_model()
     model.save_pretrained(tmp_path / "model")
@@ -209,12 +209,12 @@ def test_a_tokenizer_and_a_text_give_words(tokenizer):
     assert "' cat'" in str(lesson) and not lesson.partial
 
 
-def test_what_a_module_has_not_is_left_out_with_the_reason():
+def test_missing_parts_of_a_module_are_skipped_with_the_reason():
     lesson = explain("body", OtherModel())
     assert "left out" in str(lesson) and any("other heads" in why for why in lesson.partial)
 
 
-def test_bad_requests_are_told_in_a_sentence(tokenizer):
+def test_bad_requests_are_explained_in_a_sentence(tokenizer):
     with pytest.raises(UserError, match="no topic 'ties': choose one of tie, head, parameters"):
         explain("ties")
     with pytest.raises(UserError, match="text needs a tokenizer"):

@@ -19,16 +19,14 @@ BEGINS = {"curves.png": b"\x89PNG", "curves.svg": b"<?xml", "curves.PDF": b"%PDF
 
 
 @pytest.mark.parametrize("name", BEGINS)
-def test_a_figure_is_of_the_format_that_its_name_says(tmp_path, name):
+def test_a_figures_format_follows_its_file_name(tmp_path, name):
     save_figure(PANELS, tmp_path / name, "a title")
     data = (tmp_path / name).read_bytes()
     assert data.startswith(BEGINS[name]) and len(data) > 3000
     assert [path.name for path in tmp_path.iterdir()] == [name]
 
 
-def test_another_name_and_a_missing_matplotlib_are_told_before_anything_is_drawn(
-    tmp_path, monkeypatch
-):
+def test_unknown_suffixes_and_missing_matplotlib_are_reported_before_drawing(tmp_path, monkeypatch):
     with pytest.raises(UserError, match=r"name it \.png"):
         save_figure(PANELS, tmp_path / "curves.gif", "")
     monkeypatch.setitem(sys.modules, "matplotlib.figure", None)

@@ -28,14 +28,14 @@ def test_ticks_are_round_numbers():
     assert ticks(0, 102_400, 7) == [0, 20_000, 40_000, 60_000, 80_000, 100_000]
 
 
-def test_ticks_are_named_in_few_letters():
+def test_tick_labels_are_short():
     values = [0.5, 0.0, 20_000.0, 2.5e6, 5e9, 1e-4, 0.1 + 0.2, -3000.0]
     assert [label(value) for value in values] == [
         "0.5", "0", "20k", "2.5M", "5G", "0.0001", "0.3", "-3k",
     ]  # fmt: skip
 
 
-def test_smoothing_has_no_bias_at_the_start_and_passes_over_what_is_not_finite():
+def test_smoothing_is_unbiased_at_the_start_and_skips_non_finite_values():
     assert smoothed([3.0] * 50) == pytest.approx([3.0] * 50)
     assert smoothed([4.0, math.nan, 4.0], share=1.0) == pytest.approx([4.0, 4.0, 4.0])
     wavy = [2.0 + (-1) ** n for n in range(200)]

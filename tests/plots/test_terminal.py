@@ -40,26 +40,26 @@ def test_several_lines_are_told_apart_without_colours_too():
     assert plot[0].endswith("2") and plot[-1].endswith("1")
 
 
-def test_lines_that_end_together_and_above_the_cut_keep_their_numbers():
+def test_lines_that_end_together_or_above_the_cut_have_labels():
     many = tuple(Line(f"run {n}", range(40), [1.0] * 39 + [9.0], n) for n in range(3))
     plot = cells(drawn(Panel("three", "steps", many, most=2.0), width=60, height=6))
     assert all(any(number in row for row in plot) for number in "123")
 
 
-def test_what_lies_above_the_cut_is_not_drawn():
+def test_points_above_the_cut_are_not_drawn():
     line = Line("", [0, 1, 2, 3], [1e30, 1, 1, 0])
     plot = cells(drawn(Panel("", "", (line,), most=1.0), width=60, height=6))
     assert plot[0].strip() and plot[-1].strip()
 
 
-def test_numbers_stand_at_their_places_above_the_unit():
+def test_labels_are_placed_at_their_ticks_above_the_unit():
     panel = Panel("loss", "tokens", (Line("", [0, 100_000], [1.0, 2.0]),))
     *_, rule, numbers, unit = drawn(panel, width=80, height=10)
     assert unit.strip() == "tokens" and "40k" in numbers
     assert rule[numbers.index("40k") + 1] == "┬"
 
 
-def test_nothing_to_draw_is_said():
+def test_an_empty_plot_says_so():
     assert "nothing to draw" in drawn(Panel("loss", "", (Line("", [1], [math.nan]),)))[1]
 
 
@@ -77,7 +77,7 @@ def test_a_logarithmic_axis_names_the_powers_of_ten():
     assert all(name in drawn(panel)[-2] for name in ("1e-05", "0.001", "0.1"))
 
 
-def test_without_unicode_a_line_is_drawn_by_its_number():
+def test_without_unicode_a_line_is_drawn_with_digits():
     lines = (Line("low", [0, 1], [0, 0]), Line("high", [0, 1], [1, 1], color=1))
     text = draw(Panel("two", "steps", lines), width=50, height=6, unicode=False).plain
     assert text.isascii() and text.count("1") > 30 and text.count("2") > 30

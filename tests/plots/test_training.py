@@ -34,7 +34,7 @@ def test_a_head_shows_its_accuracy():
     assert titles == ["loss, nats", "validation accuracy"]
 
 
-def test_several_trainings_are_compared_by_what_all_of_them_have():
+def test_several_trainings_are_compared_by_their_common_metrics():
     both = [Training("a", TEXT), Training("b", LABELS)]
     assert validation_key(both) == "val_loss"
     assert validation_key(both[:1] * 2) == "val_bits_per_byte"
@@ -56,6 +56,6 @@ def test_a_training_without_a_step_has_no_panel():
 @pytest.mark.parametrize(
     ("target", "place"), [(5.0, 10.0), (3.0, 15.0), (2.0, 20.0), (1.5, 30.0), (0.9, None)]
 )
-def test_where_a_curve_first_comes_down_to_a_loss(target, place):
+def test_the_first_point_at_a_loss_is_found(target, place):
     curve = [10.0, 20.0, 30.0, 40.0], [4.0, 2.0, 1.5, 1.0]
     assert reached(curve, target) == place

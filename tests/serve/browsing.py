@@ -33,7 +33,7 @@ def serving(run, name="cats", **options):
 
 @contextmanager
 def opened(browser, address="", quiet=True, **context):
-    """Give a page; afterwards nothing was said on its console, and nobody else was asked."""
+    """Yield a page; check that its console is empty and no other host was requested."""
     options = {"viewport": WIDE, "service_workers": "block"} | context
     with browser.new_context(**options) as context:
         page = context.new_page()

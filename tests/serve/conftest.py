@@ -1,4 +1,4 @@
-"""A tiny engine behind the application, in this process and on a socket of its own; a browser."""
+"""A tiny engine behind the application, in this process and on a socket; a browser."""
 
 import os
 import threading

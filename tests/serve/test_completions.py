@@ -1,4 +1,4 @@
-"""/v1/completions says what the engine says."""
+"""/v1/completions returns the engine's results."""
 
 import json
 import re
@@ -162,7 +162,7 @@ def test_stop_bias_and_constraints_are_followed(client):
 
 
 FIELDS = {"max_new_tokens": "max_tokens", "top_logprobs": "logprobs"}
-"""By option of the engine, its field where they differ."""
+"""Options of the engine whose field has another name."""
 NOT_SERVED = {"processors", "stop_ids", "prompt_logprobs", "length_penalty", "early_stopping"}
 ONLY_SERVED = {"logit_bias", "top_logprobs"}
 """Options of OpenAI's API that the command line lacks."""

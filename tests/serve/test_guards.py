@@ -1,4 +1,4 @@
-"""Who may ask what: hosts, origins, keys, sizes."""
+"""Access checks: hosts, origins, keys and sizes."""
 
 import json
 import logging

@@ -1,4 +1,4 @@
-"""Many clients, many of which go away; many requests; nothing is left behind."""
+"""Many clients, of whom some disconnect, and many requests leak nothing."""
 
 import gc
 import http.client
@@ -51,7 +51,7 @@ def serve_alone(pipe):
 
 @pytest.fixture
 def alone():
-    """A server in a process of its own: memory that other tests freed is not counted as its."""
+    """A server in its own process, so that its memory is measured alone."""
     here, there = multiprocessing.Pipe()
     process = multiprocessing.get_context("spawn").Process(target=serve_alone, args=(there,))
     process.start()

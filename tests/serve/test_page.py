@@ -1,4 +1,4 @@
-"""The page without a browser: its files, its headers, what it asks for, and the exported file."""
+"""The page without a browser: files, headers, requests and the exported file."""
 
 import base64
 import gzip
@@ -239,7 +239,7 @@ def test_neighbours_of_an_unknown_token_are_refused(page, body):
 
 
 def data_of(html):
-    """What an exported file holds beside the model, as a browser reads it."""
+    """Return the data of an exported file as a browser reads them."""
     (text,) = re.findall(r'<script type="application/json" id="data">(.*?)</script>', html, re.S)
     return json.loads(text)
 

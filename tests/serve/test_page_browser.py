@@ -53,10 +53,10 @@ CALLS = {
     "heads": [("attention", {"text": TEXT})],
     "compare": [("positions", {"text": TEXT, "top": 40})],
 }
-"""What each view shows the numbers of."""
+"""The inspections behind each view."""
 LEAST = {"start": 15, "text": 20, "dot": 60, "matrix": 20, "vocabulary": 30}
 LEAST |= {"layers": 2, "heads": 7, "compare": 20}
-"""How many numbers it must show."""
+"""Smallest number of values that each view shows."""
 
 
 @pytest.mark.parametrize("view", CALLS)

@@ -1,4 +1,4 @@
-"""What the page teaches, and what readers met with: texts that grow, keys, charts, chats."""
+"""The page's lessons, and reported problems: growing texts, keys, charts, chats."""
 
 import numpy as np
 import pytest

@@ -33,7 +33,7 @@ PARTS = [
     "\u180e", "\u2028", "\x00", "\x1c", "\x7f", "\ufffd", "𝒳", " <|endoftext|>", "a_b", "$",
     "e\u0301", "\u00ad", "\\", '"q"', "x'", "''", "l'été", *HOSTILE,
 ]  # fmt: skip
-"""What tokenizers differ on: contractions, blanks, emoji, scripts, control characters."""
+"""Texts on which tokenizers differ: contractions, blanks, emoji, control characters."""
 
 
 def strings(n=500):
@@ -70,7 +70,7 @@ class InNode:
 
 
 def small(tokenizer=None, **options):
-    """A model with opinions, whatever it is made of."""
+    """Return a model with large weights, so that its predictions are confident."""
     torch.manual_seed(0)
     options = {"vocab_size": 261 if tokenizer is None else len(tokenizer)} | options
     shape = {"n_positions": 48, "n_embd": 32, "n_layer": 2, "n_head": 4} | options

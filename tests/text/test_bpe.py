@@ -10,7 +10,7 @@ from tiedgpt.text.twin import tiktoken_twin
 BYTES = [bytes([byte]) for byte in range(256)]
 
 
-def test_byte_alphabet_is_that_of_gpt2():
+def test_the_byte_alphabet_equals_gpt2s():
     theirs = pytest.importorskip("transformers.convert_slow_tokenizer").bytes_to_unicode()
     assert [theirs[byte] for byte in range(256)] == BYTE_ALPHABET
 
@@ -21,7 +21,7 @@ def test_all_bytes_are_tokens_whatever_the_corpus(texts):
     assert sorted(tokenizer.token_bytes(id) for id in range(256)) == BYTES
 
 
-def test_vocabulary_has_the_size_asked_for_if_the_corpus_gives_it(bpe):
+def test_vocabulary_has_the_requested_size_if_the_corpus_suffices(bpe):
     assert len(bpe) == 1000
     assert len({bpe.token_bytes(id) for id in range(1000)}) == 1000
 
@@ -85,7 +85,7 @@ def test_chunks_joined_are_the_text(text):
 
 
 @given(st.text(st.sampled_from("ab'1! \n\t\u2003\x1c\u00a0"), max_size=40))
-def test_text_is_cut_only_where_pieces_end(bpe, text):
+def test_text_is_cut_only_between_pieces(bpe, text):
     from tiedgpt.text.bpe import _CUT
 
     cutter = bpe._rust.pre_tokenizer
@@ -98,7 +98,7 @@ LONG = ["a", "^", " ", "0", "\n", "é", "日本", " \n\t", "'", "ab "]
 
 @pytest.mark.parametrize("letters", LONG)
 @pytest.mark.parametrize("end", ["", "x"])
-def test_monotonous_text_has_the_ids_that_tokenizers_gives(bpe, letters, end):
+def test_monotonous_text_has_the_ids_of_tokenizers(bpe, letters, end):
     text = letters * (100_000 // len(letters)) + end
     assert bpe.encode(text) == bpe._rust.encode(text).ids
 

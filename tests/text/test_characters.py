@@ -32,7 +32,7 @@ def test_position_counts_from_the_start_also_after_a_special_token():
 
 
 @pytest.mark.parametrize("texts", [[], [""], ["", ""]])
-def test_no_character_at_all_is_refused(texts):
+def test_an_empty_vocabulary_is_refused(texts):
     with pytest.raises(UserError, match="at least one character"):
         Tokenizer.characters(texts)
 

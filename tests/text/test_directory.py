@@ -70,7 +70,7 @@ def test_tokenizer_json_wins_over_the_older_files(bpe, saved):
     assert len(Tokenizer.from_pretrained(saved)) == 1000
 
 
-def test_what_is_no_path_is_a_hub_name(bpe, saved, monkeypatch):
+def test_a_name_that_is_not_a_path_is_a_hub_name(bpe, saved, monkeypatch):
     from tiedgpt.weights import tokenizer_files
 
     asked = []
@@ -112,7 +112,7 @@ def test_end_token_outside_the_vocabulary_is_refused(saved):
     assert "'</s>' as eos_token" in one_line(error, "tokenizer_config.json")
 
 
-def test_settings_that_are_not_ours_are_kept(saved):
+def test_foreign_settings_are_kept(saved):
     edit(saved / "tokenizer_config.json", model_max_length=1024, chat_template="{{ x }}")
     Tokenizer.from_pretrained(saved).save_pretrained(saved / "again")
     config = json.loads((saved / "again" / "tokenizer_config.json").read_text())
@@ -246,7 +246,7 @@ def test_truncated_tokenizer_is_refused_wherever_it_ends(saved):
 
 @pytest.mark.parametrize("junk", [None, 7, -1, "x", [], {}, [1], {"type": "x"}, "delete"])
 @pytest.mark.parametrize("kind", ["bpe", "char", "gpt1"])
-def test_no_damage_ends_in_an_error_that_is_not_ours(request, tmp_path, kind, junk):
+def test_any_damage_gives_our_error(request, tmp_path, kind, junk):
     small = {
         "bpe": lambda: Tokenizer.train(["abab"], 260),
         "char": lambda: Tokenizer.characters(["abc"]),

@@ -34,7 +34,7 @@ def test_openais_file_names_hold_the_same_tokenizer(gpt1, gpt1_folder, tmp_path)
 
 
 @given(text=any_text)
-def test_ids_are_those_of_transformers(gpt1, theirs, text):
+def test_ids_match_transformers(gpt1, theirs, text):
     assert gpt1.encode(text, allow_special=True) == theirs(text)["input_ids"]
     ordinary = theirs(text, split_special_tokens=True)["input_ids"]
     assert gpt1.encode(text) == gpt1.encode_array(text).tolist() == ordinary
@@ -43,7 +43,7 @@ def test_ids_are_those_of_transformers(gpt1, theirs, text):
 @pytest.mark.parametrize(
     "text", [TEXT, "", " ", "<unk>", "a<unk>b <unk> ", "</w> a</w>b", "x" * 500]
 )
-def test_ids_and_text_of_known_cases_are_those_of_transformers(gpt1, theirs, text):
+def test_ids_and_text_of_known_cases_match_transformers(gpt1, theirs, text):
     ids = theirs(text)["input_ids"]
     assert gpt1.encode(text, allow_special=True) == ids
     assert gpt1.decode(ids) == theirs.decode(ids)
@@ -58,7 +58,7 @@ def test_any_ids_decode_as_in_transformers_also_one_by_one(gpt1, theirs, ids):
 
 
 @given(ids=some_ids.filter(bool), more=some_ids)
-def test_a_stream_goes_on_from_a_prompt_with_the_blank_between(gpt1, ids, more):
+def test_a_stream_continues_a_prompt_with_the_space_between(gpt1, ids, more):
     stream = gpt1.stream(after=ids[-1])
     pieces = [stream.push(id) for id in more]
     expected = gpt1.decode(ids + more) if more else gpt1.decode(ids)
@@ -108,7 +108,7 @@ def test_bulk_encoding_gives_the_same_ids(gpt1, corpus):
     assert array.tolist() == gpt1._rust.encode(text).ids
 
 
-def test_added_token_that_is_found_in_text_is_found_across_any_cut(gpt1):
+def test_an_added_token_in_text_is_found_across_any_cut(gpt1):
     rust = gpt1._rust.from_str(gpt1._rust.to_str())
     rust.add_tokens(["new york"])
     tokenizer = Tokenizer(rust)
@@ -117,7 +117,7 @@ def test_added_token_that_is_found_in_text_is_found_across_any_cut(gpt1):
     assert 800 in tokenizer.encode("in new york")
 
 
-def test_what_is_saved_transformers_loads_with_the_same_ids(gpt1, tmp_path):
+def test_transformers_loads_a_saved_tokenizer_with_the_same_ids(gpt1, tmp_path):
     transformers = pytest.importorskip("transformers")
     gpt1.save_pretrained(tmp_path)
     again = Tokenizer.from_pretrained(tmp_path)
@@ -132,14 +132,14 @@ def test_what_is_saved_transformers_loads_with_the_same_ids(gpt1, tmp_path):
         assert (len(theirs), theirs.unk_token_id) == (800, 0)
 
 
-def test_what_transformers_saves_has_the_same_ids(gpt1, theirs, tmp_path):
+def test_a_tokenizer_saved_by_transformers_has_the_same_ids(gpt1, theirs, tmp_path):
     theirs.save_pretrained(tmp_path)
     assert not (tmp_path / "vocab.json").exists()
     again = Tokenizer.from_pretrained(tmp_path)
     assert (again.kind, len(again), again.encode(TEXT)) == ("gpt1", 800, gpt1.encode(TEXT))
 
 
-def test_newline_of_openais_vocabulary_is_no_loss(gpt1_folder, tmp_path):
+def test_a_newline_of_openais_vocabulary_loses_nothing(gpt1_folder, tmp_path):
     vocabulary = json.loads((gpt1_folder / "vocab.json").read_text())
     vocabulary["\n</w>"] = len(vocabulary)  # no merge makes it, nor does any text give it
     (tmp_path / "vocab.json").write_text(json.dumps(vocabulary))

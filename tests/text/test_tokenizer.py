@@ -148,7 +148,7 @@ def test_arrays_and_tensors_decode_as_lists_do(request, kind):
 
 @pytest.mark.parametrize("kind", ["bpe", "char", "gpt1"])
 @pytest.mark.parametrize("make", [list, np.array, torch.tensor])
-def test_ids_that_are_none_are_refused_in_every_container(request, kind, make):
+def test_invalid_ids_are_refused_in_every_container(request, kind, make):
     tokenizer = request.getfixturevalue(kind)
     for id in (-1, len(tokenizer), 2**40):
         with pytest.raises(UserError, match=f"id {id} is outside the vocabulary"):
@@ -161,7 +161,7 @@ def test_ids_that_are_none_are_refused_in_every_container(request, kind, make):
 
 
 @pytest.mark.parametrize("ids", [3, "3", [None], ["3"], np.array(3), torch.tensor(3)])
-def test_what_is_no_row_of_integers_is_refused(bpe, ids):
+def test_non_integer_arrays_are_refused(bpe, ids):
     with pytest.raises(UserError, match="ids must be integers in one dimension"):
         bpe.decode(ids)
 
@@ -182,7 +182,7 @@ def test_byte_lengths_add_up_to_the_text(tokenizer):
     ]
 
 
-def test_kind_says_what_tokens_are(bpe, char):
+def test_kind_names_the_units_of_tokens(bpe, char):
     assert (bpe.kind, char.kind) == ("bpe", "char")
     assert re.fullmatch(r"Tokenizer\(kind='bpe', len=1000, eos_token_id=999\)", repr(bpe))
 
@@ -197,7 +197,7 @@ def test_worker_process_gets_the_same_tokenizer(request, kind):
 
 
 @pytest.mark.parametrize("config", [None, '{"model_type": "gpt2", "vocab_size": 1000}'])
-def test_transformers_loads_what_is_saved_with_the_same_ids(tokenizer, tmp_path, config):
+def test_transformers_loads_saved_tokenizers_with_the_same_ids(tokenizer, tmp_path, config):
     transformers = pytest.importorskip("transformers")
     tokenizer.save_pretrained(tmp_path)
     if config:

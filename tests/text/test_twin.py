@@ -1,4 +1,4 @@
-"""Where tiktoken may encode, it gives the ids of `tokenizers`; elsewhere it is not used."""
+"""tiktoken encodes only if it gives the ids of `tokenizers`."""
 
 import itertools
 import json
@@ -32,7 +32,7 @@ def stored(merges: Merges, *more: str) -> dict[str, Any]:
 
 
 def naive_ids(state: dict[str, Any], text: str) -> list[int]:
-    """What tiktoken makes of the vocabulary if nobody asks whether it may."""
+    """Return tiktoken's ids without checking that tiktoken agrees with `tokenizers`."""
     ranks = {
         bytes(BYTE_ALPHABET.index(character) for character in token): id
         for token, id in state["model"]["vocab"].items()
@@ -182,7 +182,7 @@ def test_vocabulary_without_some_byte_has_no_twin(tmp_path, unknown):
         setting("model", "byte_fallback", value=True),
     ],
 )
-def test_what_cannot_be_shown_to_agree_has_no_twin(change):
+def test_a_vocabulary_without_proof_of_agreement_has_no_twin(change):
     state = stored([("x", "y")])
     change(state)
     assert tiktoken_twin(tokenizers.Tokenizer.from_str(json.dumps(state))) is None

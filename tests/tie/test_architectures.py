@@ -45,11 +45,11 @@ SIZES = dict.fromkeys(
     "max_position_embeddings n_positions n_ctx".split(), 64,
 ) | {"vocab_size": V, "head_dim": 8, "moe_intermediate_size": 16, "pad_token_id": 0,
      "bos_token_id": 1, "eos_token_id": 2}  # fmt: skip
-"""What configs call their sizes."""
+"""Names of the sizes in configs."""
 
 
 def make(kind: str, tied: bool):
-    """A small random model of an architecture; skip what this version of transformers lacks."""
+    """Return a small random model; skip architectures missing in this transformers."""
     if kind not in transformers.CONFIG_MAPPING:
         pytest.skip(f"transformers {transformers.__version__} has no {kind}")
     config_class = transformers.CONFIG_MAPPING[kind]

@@ -1,4 +1,4 @@
-"""The audit's verdicts and what it tells, on checkpoints that the real libraries wrote."""
+"""The audit's verdicts and texts, on checkpoints written by the real libraries."""
 
 import copy
 import json

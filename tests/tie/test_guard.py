@@ -104,7 +104,7 @@ CHANGES = {
         "split", "is another matrix now",
     ),
 }  # fmt: skip
-"""What is done, the kind of event, and what it says."""
+"""The change, the kind of event, and its text."""
 
 
 @pytest.mark.parametrize("name", CHANGES)

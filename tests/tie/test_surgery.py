@@ -477,7 +477,7 @@ def test_pruning_keeps_rows_in_the_given_order_and_maps_special_ids(tiny):
 
 
 class Masked(nn.Module):
-    """A head with a size that no table shows: in a buffer, or in a tensor that is none."""
+    """A head whose size is in a buffer or in a plain tensor."""
 
     def __init__(self, *, buffer: bool) -> None:
         super().__init__()

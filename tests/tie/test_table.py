@@ -28,7 +28,7 @@ from tiedgpt.tie import audit, fix, ledger, tie, untie
 
 HEAD_BIAS = "lm_head.bias"
 SOUND = {"tied": "tied", "tied, stored twice": "tied", "untied as claimed": "untied"}
-"""Verdict -> what is loaded; a file of any other verdict is not loaded without a choice."""
+"""Verdict -> the loaded form; files of other verdicts need a choice."""
 CONTENTS = ("one", "equal", "different", "views", "transposed", "longer head", "longer embedding")
 CONFIG = {
     "model_type": "gpt2", "architectures": ["GPT2LMHeadModel"], "vocab_size": V, "n_embd": D,
@@ -40,11 +40,11 @@ GGUF_NAMES = {
     "ln_2": "ffn_norm", "mlp.c_fc": "ffn_up", "mlp.c_proj": "ffn_down",
 }  # fmt: skip
 N_HEAD = {"n_head": SHAPE["n_head"], "activation_function": "gelu_new"}
-"""What nanoGPT's, minGPT's and bare files do not say."""
+"""Facts missing in nanoGPT's, minGPT's and bare files."""
 
 
 def state_of(content: str) -> dict[str, Tensor]:
-    """Every weight of a GPT by our names, as (out, in), with what `content` says for W."""
+    """Return every weight of a GPT by our names, as (out, in), with W as `content` says."""
     torch.manual_seed(0)
     state = {
         name: t + torch.randn_like(t) / 9
@@ -93,7 +93,7 @@ def write_gguf(path: Path, state: dict[str, Tensor], claim: bool | None) -> None
 
 
 def write(home: Path, form: str, inside, beside, content: str) -> Path:
-    """Write a cell's file, and the config.json beside it; return what a user would name."""
+    """Write a cell's file and its config.json; return the path a user would type."""
     state = state_of(content)
     config = {} if beside in (None, "none") else {"tie_word_embeddings": beside}
     path = home
@@ -156,7 +156,7 @@ def cells() -> list[tuple]:
 
 
 def expected(form: str, inside: bool | None, beside: bool | str | None, content: str) -> str:
-    """The verdict: the file's claim, else that beside it, else what the format means."""
+    """The verdict: the file's claim, else the config's, else the format's."""
     claim = beside if inside is None and beside != "none" else inside
     if form in ("minGPT", "tiedgpt") and content in ("equal", "different") and claim is None:
         claim = False  # two matrices are meant to be two
@@ -170,7 +170,7 @@ def expected(form: str, inside: bool | None, beside: bool | str | None, content:
 
 
 def attempt(function, *arguments, **options):
-    """What a function returns, or the error of ours that it raises."""
+    """Return the function's result, or the error of ours that it raises."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         try:
@@ -180,14 +180,14 @@ def attempt(function, *arguments, **options):
 
 
 def kind(loaded) -> str:
-    """What loading did: "tied", "untied" or "error"."""
+    """Return the result of loading: "tied", "untied" or "error"."""
     if isinstance(loaded, TiedGPTError):
         return "error"
     return "tied" if loaded.head is None else "untied"
 
 
 def disagreements(home: Path, cell: tuple, capsys) -> Iterator[str]:
-    """Yield on what the commands disagree about a cell's file."""
+    """Yield each disagreement of the commands about a cell's file."""
     form, _, _, content = cell
     (home / "in").mkdir()
     path = write(home / "in", *cell)
@@ -237,7 +237,7 @@ def choices(found, loaded) -> list[str | None]:
 
 
 def wrongs(home: Path, path: Path, keep: str | None, fill_in: dict, content: str) -> Iterator[str]:
-    """Yield what is wrong with the copy that `fix` writes: it loads with the weights as written."""
+    """Yield each defect of the copy written by `fix`: it must load with its weights."""
     copy, repair = home / f"fixed {keep}", attempt(fix, path, home / f"fixed {keep}", keep=keep)
     if isinstance(repair, TiedGPTError):
         yield f"fix --keep {keep}: {repair}"

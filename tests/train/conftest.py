@@ -43,7 +43,7 @@ PLAN = Plan(
 
 @dataclasses.dataclass
 class Trial:
-    """A run's directory, what it trains, on what and by which plan; and what it left."""
+    """A run: its directory, objective, data and plan, and its results."""
 
     run: RunDirectory
     objective: Objective
@@ -181,7 +181,7 @@ def trial(tmp_path, encoded):
 
 @pytest.fixture
 def scores(monkeypatch):
-    """Have the evaluations of a part find these losses."""
+    """Replace the losses of the sampled evaluations."""
     score = LanguageModelling.score
 
     def of(losses):
@@ -198,7 +198,7 @@ def scores(monkeypatch):
 
 @pytest.fixture(scope="session")
 def ready_once(tmp_path_factory, encoded, options) -> Path:
-    """What `ready` copies."""
+    """The run directory that `ready` copies."""
     path = tmp_path_factory.mktemp("runs") / "ready"
     shutil.copytree(encoded, path / "data")
     CHARACTERS.save_pretrained(path / "tokenizer")
@@ -214,7 +214,7 @@ def ready(tmp_path, ready_once) -> Path:
 
 @pytest.fixture(scope="session")
 def whole(ready_once) -> Path:
-    """The same, trained without a stop, its operations listed beside it; only to be read."""
+    """The same run, uninterrupted, with its list of operations; read-only."""
     from tests.train.trials import Command, Fault
 
     run = shutil.copytree(ready_once, ready_once.with_name("whole"))

@@ -139,7 +139,7 @@ def test_a_stopped_compiled_run_equals_an_uninterrupted_one(trial):
 
 
 def test_each_shape_is_compiled_once(monkeypatch):
-    """torch compiles a code eight times at most and then runs it as it is."""
+    """torch compiles a function eight times at most and then runs it eagerly."""
 
     def twice(x):
         return 2 * x

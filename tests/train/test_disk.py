@@ -1,4 +1,4 @@
-"""A disk that is full, or fails: what was saved stays good, and the run goes on when it can."""
+"""Full and failing disks: checkpoints stay valid, and the run resumes later."""
 
 import errno
 import shutil
@@ -94,7 +94,7 @@ def test_a_damaged_checkpoint_is_set_aside_and_the_result_is_the_same(ready, who
 
 
 def stop_in_step_5(run: Path, whole: Path) -> tuple[Path, list[str]]:
-    """Kill a run where it has two checkpoints; return the newest and its files."""
+    """Kill a run with two checkpoints; return the newest and its files."""
     found = enumerate(operations(whole))
     lines = [n for n, what in found if "open a" in what and "metrics" in what]
     assert Command(run, fault=Fault(lines[5])).wait() == -9  # steps 1 to 4, an evaluation, step 5

@@ -1,4 +1,4 @@
-"""What the defaults make of a few examples: they are learned, and what that means is said."""
+"""The defaults learn a few examples, and the result says so."""
 
 import json
 import re

@@ -19,7 +19,7 @@ def drawn(seed: int, shapes=SHAPES, dtype=torch.float64) -> list[torch.nn.Parame
 
 
 def after_steps(optimizer_of, parameters, n_steps=4):
-    """Return the parameters after steps with drawn gradients; the last has none at first."""
+    """Return the parameters after steps; the last one has no gradient in the first step."""
     optimizer = optimizer_of(parameters)
     for step in range(n_steps):
         gradients = drawn(100 + step, [p.shape for p in parameters], parameters[0].dtype)

@@ -1,4 +1,4 @@
-"""An objective in a file of its own: preferences (DPO) learned by adapters on a frozen GPT."""
+"""An objective in its own file: preferences (DPO) by adapters on a frozen GPT."""
 
 import dataclasses
 from dataclasses import dataclass
@@ -25,7 +25,7 @@ BETA = 0.5
 
 
 class Adapter(nn.Module):
-    """W + B A, of which A and B are trained."""
+    """W + B A with trainable A and B."""
 
     def __init__(self, weight, rank=2):
         super().__init__()
@@ -161,7 +161,7 @@ def test_micro_batches_step_like_the_whole_batch(adapting):
 
 
 def masked(*rows):
-    """Return a batch of six rows of which some have no targets."""
+    """Return a batch of six rows, some without targets."""
     ids = np.random.default_rng(0).integers(0, 97, (6, 8))
     targets = ids.copy()
     targets[list(rows)] = -100

@@ -36,7 +36,7 @@ SHAPE = {
 
 
 def as_process(rank, size, port, work, arguments):
-    """Be one of several processes that torchrun would have started."""
+    """Act as one of several processes started by torchrun."""
     os.environ |= {
         "RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(size),
         "LOCAL_WORLD_SIZE": str(size), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port),
@@ -63,7 +63,7 @@ def together(work, *arguments, size=2):
 
 
 def five_rows():
-    """Rows of which some have few targets."""
+    """Rows, some with few targets."""
     ids = np.random.default_rng(0).integers(0, 31, (5, 9))
     targets = ids[:, 1:].copy()
     targets[0, :6] = targets[3, 2:] = -100
@@ -248,7 +248,7 @@ def test_a_run_resumes_with_fewer_and_more_processes(ready):
 
 
 def lose_a_process(path, rank):
-    """Train in two processes, of which one is killed at its fourth batch."""
+    """Train in two processes and kill one at its fourth batch."""
     os.dup2(os.open(f"{path}.log-{os.environ['RANK']}", os.O_WRONLY | os.O_CREAT), 2)
     with join_processes("ddp", CPU) as processes:
         trial = reopen_trial(path)

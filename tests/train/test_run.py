@@ -1,4 +1,4 @@
-"""A training is one function: what it yields, leaves and reads."""
+"""Training is one function: its events, its files and its input."""
 
 import builtins
 import io

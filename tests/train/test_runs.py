@@ -1,4 +1,4 @@
-"""Which run a command means, how a run is made longer, and `tiedgpt runs`."""
+"""The choice of a run, prolonging a run, and `tiedgpt runs`."""
 
 import json
 import shutil

@@ -20,7 +20,7 @@ from tiedgpt.train.events import Ended
 from tiedgpt.train.storage import RunDirectory
 
 PARTS = 4
-"""Of the operations at which a checkpoint is killed."""
+"""Operations at which a checkpoint is killed."""
 
 
 def go_on_until(path, fault, rank, stop_after=None):
@@ -55,7 +55,7 @@ def plain(ready_once, tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def stopped(plain):
-    """That run after four of its six steps, in two processes with a part of each matrix."""
+    """The run after four of six steps, in two processes with sharded matrices."""
     path = shutil.copytree(plain, plain.with_name("stopped"))
     assert together(go_on, path, "fsdp", 4) == [EXIT_INTERRUPTED] * 2
     return path

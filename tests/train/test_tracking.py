@@ -1,4 +1,4 @@
-"""Trackers: what they are told, and that they cannot harm a training."""
+"""Trackers receive the metrics and cannot harm a training."""
 
 import sys
 import types
@@ -12,7 +12,7 @@ from tiedgpt.train.metrics import TrackerName, Tracking, open_tracker, split_lin
 
 
 class Fake:
-    """A tracker that remembers, or breaks where it is told to."""
+    """A tracker that records its calls, or fails on request."""
 
     def __init__(self, breaks: str = "") -> None:
         self.calls, self.breaks = [], breaks

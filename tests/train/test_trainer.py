@@ -102,7 +102,7 @@ def test_without_a_good_checkpoint_training_does_not_silently_restart(trial):
 
 
 def break_steps(run, *steps):
-    """Have the loss of these steps, counted from 1, be NaN, whenever they are done."""
+    """Replace the loss of these steps, counted from 1, by NaN."""
     batches, loss, now = run.data.batches, run.objective.loss, [0]
 
     def watch(batch_size, seed):
@@ -239,7 +239,7 @@ def test_a_run_ends_when_the_validation_loss_rises_steadily_not_on_noise(trial, 
 
 
 def lengthen(run, options, **plan):
-    """Have a run that ended go on for twice as long."""
+    """Prolong a finished run to twice its length."""
     run.write_record(options, **plan)
     longer = dataclasses.replace(options, steps=None, minutes=6.0)
     _, before = read_plan(run.run.read_record())

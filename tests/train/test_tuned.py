@@ -173,7 +173,7 @@ def test_a_resumed_run_equals_an_uninterrupted_one(make, kind, more):
 
 
 def tune_in_parallel(path, kind, options):
-    """Be one of several processes that tune."""
+    """Act as one of several tuning processes."""
     with join_processes(kind, CPU) as processes:
         run = processes.main_first(lambda: open_run(path, options, Processes(CPU)))
         *_, ended = run.train(processes=processes)

@@ -31,7 +31,7 @@ SERVER.set_forkserver_preload(["pytest", "tests.train.trials"])
 
 
 class Command:
-    """`tiedgpt train ... --out RUN` in a process of its own; without arguments, the bare loop.
+    """`tiedgpt train ... --out RUN` in a new process; without arguments, the bare loop.
 
     Another verb that has --out may take the place of `train`.
 
@@ -63,7 +63,7 @@ class Command:
         self._process.join()
 
     def output(self) -> str:
-        """Return what it wrote to stdout and stderr."""
+        """Return its stdout and stderr."""
         return self.log.read_text(errors="replace")
 
 
@@ -149,7 +149,7 @@ class Fault:
 
 
 class _Watched:
-    """A file whose writes are operations; half of what is written comes first."""
+    """A file whose writes are operations; half of the data are written first."""
 
     def __init__(self, file, operation: Callable[[str], None]) -> None:
         self._file, self._operation, self._begun = file, operation, False

@@ -53,7 +53,7 @@ def test_a_model_with_fresh_adapters_is_the_model_bit_for_bit(tiny, ids, tied, d
     assert {p.dtype for p in tiny.parameters() if p.requires_grad} == {torch.float32}
 
 
-def test_four_matrices_of_each_block_are_adapted_and_nothing_else_moves(tiny):
+def test_only_four_matrices_of_each_block_are_adapted(tiny):
     report = lora(tiny, rank=4)
     widths = {"attn.c_attn": (32, 96), "attn.c_proj": (32, 32), "mlp.c_fc": (32, 128)}
     a_block = sum(4 * (n_in + n_out) for n_in, n_out in [*widths.values(), (128, 32)])
@@ -85,7 +85,7 @@ def test_one_pair_changes_a_row_as_input_and_as_output(tiny, ids):
     torch.testing.assert_close(wte.unembed(h), h @ matrix.T)
 
 
-def test_rows_of_new_tokens_are_trained_whole_on_both_faces(tiny, ids):
+def test_rows_of_new_tokens_are_trained_fully_on_both_sides(tiny, ids):
     add_tokens(tiny, 2)
     old = tiny.wte.weight.clone()
     report = lora(tiny, targets=[], tokens=[98, 97])
@@ -110,7 +110,7 @@ def test_rows_of_an_untied_model_are_trained_in_both_matrices(tiny, ids):
 
 
 @pytest.mark.parametrize("targets", [BLOCKS, ["wte"], ["h.1*.c_proj", "h.0.attn.c_attn"]])
-def test_what_is_frozen_stays_bit_for_bit_while_the_rest_moves(tiny, ids, targets):
+def test_frozen_parameters_stay_bit_for_bit(tiny, ids, targets):
     lora(tiny, targets=targets, tokens=[5])
     before = {name: p.detach().clone() for name, p in tiny.named_parameters()}
     trained(tiny, ids)
@@ -134,7 +134,7 @@ def test_a_merged_model_is_plain_and_computes_the_same(tiny, ids, tmp_path):
 
 
 @pytest.mark.parametrize(("dtype", "bound"), [(torch.bfloat16, 3e-2), (torch.float16, 4e-3)])
-def test_a_merge_in_half_precision_keeps_to_its_bound(dtype, bound):
+def test_a_merge_in_half_precision_stays_within_its_bound(dtype, bound):
     torch.manual_seed(2)
     model = GPT(GPTConfig(vocab_size=500, n_positions=64, n_embd=96, n_layer=12, n_head=4))
     model.to(dtype)
@@ -196,7 +196,7 @@ def test_a_feature_extractor_is_adapted_too(make):  # noqa: F811
         ({"tokens": [-1, 3]}, "tokens must be ids from 0 to 96"),
     ],
 )
-def test_what_cannot_be_adapted_is_refused_and_nothing_is_frozen(tiny, given, says):
+def test_unsupported_modules_are_refused_and_nothing_is_frozen(tiny, given, says):
     with pytest.raises(UserError, match=says):
         lora(tiny, **given)
     assert all(p.requires_grad for p in tiny.parameters()) and not adapted_layers(tiny)
@@ -219,14 +219,14 @@ def test_a_second_name_of_w_is_refused_since_an_adapter_would_not_reach_it(tiny)
             lora(tiny, targets=targets)
 
 
-def test_an_adapter_of_w_is_optimized_as_w_is(tiny):
+def test_an_adapter_of_w_is_optimized_like_w(tiny):
     lora(tiny, targets=ALL)
     groups = parameter_groups(tiny, matrices="adamw", weight_decay=0.1)
     assert [*groups[0].parameters] == ["wte.lora_A", "wte.lora_B"]
     assert groups[0].name == "W, which reads and predicts" and len(groups) == 2
 
 
-def test_adapters_are_put_on_once_and_on_plain_layers(tiny):
+def test_adapters_attach_once_and_to_plain_layers(tiny):
     with pytest.raises(UserError, match="no adapters to merge"):
         merge(tiny)
     with fast_training(tiny), pytest.raises(UserError, match="c_attn is a LeanLinear"):
@@ -238,7 +238,7 @@ def test_adapters_are_put_on_once_and_on_plain_layers(tiny):
         lora(nn.Linear(2, 2))
 
 
-def test_fast_training_leaves_adapted_layers_as_they_are(tiny, ids):
+def test_fast_training_does_not_change_adapted_layers(tiny, ids):
     lora(tiny, targets=ALL)
     drawn(tiny)
     loss = tiny.loss(ids[:, :-1], ids[:, 1:])

@@ -21,7 +21,7 @@ def adapted_model(base):
 
 @pytest.fixture
 def model():
-    """As in the core's tests, with adapters, and W itself moving as well."""
+    """The core's tests with adapters and a trained W."""
     torch.manual_seed(11)
     base = core.GPT(core.CONFIG).double()
     with torch.no_grad():
@@ -32,18 +32,18 @@ def model():
 
 @pytest.mark.slow
 @pytest.mark.parametrize("backend", ["eager", "aot_eager"])
-def test_a_compiled_loss_and_a_compiled_forward(model, backend):
-    core.test_a_compiled_loss_and_a_compiled_forward(model, backend)
+def test_a_compiled_loss_and_forward_match(model, backend):
+    core.test_a_compiled_loss_and_forward_match(model, backend)
 
 
 @pytest.mark.slow
-def test_a_forward_of_dynamic_length_compiles_whole_and_is_exported(model):
-    core.test_a_forward_of_dynamic_length_compiles_whole_and_is_exported(model)
+def test_a_forward_of_dynamic_length_compiles_fully_and_exports(model):
+    core.test_a_forward_of_dynamic_length_compiles_fully_and_exports(model)
 
 
 @pytest.mark.parametrize("windows", [None])
-def test_packed_documents_are_as_if_alone(model, windows):
-    core.test_packed_documents_are_as_if_alone(model, windows)
+def test_packed_documents_give_the_results_of_separate_ones(model, windows):
+    core.test_packed_documents_give_the_results_of_separate_ones(model, windows)
 
 
 @pytest.mark.parametrize("composition", core.COMPOSITIONS, ids=lambda c: c.__name__)

@@ -14,7 +14,7 @@ def moving(model):
     return {name for name, p in model.named_parameters() if p.requires_grad}
 
 
-def test_the_last_pattern_that_fits_decides(tiny):
+def test_the_last_matching_pattern_decides(tiny):
     freeze(tiny, "h.*,+h.*.attn,h.0")
     parts = {".".join(name.split(".")[:3]) for name in moving(tiny)}
     assert parts == {"wte.weight", "wpe.weight", "h.1.attn", "h.2.attn", "ln_f.weight", "ln_f.bias"}

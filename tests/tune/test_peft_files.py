@@ -66,7 +66,7 @@ def test_a_saved_adapter_loads_onto_its_base_bit_for_bit(base, ids, targets, tmp
     assert config["base_model_name_or_path"] == "gpt2" and config["r"] == 3
 
 
-def test_new_rows_load_onto_a_base_whose_new_rows_are_others(base, ids, tmp_path):
+def test_new_rows_load_onto_a_base_with_other_new_rows(base, ids, tmp_path):
     model, other = base(), base()
     add_tokens(model, 3)
     add_tokens(other, 3, seed=7)
@@ -82,7 +82,7 @@ def test_new_rows_load_onto_a_base_whose_new_rows_are_others(base, ids, tmp_path
     torch.testing.assert_close(other(new), model(new), rtol=1e-5, atol=1e-4)
 
 
-def test_an_untied_model_has_adapters_of_its_own_for_each_matrix(base, ids, tmp_path):
+def test_an_untied_model_has_separate_adapters_for_each_matrix(base, ids, tmp_path):
     model, other = base(), base()
     untie(model)
     untie(other)
@@ -94,7 +94,7 @@ def test_an_untied_model_has_adapters_of_its_own_for_each_matrix(base, ids, tmp_
 
 
 @pytest.mark.parametrize("kind", [SequenceClassifier, MultipleChoice])
-def test_a_heads_own_layers_are_in_its_adapter(make, kind, tmp_path):  # noqa: F811
+def test_a_heads_layers_are_saved_in_its_adapter(make, kind, tmp_path):  # noqa: F811
     model, other = make(kind), make(kind)
     lora(model)
     drawn(model)
@@ -106,7 +106,7 @@ def test_a_heads_own_layers_are_in_its_adapter(make, kind, tmp_path):  # noqa: F
         load_adapter(make(kind).gpt, tmp_path)
 
 
-def test_what_the_format_cannot_hold_is_refused_and_nothing_is_written(base, tmp_path):
+def test_unsupported_adapters_are_refused_and_nothing_is_written(base, tmp_path):
     def refused(model, says):
         with pytest.raises(UserError, match=says):
             save_adapter(model, tmp_path / "adapter")
@@ -212,7 +212,7 @@ def test_one_pair_under_both_names_adapts_both_sides(base, adapter, ids):
         ({"rank_pattern": {".*" * 9 + "x": 5}}, "too many repetitions"),
     ],
 )
-def test_unsupported_kinds_are_refused_by_the_fields_name(base, adapter, fields, says):
+def test_unsupported_adapter_types_are_refused_by_field_name(base, adapter, fields, says):
     rewrite(adapter, **fields)
     model = base()
     with pytest.raises(UserError, match=says):

@@ -52,9 +52,7 @@ def test_our_adapter_is_the_same_in_peft_loaded_and_merged(tiny, theirs, ids, ca
     close(merged(ids).logits, tiny(ids))
 
 
-def test_our_adapter_on_both_faces_loads_in_peft_and_must_be_merged_here(
-    tiny, theirs, ids, tmp_path
-):
+def test_an_adapter_of_w_loads_in_peft_and_must_be_merged_here(tiny, theirs, ids, tmp_path):
     peft = pytest.importorskip("peft")
     base = theirs()
     lora(tiny, targets=["wte", "attn.c_attn"])
@@ -120,7 +118,7 @@ def test_pefts_other_kinds_are_refused(tiny, theirs, given, field, tmp_path):
         load_adapter(tiny, tmp_path / "a")
 
 
-def test_a_classifiers_adapter_in_peft(tiny, theirs, ids, tmp_path):
+def test_a_classifiers_adapter_loads_in_peft(tiny, theirs, ids, tmp_path):
     peft = pytest.importorskip("peft")
     torch.manual_seed(0)
     model = SequenceClassifier(tiny, labels=["a", "b", "c"]).eval()
@@ -132,7 +130,7 @@ def test_a_classifiers_adapter_in_peft(tiny, theirs, ids, tmp_path):
     close(adapted(ids[:1]).logits, model(ids[:1], torch.tensor([ids.shape[1]])))
 
 
-def test_pefts_classifier_here(tiny, theirs, ids, tmp_path):
+def test_pefts_classifier_adapter_loads_here(tiny, theirs, ids, tmp_path):
     peft = pytest.importorskip("peft")
     torch.manual_seed(0)
     model = SequenceClassifier(tiny, labels=["a", "b", "c"]).eval()

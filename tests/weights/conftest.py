@@ -18,7 +18,7 @@ def saved(tiny: GPT, tmp_path: Path) -> Path:
 
 @pytest.fixture
 def rewrite(saved: Path):
-    """Change what was saved: config keys, and tensors through a function on the dict of them."""
+    """Change a saved model: config keys, and tensors by a function of their dict."""
 
     def change(*, config: dict | None = None, tensors=None) -> Path:
         path = saved / "config.json"
@@ -34,7 +34,7 @@ def rewrite(saved: Path):
 
 
 def with_head(scale: float = 1.0, rows: int = 97):
-    """Add lm_head.weight, the embedding's rows of which the first `rows` are scaled."""
+    """Add lm_head.weight: the embedding with its first `rows` rows scaled."""
 
     def add(state: dict[str, torch.Tensor]) -> None:
         head = state["transformer.wte.weight"].clone()

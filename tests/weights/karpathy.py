@@ -1,4 +1,4 @@
-"""nanoGPT's and minGPT's architectures in this test's own words, saved as those projects save.
+"""nanoGPT's and minGPT's architectures, written and saved independently of tiedgpt.
 
 Written from what their model files define: parameter names, shapes, buffers, what is tied, which
 GELU. Nothing of tiedgpt is used.

@@ -58,7 +58,7 @@ def write_checkpoint(
 
 
 def to_bfloat16(array: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """The upper halves of float32, rounded to the nearest (even); and what they stand for."""
+    """Return float32 rounded to bfloat16 (nearest, even): its bits and its values."""
     bits = np.ascontiguousarray(array).view("<u4").astype(np.uint64)
     upper = ((bits + 0x7FFF + ((bits >> 16) & 1)) >> 16).astype("<u2")
     return upper, (upper.astype("<u4") << 16).view("<f4")

@@ -28,7 +28,7 @@ TEXT = "the cat sat on the mat and the dog sat on the log, 2 + 2 = 4\n" * 40
 
 @pytest.fixture(params=[True, False], ids=["tied", "untied"])
 def model(request) -> GPT:
-    """A model whose width is no multiple of 32, and whose states lie in some directions more."""
+    """A model of a width not divisible by 32, whose states prefer some directions."""
     torch.manual_seed(5)
     config = GPTConfig(vocab_size=97, n_positions=24, n_embd=72, n_layer=2, n_head=4)
     model = GPT(replace(config, tie_word_embeddings=request.param)).eval()
@@ -42,7 +42,7 @@ def model(request) -> GPT:
 
 @pytest.fixture
 def text() -> torch.Tensor:
-    """Ids (N,) of which the first are frequent."""
+    """Return ids (N,); low ids are frequent."""
     uniform = torch.rand(2400, generator=torch.Generator().manual_seed(1))
     return (97 * uniform**3).long()
 
@@ -57,7 +57,7 @@ def cost(rounded, weight, inputs):
 
 
 def faces(model, text):
-    """What W's rows meet: final hidden states h, and the loss's gradients g at the embedding."""
+    """Return the inputs of W's rows: final states h and the gradients g at the embedding."""
     ids, read = text.view(-1, 24), []
     hook = model.wte.register_forward_hook(lambda _, __, out: read.append(out) or out.retain_grad())
     (model.loss(ids[:, :-1], ids[:, 1:]) * ids[:, 1:].numel()).backward()

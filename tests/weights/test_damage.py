@@ -68,7 +68,7 @@ def save_pickle(protocol: int) -> Callable[[Path], object]:
 
 @dataclass(frozen=True)
 class Sample:
-    """Files of a format: the one that is named first, then those beside it."""
+    """Files of a format: the named one first, then its companions."""
 
     files: tuple[str, ...]
     write: Callable[[Path], object]
@@ -126,7 +126,7 @@ def sample(request, tmp_path_factory):
 
 
 def read_with(sample, directory: Path, sound: dict[str, bytes], name: str, content: bytes) -> None:
-    """Read a sample of which one file has another content."""
+    """Read a sample with one file replaced."""
     (directory / name).write_bytes(content)
     try:
         sample.read(directory / sample.files[0])

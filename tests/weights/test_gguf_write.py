@@ -1,4 +1,4 @@
-"""GGUF: what is written is read alike by llama.cpp's library and by us; the rest is refused."""
+"""GGUF: llama.cpp's library and our reader agree on written files; others are refused."""
 
 import json
 import re
@@ -179,7 +179,7 @@ def test_the_chat_template_and_the_end_of_a_turn_are_in_the_file(template, token
 
 
 def go(template: str, messages) -> str:
-    """What Go's template engine makes of the few actions that ours have."""
+    """Render the few template actions as Go's engine does."""
     before, body, after = re.fullmatch(
         r"(.*?)\{\{ range \.Messages \}\}(.*)\{\{ end \}\}\{\{ end \}\}(.*)", template
     ).groups()

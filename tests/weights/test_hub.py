@@ -199,7 +199,7 @@ def test_a_missing_repository_is_reported(monkeypatch):
 
 
 def test_shards_may_be_links_into_a_cache(saved, tiny, tmp_path):
-    """As `huggingface-cli download --local-dir` made them, and as people link large files."""
+    """Links as `huggingface-cli download --local-dir` made them, and links of users."""
     import json
 
     snapshot, blobs = tmp_path / "snapshot", tmp_path / "elsewhere"

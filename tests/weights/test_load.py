@@ -1,4 +1,4 @@
-"""What real files bring, and what bad ones get."""
+"""Loading real files, and refusing bad ones."""
 
 import json
 import os

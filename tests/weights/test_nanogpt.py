@@ -1,4 +1,4 @@
-"""nanoGPT's and minGPT's checkpoints load as what they are: layout, tie, biases and GELU."""
+"""nanoGPT's and minGPT's checkpoints: layout, tie, biases and GELU."""
 
 import json
 

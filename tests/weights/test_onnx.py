@@ -51,7 +51,7 @@ def made(**values) -> GPT:
 
 
 class Session:
-    """A file in onnxruntime, with the keys and values of what it was given so far."""
+    """A file in onnxruntime with the keys and values of its past tokens."""
 
     def __init__(self, path, model: GPT, batch: int = 1, dtype=np.float32):
         options = onnxruntime.SessionOptions()

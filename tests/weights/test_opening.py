@@ -198,7 +198,7 @@ print(*sorted(name for name in sys.modules if name.startswith("tiedgpt.weights."
 
 @pytest.fixture
 def unreadable(monkeypatch):
-    """Have the system refuse to open files of these names; root reads files of any mode."""
+    """Refuse to open files of these names, since root may read files of any mode."""
 
     def refuse(*names: str) -> None:
         whole = Path.open

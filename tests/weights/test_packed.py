@@ -1,4 +1,4 @@
-"""A packed directory: what is written opens as it was, and what is damaged is refused."""
+"""A packed directory opens unchanged, and damaged files are refused."""
 
 import json
 import os

@@ -141,7 +141,7 @@ def varint(number: int) -> bytes:
 
 
 def message(*fields) -> bytes:
-    """(number, value): an int as a varint, bytes as they are, a float's place taken by crc."""
+    """Encode (number, value): an int as a varint, bytes with their length."""
     out = b""
     for number, value in fields:
         if isinstance(value, int):

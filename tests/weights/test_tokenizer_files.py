@@ -20,7 +20,7 @@ TEXT = "to be, or not to be\n"
 
 
 def meta_of(text: str, **changes: object) -> dict:
-    """What nanoGPT's data/shakespeare_char/prepare.py dumps."""
+    """The content of meta.pkl as nanoGPT's data/shakespeare_char/prepare.py writes it."""
     stoi = {character: id for id, character in enumerate(sorted(set(text)))}
     itos = {id: character for character, id in stoi.items()}
     return {"vocab_size": len(stoi), "itos": itos, "stoi": stoi} | changes

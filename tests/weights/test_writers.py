@@ -1,4 +1,4 @@
-"""What every writer promises, by its record: an exact copy, a refusal by name, all or nothing."""
+"""Every writer in the registry: an exact copy, a refusal by name, all or nothing."""
 
 import errno
 from dataclasses import replace

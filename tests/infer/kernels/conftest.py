@@ -34,7 +34,7 @@ def made(**changes) -> GPT:
 
 
 def stood_for(model: GPT, packed: PackedModel) -> GPT:
-    """The model whose matrices are what the panels stand for."""
+    """Return the model whose matrices are the dequantized panels."""
     state = model.state_dict()
     config, arrays = packed.config, packed.arrays
 

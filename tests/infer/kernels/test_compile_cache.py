@@ -37,7 +37,7 @@ def kernel(monkeypatch, tmp_path):
 
 
 def weigh(kernel, dtype=np.float64):
-    """Run the kernel as threads 1 and 0 would; return what it wrote."""
+    """Run the kernel as thread 1, then as thread 0; return its output."""
     array = np.arange(6, dtype=dtype).reshape(2, 3)
     step = Step(kernel, 1, 2, (Line(np.float32(1.5), 2), array, True))
     step(1)

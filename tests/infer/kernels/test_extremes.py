@@ -1,4 +1,4 @@
-"""Numbers at the edges of float32, and what a slot or a buffer held before."""
+"""Values at the limits of float32, and leftovers in slots and buffers."""
 
 import os
 import subprocess

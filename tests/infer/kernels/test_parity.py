@@ -10,7 +10,7 @@ from tiedgpt.weights.formats.packed.panels import PRECISIONS
 from tiedgpt.weights.formats.packed.writer import pack_gpt
 
 APART = {"fp32": 2e-6, "bf16": 1e-2, "int8": 3e-2, "int4": 3e-2}
-"""Of the logits' size: what rounding activations to bf16 or to 8 bits costs."""
+"""Error of activations rounded to bf16 or 8 bits, as a share of the logits' size."""
 
 
 @pytest.mark.parametrize("form", PRECISIONS)

@@ -1,4 +1,4 @@
-"""The loss in one pass: equal to cross-entropy of all logits, and used where it may be."""
+"""The one-pass loss equals the cross-entropy of all logits, and is used if possible."""
 
 import pytest
 import torch
