@@ -127,7 +127,8 @@ class Head(nn.Module):
         if shapes != {name: head.get_parameter(name).shape for name in cls.own}:
             raise wrong
         for tensor in own.values():
-            tensor.require_decodable()
+            if not tensor.is_decodable:
+                raise tensor.decoding_error()
         state = {name: tensor.tensor() for name, tensor in own.items()}
         head.load_state_dict(state, strict=False)
         return head.eval()

@@ -162,7 +162,8 @@ def _check_tensors(
         more = f" (and {len(problems) - 3} more)" if len(problems) > 3 else ""
         raise CorruptInputError(f"{path} does not fit its config: {'; '.join(problems[:3])}{more}")
     for tensor in tensors.values():
-        tensor.require_decodable()
+        if not tensor.is_decodable:
+            raise tensor.decoding_error()
     there = sum(file.stat().st_size for file in files)
     wanted = sum(tensor.n_bytes for tensor in tensors.values())
     if files and wanted > 2 * there + SLACK_BYTES:

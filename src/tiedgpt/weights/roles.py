@@ -43,6 +43,8 @@ POSITIONS = re.compile(
     r"token_types?|token_type_embeddings)([._]|$)"
 )
 """Names of tables of positions and of token types."""
+GPT_NAMES = re.compile(r"(wte|wpe|ln_f|head)\.(weight|bias)|h\.\d+\..+")
+"""Our names of the parameters of a GPT without any other tensor."""
 MAX_WIDTH = 1 << 22
 """No embedding is wider; reading rows of any width could fill the memory."""
 
@@ -124,29 +126,27 @@ def find_roles(
     several.
     """
     tensors = gpt or checkpoint.tensors
-    by_name = {
-        name: tensor for name, tensor in tensors.items()
-        if len(tensor.shape) == 2 and tensor.count and tensor.shape[1] <= MAX_WIDTH
-    }  # fmt: skip
-    ours = by_name if gpt else {}
-    matrices = list(by_name.values())
-    reads = _find_named(checkpoint, matrices, "input", input_name)
-    reads = reads or ours.get(EMBEDDING) or _find_input(checkpoint, matrices)
-    head = _find_named(checkpoint, matrices, "output", output_name)
-    head = head or ours.get(HEAD) or _find_output(checkpoint, matrices, reads)
+    reads, head = (tensors.get(name) if gpt else None for name in (EMBEDDING, HEAD))
+    is_plain_gpt = (
+        reads is not None
+        and reads.shape[1] <= MAX_WIDTH
+        and all(map(GPT_NAMES.fullmatch, tensors))
+        and checkpoint.usage.products is None
+    )
+    if is_plain_gpt and input_name is output_name is None:
+        tensors = {name: tensors[name] for name in (EMBEDDING, HEAD) if name in tensors}
+    else:
+        reads, head = _search(checkpoint, gpt, input_name, output_name)
     if reads is None:
-        if head is None:
-            why = (
-                "has no matrix with the name of an embedding or a head, so there is nothing to tie"
-            )
-            raise _ask_for_names(checkpoint, "input", f"{why}; its largest", matrices)
         return Roles(None, head)
     unreadable, transposed = list[StoredTensor](), list[str]()
-    if not checkpoint.any_layout and is_transposed(checkpoint, reads):
+    others = [tensor for tensor in tensors.values() if tensor.name != reads.name]
+    is_straight = reads.shape[0] == checkpoint.config.get("vocab_size")
+    if not is_straight and not checkpoint.any_layout and is_transposed(checkpoint, reads):
         transposed.append(reads.name)
         reads = reads.transpose()
     if head is None:
-        unreadable = [t for t in tensors.values() if _may_hide_a_head(t, reads)]
+        unreadable = [t for t in others if _may_hide_a_head(t, reads)]
     elif head.name == reads.name:
         head = None
     elif output_name is None and head.dtype not in FLOATS and not _is_similar(head, reads):
@@ -154,7 +154,7 @@ def find_roles(
     elif head.shape[1] != reads.shape[1] == head.shape[0]:
         transposed.append(head.name)
         head = head.transpose()
-    aliases = tuple(t for t in matrices if t.name != reads.name and t.is_view_of(reads))
+    aliases = tuple(t for t in others if t.is_view_of(reads))
     return Roles(reads, head, aliases, tuple(unreadable), tuple(transposed))
 
 
@@ -185,6 +185,28 @@ def rank_name(name: str, role: str) -> int:
         elif part not in WRAPPING and not part.isdigit():
             break
     return rank
+
+
+def _search(
+    checkpoint: Checkpoint,
+    gpt: Mapping[str, StoredTensor] | None,
+    input_name: str | None,
+    output_name: str | None,
+) -> tuple[StoredTensor | None, StoredTensor | None]:
+    """Return the input and the output by the caller's names, our names, usage or their names."""
+    by_name = {
+        name: tensor for name, tensor in (gpt or checkpoint.tensors).items()
+        if len(tensor.shape) == 2 and tensor.count and tensor.shape[1] <= MAX_WIDTH
+    }  # fmt: skip
+    ours, matrices = by_name if gpt else {}, list(by_name.values())
+    reads = _find_named(checkpoint, matrices, "input", input_name)
+    reads = reads or ours.get(EMBEDDING) or _find_input(checkpoint, matrices)
+    head = _find_named(checkpoint, matrices, "output", output_name)
+    head = head or ours.get(HEAD) or _find_output(checkpoint, matrices, reads)
+    if reads is None and head is None:
+        why = "has no matrix with the name of an embedding or a head, so there is nothing to tie"
+        raise _ask_for_names(checkpoint, "input", f"{why}; its largest", matrices)
+    return reads, head
 
 
 def _find_named(

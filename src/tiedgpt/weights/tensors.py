@@ -168,13 +168,12 @@ class StoredTensor:
         own = native.flags.owndata or owned is not native or not tensor.is_contiguous()
         return (tensor.contiguous() if own else tensor.clone()).view(self.shape)
 
-    def require_decodable(self) -> None:
-        """Raise `UserError` for a type that is not read here as a model's weights."""
-        if not self.is_decodable:
-            raise UserError(
-                f"{printable(self.name)} is {self.dtype}, which is not read as a model's weights; "
-                f"{', '.join(FLOATS)} and GGUF's quantized types are"
-            )
+    def decoding_error(self) -> UserError:
+        """Return the error of loading a tensor that is not decodable."""
+        return UserError(
+            f"{printable(self.name)} is {self.dtype}, which is not read as a model's weights; "
+            f"{', '.join(FLOATS)} and GGUF's quantized types are"
+        )
 
     def native(self, start: int, stop: int, left: int = 0, right: int | None = None) -> Native:
         """Return a block as the unsigned integers (or quantized bytes) that are stored."""

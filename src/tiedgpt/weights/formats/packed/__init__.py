@@ -36,7 +36,7 @@ from tiedgpt.weights.formats.packed.panels import (
     padded,
     unpack,
 )
-from tiedgpt.weights.formats.transformers import PACKED, config_fields, model_type_from
+from tiedgpt.weights.formats.transformers import PACKED, config_fields
 from tiedgpt.weights.registry import Format, Writer, defer
 from tiedgpt.weights.tensors import Native, Read, Storage, StoredTensor, tensor_in_file
 
@@ -177,7 +177,7 @@ def open_packed(path: str | os.PathLike[str]) -> PackedModel:
 def _read_config(path: Path) -> GPTConfig:
     described = read_json(path)
     try:
-        if model_type_from(described) is not PACKED:
+        if described.get("model_type") != PACKED.name:
             raise UserError("it is of another model")
         return GPTConfig(**config_fields(described)[0])
     except (UserError, TypeError) as error:

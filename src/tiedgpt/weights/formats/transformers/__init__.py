@@ -104,16 +104,6 @@ def model_type_of(config: GPTConfig) -> ModelType:
     return GPT1 if plain and config.inner_dim == 4 * config.n_embd else TIEDGPT
 
 
-def model_type_from(config: Mapping[str, Any]) -> ModelType:
-    """Return the model type that a config.json claims; another family's is a `UserError`."""
-    name = config.get("model_type", GPT2.name)
-    if not isinstance(name, str) or name not in MODEL_TYPES:
-        raise UserError(
-            f"this is a {name!r} model; tiedgpt runs the GPT family: {', '.join(MODEL_TYPES)}"
-        )
-    return MODEL_TYPES[name]
-
-
 def to_file(name: str, model_type: ModelType) -> str:
     """Return the name in a file of transformers of a parameter of ours."""
     return LM_HEAD if name == HEAD else BODY_PREFIX + model_type.tensor_names.get(name, name)
@@ -150,10 +140,10 @@ def open_module(module: nn.Module) -> Checkpoint:
 
 def to_gpt(checkpoint: Checkpoint) -> GPTCheckpoint:
     """Return the GPT, without mask buffers."""
-    model_type = model_type_from(checkpoint.config)
+    fields, foreign = config_fields(checkpoint.config)
+    model_type = MODEL_TYPES[checkpoint.config.get("model_type", GPT2.name)]
     tensors = our_tensors(checkpoint.source, checkpoint.tensors, model_type)
     tensors |= {n: t.transpose() for n, t in tensors.items() if CONV1D.fullmatch(n)}
-    fields, foreign = config_fields(checkpoint.config)
     notes: tuple[str, ...] = ()
     if fields.get("bias") is False:  # then they are zeros that transformers' classes need
         biases = [tensors[name] for name in tensors if BODY_BIAS.fullmatch(name)]
@@ -191,10 +181,15 @@ def our_tensors(
 def config_fields(config: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
     """Split a config.json into our fields and the keys that change nothing here.
 
-    The latter are kept and saved again. Raises `UserError` for a key that changes the computation
-    and that no GPT here has.
+    The latter are kept and saved again. Raises `UserError` for another family's model, or a key
+    that changes the computation and that no GPT here has.
     """
-    model_type = model_type_from(config)
+    name = config.get("model_type", GPT2.name)
+    if not isinstance(name, str) or name not in MODEL_TYPES:
+        raise UserError(
+            f"this is a {name!r} model; tiedgpt runs the GPT family: {', '.join(MODEL_TYPES)}"
+        )
+    model_type = MODEL_TYPES[name]
     for key, neutral in NEUTRAL.items():
         if config.get(key, neutral[0]) not in neutral:
             raise UserError(
