@@ -277,6 +277,16 @@ def test_a_sound_untied_model_is_refused_with_the_choice_that_ties_it(tmp_path):
         fix(source, tmp_path / "new")
 
 
+def test_given_names_select_the_matrices_of_a_gpt(tmp_path):
+    source = with_head(tmp_path, lambda w: w + 1)
+    names = {"input_name": "transformer.wte", "output_name": "lm_head"}
+    _, state = mended(source, tmp_path / "new", keep="output", **names)
+    assert torch.equal(state[WTE], load_file(source / "model.safetensors")[HEAD])
+    with pytest.raises(UserError, match=r"wpe\.weight is wpe\.weight and cannot be wte\.weight"):
+        fix(source, tmp_path / "no", keep="input", input_name="transformer.wpe")
+    assert not (tmp_path / "no").exists()
+
+
 def test_an_unknown_choice_is_refused(tmp_path):
     with pytest.raises(UserError, match=r"keep must be one of .*got 'mean'"):
         fix(tmp_path, tmp_path / "new", keep="mean")

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import os
 import shutil
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
 from functools import reduce
@@ -29,7 +30,7 @@ from tiedgpt.tie.findings import format_shape
 from tiedgpt.tie.vocabulary import resize_vocab
 from tiedgpt.weights.checkpoint import TIE_KEY, Checkpoint, to_gpt
 from tiedgpt.weights.comparison import count_nonzero_rows
-from tiedgpt.weights.containers import SafetensorsFile, write_safetensors
+from tiedgpt.weights.containers import SafetensorsFile, open_container, write_safetensors
 from tiedgpt.weights.convert import convert
 from tiedgpt.weights.decision import Keep, TieDecision, decide_tie
 from tiedgpt.weights.load import MODEL_DTYPES, load
@@ -120,23 +121,22 @@ def fix(
     dest = Path(dest)
     checkpoint = open_source(source)
     _check_dest(dest, Path(checkpoint.source))
-    decision = decide_tie(checkpoint, input_name=input_name, output_name=output_name)
-    roles, before = decision.roles, examine(decision)
-    plan = _make_plan(checkpoint, decision, keep)
+    names = {"input_name": input_name, "output_name": output_name}
+    decision = decide_tie(checkpoint, **names)
+    before, plan = examine(decision), _make_plan(checkpoint, decision, keep)
     is_gpt = _is_complete_gpt(checkpoint)
     with replacing(dest) as temporary:
         if is_gpt:
-            _save_gpt(checkpoint, plan, temporary)
+            _save_gpt(checkpoint, plan, temporary, names)
             after = audit(temporary)
         else:
-            _copy_tensors(checkpoint, roles, plan, temporary)
+            _copy_tensors(checkpoint, decision.roles, plan, temporary)
             reads, *_, predicts = [*plan.matrices] * 2
             after = audit(
                 temporary, input_name=input_name and reads, output_name=output_name and predicts
             )
         _copy_files_beside(checkpoint, temporary)
-        wanted = "tied" if plan.config[TIE_KEY] else "untied as claimed"
-        if after.verdict != wanted:
+        if after.verdict != ("tied" if plan.config[TIE_KEY] else "untied as claimed"):
             raise CheckFailedError(f"{dest} was not written: it would be {after.verdict}")
     after = replace(after, source=str(dest))
     check = SAME_WEIGHTS if is_gpt else NOT_RUN
@@ -166,10 +166,9 @@ def _make_plan(checkpoint: Checkpoint, decision: TieDecision, keep: Keep | None)
     else:
         plan = _make_one(checkpoint, roles, keep)
     actions = [*plan.actions]
-    straight = (matrix for matrix in plan.matrices.values() if matrix.name in roles.transposed)
-    actions += [
-        f"{matrix.name} is transposed to {format_shape(matrix.shape)}" for matrix in straight
-    ]
+    for matrix in plan.matrices.values():
+        if matrix.name in roles.transposed:
+            actions.append(f"{matrix.name} is transposed to {format_shape(matrix.shape)}")
     claim = plan.config[TIE_KEY]
     if claim is is_untied:  # the old claim is the opposite
         actions.append(f"config.json now says {TIE_KEY}: {str(claim).lower()}")
@@ -239,8 +238,8 @@ def _make_one(checkpoint: Checkpoint, roles: Roles, keep: Keep | None) -> Plan:
         )
     is_short = vocabulary is not None and reads.shape[0] < min(vocabulary, head.shape[0])
     use_head = keep == "output" or (keep is None and is_short)
-    kept = head if use_head else reads
-    rows = kept.shape[0]
+    matrix = head if use_head else reads
+    rows = matrix.shape[0]
     if roles.extra_rows and vocabulary is not None:
         rows = min(rows, vocabulary)
     if use_head and vocabulary is not None and rows < vocabulary:
@@ -253,18 +252,17 @@ def _make_one(checkpoint: Checkpoint, roles: Roles, keep: Keep | None) -> Plan:
     _require_nothing_else(checkpoint, roles, head, rows)
     does = "has its numbers and predicts" if use_head else "predicts as well"
     actions = [f"{head.name} is dropped; {reads.name} {does}"]
-    for matrix in (reads, head) if roles.has_one_width else ():
-        if (n := matrix.shape[0]) > rows:
-            nonzero = (
-                count_nonzero_rows(matrix, rows, n) if matrix.is_decodable else "unknown how many"
-            )
-            lost = f"the last {n - rows:,} rows of {matrix.name}, {rows} to {n - 1}"
+    for long in (reads, head) if roles.has_one_width else ():
+        if (n := long.shape[0]) > rows:
+            readable = long.is_decodable
+            nonzero = count_nonzero_rows(long, rows, n) if readable else "unknown how many"
+            lost = f"the last {n - rows:,} rows of {long.name}, {rows} to {n - 1}"
             actions.append(f"{lost}, go ({nonzero} of them not zero)")
     new_size = rows if roles.extra_rows and vocabulary not in (None, rows) else None
     if new_size is not None:
         actions.append(f"config.json now says vocab_size: {rows}, not {vocabulary}")
     resolve = "keep-output" if use_head else "keep-input"
-    return Plan(resolve, {reads.name: kept.row_range(0, rows)}, tuple(actions), new_size)
+    return Plan(resolve, {reads.name: matrix.row_range(0, rows)}, tuple(actions), new_size)
 
 
 def _require_nothing_else(
@@ -301,24 +299,24 @@ def _is_complete_gpt(checkpoint: Checkpoint) -> bool:
 
     A file that does not state it is copied like any other architecture.
     """
-    if checkpoint.format is None or not checkpoint.format.is_copied_by_fix:
+    format = checkpoint.format
+    if format is None or format.open is not open_container:
         return True
     try:
         gpt = to_gpt(checkpoint)
     except TiedGPTError:
         return False
-    return checkpoint.format.detect_checkpoint(checkpoint) and "n_head" in {
-        **gpt.assumed,
-        **gpt.fields,
-    }
+    return format.detect_checkpoint(checkpoint) and "n_head" in {**gpt.assumed, **gpt.fields}
 
 
-def _save_gpt(checkpoint: Checkpoint, plan: Plan, directory: Path) -> None:
+def _save_gpt(
+    checkpoint: Checkpoint, plan: Plan, directory: Path, names: Mapping[str, str | None]
+) -> None:
     """Load a GPT and save it for transformers; `convert` compares the file with the model."""
     dtypes = {getattr(torch, tensor.dtype, None) for tensor in checkpoint.tensors.values()}
     floats = [dtype for dtype in MODEL_DTYPES if dtype in dtypes]
     widest = reduce(torch.promote_types, floats) if len(floats) > 1 else None
-    loaded = load(checkpoint.source, resolve=plan.resolve, dtype=widest)
+    loaded = load(checkpoint.source, resolve=plan.resolve, dtype=widest, **names)
     rows = next(iter(plan.matrices.values())).shape[0]
     if loaded.model.config.vocab_size > rows:
         resize_vocab(loaded.model, rows)

@@ -42,7 +42,11 @@ def check_gpt(
     """
     path = Path(decision.checkpoint.source)
     tensors = {n: t for n, t in gpt.tensors.items() if n not in (EMBEDDING, HEAD)}
-    tensors |= choose_matrices(decision, resolve)
+    body = {tensor.name: name for name, tensor in tensors.items()}
+    for name, matrix in choose_matrices(decision, resolve).items():
+        if matrix.name in body:
+            raise UserError(f"{path}: {matrix.name} is {body[matrix.name]} and cannot be {name}")
+        tensors[name] = matrix
     built, note = _build_config(path, gpt, tensors, config)
     _check_tensors(path, tensors, shapes(built), decision.checkpoint.files)
     return built, tensors, note

@@ -74,12 +74,14 @@ def load(
     cache_dir: str | os.PathLike[str] | None = None,
     others: Callable[[str], bool] | None = None,
     progress: Progress | None = None,
+    input_name: str | None = None,
+    output_name: str | None = None,
     **config: Any,
 ) -> Loaded:
     """Load a model with notes; see `GPT.from_pretrained`.
 
     `others(name)` selects tensors, by our names, that do not belong to the language model, such as
-    a classifier on it: they are left out.
+    a classifier on it: they are left out. `input_name` and `output_name` are those of `audit`.
     """
     if dtype is not None and dtype not in MODEL_DTYPES:
         raise UserError(f"dtype={dtype!r} is none of {', '.join(map(str, MODEL_DTYPES))}")
@@ -89,7 +91,13 @@ def load(
         checkpoint = open_checkpoint(source, revision=revision, cache_dir=cache_dir)
     try:
         gpt = to_gpt(checkpoint, leave_out=others)
-        decision = decide_tie(checkpoint, gpt.tensors, is_tied=config.get(TIE_KEY))
+        decision = decide_tie(
+            checkpoint,
+            gpt.tensors,
+            is_tied=config.get(TIE_KEY),
+            input_name=input_name,
+            output_name=output_name,
+        )
         checked, tensors, dropped = check_gpt(gpt, decision, resolve, config)
     except CorruptInputError as error:
         if checkpoint.in_memory:  # no file is damaged

@@ -120,8 +120,6 @@ class Format:
     """Whether each file in a repository is a separate model, so that the user must name one."""
     any_layout: bool = False
     """Whether a matrix may be stored as (D, V); otherwise such a matrix is an error."""
-    is_copied_by_fix: bool = False
-    """Whether `tie fix` keeps names and layout; otherwise it writes our GPT."""
     tokenizer: TokenizerFile | None = None
     """Its tokenizer, if it is not one of transformers' or OpenAI's files."""
     writer: Writer | None = None

@@ -79,7 +79,6 @@ FORMAT = Format(
     detect=detect,
     open=open_container,
     to_gpt=to_gpt,
-    is_copied_by_fix=True,
     detect_checkpoint=detect_checkpoint,
     claim=claim,
 )

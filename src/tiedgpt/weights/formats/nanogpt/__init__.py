@@ -199,7 +199,6 @@ FORMAT = Format(
     detect=detect,
     open=open_container,
     to_gpt=to_gpt,
-    is_copied_by_fix=True,
     detect_checkpoint=detect_checkpoint,
     tokenizer=TokenizerFile(
         read=read_tokenizer, detect=_is_tokenizer, pattern="meta.pkl", hub_name="meta.pkl"

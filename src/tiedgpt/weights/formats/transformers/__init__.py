@@ -249,7 +249,6 @@ FORMAT = Format(
     open=open_container,
     open_module=open_module,
     to_gpt=to_gpt,
-    is_copied_by_fix=True,
     detect_checkpoint=detect_checkpoint,
     suffixes=SUFFIXES,
     file_names=(
