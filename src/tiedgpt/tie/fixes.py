@@ -121,7 +121,7 @@ def fix(
     dest = Path(dest)
     checkpoint = open_source(source)
     _check_dest(dest, Path(checkpoint.source))
-    names = {"input_name": input_name, "output_name": output_name}
+    names: dict[str, Any] = {"input_name": input_name, "output_name": output_name}
     decision = decide_tie(checkpoint, **names)
     before, plan = examine(decision), _make_plan(checkpoint, decision, keep)
     is_gpt = _is_complete_gpt(checkpoint)
@@ -310,7 +310,7 @@ def _is_complete_gpt(checkpoint: Checkpoint) -> bool:
 
 
 def _save_gpt(
-    checkpoint: Checkpoint, plan: Plan, directory: Path, names: Mapping[str, str | None]
+    checkpoint: Checkpoint, plan: Plan, directory: Path, names: Mapping[str, Any]
 ) -> None:
     """Load a GPT and save it for transformers; `convert` compares the file with the model."""
     dtypes = {getattr(torch, tensor.dtype, None) for tensor in checkpoint.tensors.values()}
