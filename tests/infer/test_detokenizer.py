@@ -32,8 +32,8 @@ class Pieces:
 
 def decode(tokenizer, ids, stops):
     """Return the text and the part emitted before its end."""
-    detokenizer, shown = Detokenizer(tokenizer, 0, stops), []
-    for token in ids:
+    detokenizer, shown, n_tokens = Detokenizer(tokenizer, 0, stops), [], 0
+    for n_tokens, token in enumerate(ids, start=1):
         detokenizer.push(token)
         shown += detokenizer.release()
         if detokenizer.has_stopped:
@@ -41,7 +41,7 @@ def decode(tokenizer, ids, stops):
     detokenizer.finish()
     shown += detokenizer.release(is_last=True)
     assert "".join(piece.text for piece in shown) == detokenizer.text
-    assert [piece.at for piece in shown] == list(range(detokenizer.n_tokens))
+    assert [piece.at for piece in shown] == list(range(n_tokens))
     offset = 0
     for piece in shown:
         assert piece.offset == offset

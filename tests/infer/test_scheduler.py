@@ -7,13 +7,7 @@ import pytest
 from tests.infer.conftest import drain
 from tiedgpt.errors import NoRoomError, UserError
 from tiedgpt.infer import Engine, GenerationConfig
-from tiedgpt.infer.scheduler import (
-    MIN_SHARED,
-    MeasuredPrefillBudget,
-    PrefillBudget,
-    Request,
-    Scheduler,
-)
+from tiedgpt.infer.scheduler import MIN_SHARED, PrefillBudget, Request, Scheduler
 from tiedgpt.infer.scoring import score_text
 from tiedgpt.infer.sequence import SequenceState, decode
 
@@ -39,7 +33,7 @@ def add(running, engine, prompt, **options):
 
 
 @pytest.mark.parametrize("options", [{"temperature": 0}, {"seed": 7}])
-@pytest.mark.parametrize("budget", [{}, {"alone": 4, "beside": 3}], ids=str)
+@pytest.mark.parametrize("budget", [{}, {"alone": 4}], ids=str)
 def test_requests_at_any_step_give_the_results_of_solo_runs(engine, options, budget):
     running = scheduler(engine, **budget)
     requests = []
@@ -62,7 +56,7 @@ def test_a_step_advances_each_running_request_by_one_token(engine):
 
 
 def test_a_long_prompt_is_read_in_chunks_and_does_not_hold_up_the_others(engine):
-    running = scheduler(engine, beside=8)
+    running = scheduler(engine, alone=8)
     short = add(running, engine, [1, 2], temperature=0)
     running.step()
     long = add(running, engine, [3] * 30, temperature=0)
@@ -74,8 +68,8 @@ def test_a_long_prompt_is_read_in_chunks_and_does_not_hold_up_the_others(engine)
     assert steps == 4
 
 
-def test_measured_prefill_budget_doubles_the_time_of_a_step_that_decodes():
-    budget = MeasuredPrefillBudget()
+def test_prompts_double_the_time_of_a_step_that_decodes():
+    budget = PrefillBudget()
     for seconds, n_prompt, expected in (
         (9.0, 32, 32),  # no step has only decoded yet
         (1.0, 0, 32),
@@ -112,7 +106,7 @@ def test_prompts_of_one_call_are_read_before_any_is_decoded(engine):
 
 
 def test_a_prompt_in_chunks_holds_only_the_last_logits(engine):
-    running = scheduler(engine, beside=4)
+    running = scheduler(engine, alone=4)
     add(running, engine, [1, 2], temperature=0)
     running.step()
     long = add(running, engine, [3] * 30, temperature=0)

@@ -48,20 +48,6 @@ def share_interval(n_right: int, n: int) -> Interval:
     return max(0.0, centre - reach), min(1.0, centre + reach)
 
 
-def t_interval(values: Sequence[float]) -> Interval:
-    """Return the interval of the mean of independent values (Student 1908).
-
-    Pass the differences to compare pairs. A single value gives (nan, nan).
-    """
-    n = len(values)
-    if n < 2:
-        return math.nan, math.nan
-    mean = math.fsum(values) / n
-    error = math.sqrt(math.fsum((value - mean) ** 2 for value in values) / (n - 1) / n)
-    reach = _student(n - 1) * error
-    return mean - reach, mean + reach
-
-
 def _student(degrees: float) -> float:
     """Return Student's t in standard errors, for degrees of freedom rounded down."""
     degrees = max(1, int(degrees + 1e-9))

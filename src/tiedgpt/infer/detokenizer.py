@@ -40,11 +40,6 @@ class Detokenizer:
         """The part of the text that is certain; all of it, once it is finished."""
         return self._decoded[: self._n_certain]
 
-    @property
-    def n_tokens(self) -> int:
-        """How many tokens were pushed."""
-        return len(self._ends)
-
     def push(self, token: int | None) -> None:
         """Add a token; None is one without text, such as end-of-text."""
         if token is not None and self._decoder is not None:

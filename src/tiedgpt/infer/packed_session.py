@@ -71,7 +71,7 @@ class PackedSession:
         self.config, self.n_slots, self.capacity = model.config, n_slots, capacity
         self.lengths = [0] * n_slots
         self._model, self._weights = model, weights
-        self._pool = ThreadPool(threads)
+        self._pool, self._n_phases = ThreadPool(threads), phases_of(model.config.n_layer)
         self._dtype = np.dtype(DTYPES[model.precision])
         self._buffers: Buffers | None = None
         self._buffers_record: Record | None = None
@@ -86,17 +86,17 @@ class PackedSession:
     ) -> list[Logits]:
         """Append ids to slots; see `session.Session.read`."""
         check_read(self, slot_ids, ids)
-        self._check_ids(ids)
         self._model.require_whole()
         if not len(slot_ids):
             return []
         batch, rows = self._batch(slot_ids, ids, all_logits)
+        for token in (batch.ids.min(), batch.ids.max()):  # kernels check nothing
+            if not 0 <= token < self.config.vocab_size:
+                raise UserError(f"{token} is no id of {self.config.vocab_size} tokens")
         try:
             buffers = self._buffers_for(len(batch.ids), len(batch.outputs))
-            phases = phases_of(self.config.n_layer)
-            self._pool.run(
-                forward, phases, self._weights, self._buffers_record, self._cache_record, batch
-            )
+            records = (self._weights, self._buffers_record, self._cache_record)
+            self._pool.run(forward, self._n_phases, *records, batch)
         except MemoryError:
             raise NoRoomError(f"no memory is left to read {len(batch.ids)} ids") from None
         for slot_id, new in zip(slot_ids, ids, strict=True):  # unless it was interrupted by Ctrl-C
@@ -123,13 +123,6 @@ class PackedSession:
     ) -> tuple[list[float], list[int]]:
         """Return logprobs and ranks; see `Session.score_targets`."""
         return sampling.score_targets(self._pool, logits, targets, n_tokens)
-
-    def _check_ids(self, ids: Sequence[Sequence[int]]) -> None:
-        """Raise `UserError` for ids outside the vocabulary: kernels check nothing."""
-        for new in ids:
-            for wrong in (min(new), max(new)):
-                if not 0 <= wrong < self.config.vocab_size:
-                    raise UserError(f"{wrong} is no id of {self.config.vocab_size} tokens")
 
     def _batch(
         self, slot_ids: Sequence[int], ids: Sequence[Sequence[int]], all_logits: Collection[int]

@@ -149,8 +149,7 @@ class SequenceState:
             self.top_logprobs.append(filters.likeliest(logits, n, self.n_tokens))
         self.ids.append(token)
         self.logprobs.append(logprob)
-        if self.config.stop or self.emit is not None:
-            self._decode()
+        self._detokenizer.push(None if token in self.ends else token)
         if token in self.ends or self._detokenizer.has_stopped:
             self.finish("stop")
         elif len(self.ids) - self.n_prompt >= self.config.max_new_tokens:
@@ -159,11 +158,6 @@ class SequenceState:
             self.finish("context")
         elif self.emit is not None:
             self._emit()
-
-    def _decode(self) -> None:
-        """Decode the tokens that are not decoded yet."""
-        for token in self.ids[self.n_prompt + self._detokenizer.n_tokens :]:
-            self._detokenizer.push(None if token in self.ends else token)
 
     def _emit(self) -> None:
         """Emit the tokens whose text is certain."""
@@ -193,7 +187,6 @@ class SequenceState:
         """End the text; characters that were not certain are part of it, unless it has stopped."""
         if self.finish_reason is not None:
             return
-        self._decode()
         self._detokenizer.finish()
         has_ended = self._detokenizer.has_stopped and reason in ("length", "context")
         self.finish_reason = "stop" if has_ended else reason
