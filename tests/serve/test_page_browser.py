@@ -263,13 +263,11 @@ def test_a_dead_server_leaves_the_old_numbers_and_a_reason(browser, run):
         page.asked.clear()
 
 
-def test_bad_texts_are_explained_in_a_sentence(browser, url):
+def test_an_empty_text_is_explained_in_a_sentence(browser, url):
     with opened(browser, url) as page:
-        for text, said in (("", "empty"), ("the cat " * 2000, "at most 1,024")):
-            page.goto("about:blank")
-            page.goto(f"{url}/{fragment('text', text=text)}")
-            page.wait_for_selector(".error")
-            assert said in page.locator(".error").first.inner_text()
+        page.goto(f"{url}/{fragment('text', text='')}")
+        page.wait_for_selector(".error")
+        assert "empty" in page.locator(".error").first.inner_text()
 
 
 def test_without_javascript_a_sentence_is_shown(browser, url):

@@ -190,13 +190,13 @@ def test_the_page_chats(page, run, tmp_path):
     assert main(["export", str(with_chat), str(path), "--text", TEXT]) == 0
     page.open(f"file://{path}#view=write")
     page.run(SETTLED)
-    n_tokens = page.run(f"""async () => {{ {HANDS}
+    n_characters = page.run(f"""async () => {{ {HANDS}
         named("[role=radio]", "conversation").click();
         await put(await wait(() => document.querySelector("form .box input")), "the cat");
         named("main button", "Send").click();
         await wait(() => named("main button", "Begin anew"));
-        return document.querySelectorAll("li.assistant .token").length; }}""")
-    assert n_tokens > 0 and not errors(page)
+        return document.querySelector("li.assistant p").innerText.length; }}""")
+    assert n_characters > 0 and not errors(page)
 
 
 def test_an_abandoned_request_is_cancelled(browser, file):

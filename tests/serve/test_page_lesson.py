@@ -84,6 +84,62 @@ def test_a_replaced_token_beyond_a_shorter_text_is_dropped(browser, url):
             assert moved.locator("[tabindex='0']").count() == 1
 
 
+DELAYED = """
+    const ask = window.fetch;
+    window.fetch = async (path, options) => {
+        if (String(path).endsWith("attention")) await new Promise((go) => setTimeout(go, 1500));
+        return ask(path, options);
+    };
+"""
+BOTH = """() => ["header + div .strip", "main .panel"].map((place) =>
+    [...document.querySelectorAll(place)].flatMap((one) => [...one.querySelectorAll(".tokens")])
+        .slice(0, 1).map((tokens) => tokens.innerText).join(""))"""
+
+
+def test_a_view_draws_the_answers_of_one_text_or_none(browser, url):
+    with opened(browser, url) as page:
+        page.add_init_script(DELAYED)
+        go(page, url, "heads")
+        page.get_by_label("Tokens, by the attention").wait_for()
+        page.locator("header textarea").fill("the dog ate")
+        page.wait_for_timeout(800)
+        page.locator("header textarea").fill("")
+        panels = set()
+        for _ in range(30):
+            page.wait_for_timeout(100)
+            strip, panel = page.evaluate(BOTH)
+            if strip:
+                assert panel in ("", strip)
+                panels.add(panel)
+        assert len(panels) == 2, "first none, then the text's"
+
+
+def test_text_typed_just_before_a_reload_is_kept(browser, url):
+    with opened(browser, url) as page:
+        go(page, url, "text")
+        for text in ("the dog", "the hat"):
+            page.locator("header textarea").fill(text)
+            page.reload()
+            settled(page)
+            assert page.locator("header textarea").input_value() == text
+            assert words(page, ".hero .tokens").replace("␣", " ").replace("  ", " ") == text
+
+
+def test_a_text_that_is_too_long_is_read_as_far_as_it_fits(browser, url, run):
+    text = "the cat sat on the mat. " * 100
+    ids = Tokenizer.from_pretrained(run).encode(text)[:256]
+    with opened(browser, url) as page:
+        go(page, url, "text", text=text)
+        assert page.locator("main .hero .token").count() == 256
+        assert inspect.positions(run, None, ids).loss in numbers(page)
+        note = page.get_by_text("the page reads the first 256")
+        assert note.count() == 1
+        page.get_by_role("button", name="Leave out the rest").click()
+        settled(page)
+        assert not note.count() and page.locator("main .hero .token").count() == 256
+        assert text.startswith(page.locator("header textarea").input_value())
+
+
 # ---- charts and tables ----
 
 
@@ -173,7 +229,7 @@ def test_the_page_opens_with_the_matrix_on_validation_text_and_the_prediction(br
         shown = numbers(page, ".job .odds")
         np.testing.assert_allclose(shown, np.exp(found.top_logprob[-1, :5]), rtol=1e-5)
         order = page.locator("main h2").all_inner_texts()
-        assert "cost" in order[1] and "way from" in order[2]
+        assert order[1] == "The loss of the text" and "way from" in order[2]
 
 
 def test_each_stage_of_the_figure_opens_its_view(browser, url):
@@ -357,6 +413,10 @@ def test_a_chat_shows_the_alternatives_of_each_token(browser, url):
         page.get_by_role("button", name="Begin anew").wait_for()
         assert page.locator(".turns .user").inner_text() == "the dog"
         reply = page.locator(".turns .assistant .token")
+        assert page.locator(".turns .assistant p").inner_text() and not reply.count()
+        page.locator("#tab-text").click()
+        page.locator("#tab-write").click()
+        page.get_by_label("show tokens").check()
         reply.first.click()
         assert page.locator(".alternatives .odds li").count() == 5
 

@@ -1,7 +1,7 @@
 // The shell: one text box, its tokens and the pinned position above ten views, all in the URL.
 
 import { h, render } from "./vendor/preact.js";
-import { exported, setKey } from "./api.js";
+import { exported, remember, setKey, textOf } from "./api.js";
 import {
   count, html, many, Piece, round, setModelName, Status, Tokens, useCall, useEffect, useMore, useRef, useState,
 } from "./parts.js";
@@ -43,10 +43,18 @@ const SAVED = {
   layer: 0, // Heads
   head: 0,
   centred: false, // Dot product
+  writing: "text", // Write: or chat
   other: "", // Side by side: the second text
   tour: 0, // the open question, 1 to 6
 };
 const MOST_TOKENS = 1024;
+const MOST_CHARACTERS = 64 * MOST_TOKENS; // of a text that is encoded to see where it must end
+
+const UNSAVED = "tiedgpt-unsaved"; // the fragment with what was typed just before the page was left
+const [leftAt, unsaved] = remember("sessionStorage", UNSAVED)?.split("\n") ?? [];
+if (unsaved && leftAt === location.hash) history.replaceState(null, "", unsaved);
+remember("sessionStorage", UNSAVED, "");
+let typed = null; // what is in the text box and not yet in the state
 
 function read() {
   const given = new URLSearchParams(location.hash.slice(1));
@@ -70,7 +78,11 @@ function written(saved) {
 function useSaved() {
   const [saved, setSaved] = useState(read);
   const before = useRef(saved);
+  const latest = useRef(saved);
+  latest.current = saved;
   useEffect(() => {
+    addEventListener("pagehide", () => remember("sessionStorage", UNSAVED,
+      `${location.hash}\n#${written(typed === null ? latest.current : { ...latest.current, text: typed, ids: [] })}`));
     const goBack = () => setSaved(read());
     addEventListener("hashchange", goBack); // back, forward, or another fragment in the address
     return () => removeEventListener("hashchange", goBack);
@@ -107,21 +119,20 @@ function opened(saved, info) {
   return Array.isArray(text) ? { ...saved, text: "", ids: text.filter((id) => id < (info.vocab_size ?? Infinity)) } : { ...saved, text };
 }
 
-// {text} or {ids}, and why there is none: an empty box, or more tokens than this page shows.
+// {text} or {ids}, why there is none, and whether they are only the first tokens of the text.
 function useSubject(saved, info) {
   const { text, ids } = saved;
-  const isLong = !ids.length && info.tokenizer !== false && new Blob([text]).size > MOST_TOKENS;
-  const measured = useCall("/tokenize", isLong ? { prompt: text } : null);
+  const cap = Math.min(MOST_TOKENS, info.n_positions ?? MOST_TOKENS);
+  const isLong = !ids.length && info.tokenizer !== false && new Blob([text]).size > cap;
+  const measured = useCall("/tokenize", isLong ? { prompt: text.slice(0, MOST_CHARACTERS) } : null);
   const asIds = info.tokenizer === false && !ids.length ? text.split(/[\s,]+/).filter(Boolean).map(Number) : ids;
   if (asIds.some((id) => !Number.isInteger(id) || id < 0))
     return [null, "this model has no tokenizer: write token ids, such as 464 3280 318"];
-  const cap = Math.min(MOST_TOKENS, info.n_positions ?? MOST_TOKENS);
-  const n = isLong && !measured.stale ? measured.data?.count : asIds.length;
-  if (n > cap)
-    return [null, `this page reads at most ${many(cap, "token")}, and the text has ${count(n)}: shorten it`];
+  const tokens = isLong ? measured.data?.tokens ?? [] : asIds;
+  if (tokens.length > cap) return [{ ids: tokens.slice(0, cap) }, null, cap];
   if (asIds.length) return [{ ids: asIds }, null];
   if (!text) return [null, "the box is empty: write a word"];
-  return [isLong && !n && !measured.error ? null : { text }, null];
+  return [isLong && !measured.data && !measured.error ? null : { text }, null];
 }
 
 function App() {
@@ -131,18 +142,18 @@ function App() {
   const info = asked.data ?? {};
   const saved = opened(stored, info);
   const isKnown = asked.data || asked.error; // whether there is a tokenizer
-  const [given, reason] = useSubject(saved, info);
-  const subject = isKnown ? given : null;
-  const found = useCall("/inspect/positions", subject && { ...subject, top: 10 });
+  const [given, reason, cap] = useSubject(saved, info);
+  const found = useCall("/inspect/positions", isKnown && given ? { ...given, top: 10 } : null, true);
   if (!isKnown) Object.assign(found, { busy: asked.busy, stop: asked.stop });
   if (isKnown && reason) Object.assign(found, { error: reason, busy: false, stale: true, again: null });
   const positions = found.data;
+  const { top, ...subject } = found.body ?? {};
   const last = positions ? positions.ids.length - 1 : 0;
   const pin = saved.pin < 0 ? last : Math.min(saved.pin, last);
-  const state = { ...saved, pin, subject, positions, found, info, dark };
+  const state = { ...saved, pin, subject: positions && subject, positions, found, info, dark };
   const [, title, View, showsPin] = VIEWS.find(([name]) => name === saved.view);
   const name = info.name ?? "MODEL";
-  setModelName(info.source ?? name);
+  setModelName(info.source ?? "MODEL");
   useEffect(() => {
     document.title = `${title} · ${name} · tiedgpt`;
   }, [title, name]);
@@ -153,6 +164,8 @@ function App() {
           aria-expanded=${saved.tour > 0}>Six questions</button>
         <button type="button" onClick=${turn}>${dark ? "Light" : "Dark"}</button></div>
       <${Box} saved=${isKnown || stored.text !== SAVED.text ? saved : { ...saved, text: "" }} info=${info} update=${update} />
+      ${cap && html`<p class="note">The text has more than ${many(cap, "token")}: the page reads the first ${count(cap)}.
+        ${" "}<button type="button" onClick=${async () => update({ text: await textOf(given.ids, info), ids: given.ids })}>Leave out the rest</button></p>`}
       ${(asked.status === 401 || found.status === 401) && html`<${Key} />`}
       <${Tabs} view=${saved.view} update=${update} />
     </header>
@@ -178,10 +191,12 @@ function Box({ saved, info, update }) {
   const shown = draft ?? (saved.text || saved.ids.join(" "));
   const edit = (text) => {
     setDraft(text);
+    typed = text;
     clearTimeout(timer.current);
     timer.current = setTimeout(() => {
       update({ text, ids: [] });
       setDraft(null);
+      typed = null;
     }, 400);
   };
   return html`<label class="box"><span>${info.tokenizer === false ? "Token ids" : "Text"}</span>

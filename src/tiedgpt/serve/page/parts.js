@@ -1,7 +1,7 @@
 // The parts that all views are built of. A view is `export default ({ state, update }) => html`.
 //
 // What the shell gives each view (see app.js):
-//   state.subject    {text} or {ids}: spread it first into every body; null while the box is empty
+//   state.subject    {text} or {ids}: spread it first into every body; null until it was read
 //   state.positions  the answer of /inspect/positions for it, with top 10, or null; state.found is
 //                    the `useCall` it came by. pieces, ids and words are there for all views
 //   state.pin        the pinned position, 0 to T - 1 (the last, until a person pins one)
@@ -11,8 +11,10 @@
 //   update({...})    changes them; state.pin, state.watch and so on are shared by all views
 //
 // Asking:
-//   useCall(path, body)   {data, error, busy, stale, stop, again}. body null: do not ask (yet);
-//                         undefined: GET. The old data stay, `stale`, until new ones come
+//   useCall(path, body)   {data, body, error, busy, stale, stop, again}. body null: do not ask (yet);
+//                         undefined: GET. Old data of the same text stay, `stale`, until new ones
+//                         come; those of another text do not, unless a third argument `keep` is
+//                         true. The returned body is what the data answer
 //   usePieces()           {pieces, named}: the text of every token, by id
 //   useRun(of)            {run, stop, running, error}: run(work) awaits work(signal), which ends when
 //                         it is stopped, when `of` changes or when the view is left
@@ -56,7 +58,7 @@ export const html = htm.bind(h);
 
 // ---- asking ----
 
-export function useCall(path, body) {
+export function useCall(path, body, keep = false) {
   const key = body === null ? null : `${path} ${JSON.stringify(body)}`;
   const [answer, setAnswer] = useState({});
   const [tries, setTries] = useState(0);
@@ -67,7 +69,7 @@ export function useCall(path, body) {
     running.current = controller;
     setAnswer((old) => ({ ...old, busy: true, error: null }));
     call(path, body, controller.signal).then(
-      (data) => controller.signal.aborted || setAnswer({ data, key }),
+      (data) => controller.signal.aborted || setAnswer({ data, key, body }),
       (error) => {
         if (controller.signal.reason === "left") return;
         const message = controller.signal.aborted ? "stopped: these numbers are older" : error.message;
@@ -76,16 +78,20 @@ export function useCall(path, body) {
     );
     return () => controller.abort("left");
   }, [key, tries]);
+  const hasData = Boolean(answer.data) && (keep || body === undefined || (body && textOf(answer.body) === textOf(body)));
   return {
-    data: answer.data ?? null,
+    data: hasData ? answer.data : null,
+    body: answer.body,
     error: key === null ? null : answer.error ?? null,
     status: answer.status,
     busy: key !== null && Boolean(answer.busy),
-    stale: Boolean(answer.data) && answer.key !== key,
+    stale: hasData && answer.key !== key,
     stop: () => running.current?.abort("stopped"),
     again: () => setTries((n) => n + 1),
   };
 }
+
+const textOf = (body) => JSON.stringify(body?.text ?? body?.ids ?? body?.prompt);
 
 // The texts of all tokens by id, [] until they are there; `named` tells one of them.
 export function usePieces() {

@@ -69,11 +69,11 @@ export function Invitation({ update }) {
 export default function Tour({ state, update }) {
   const at = Math.min(STEPS.length, Math.max(1, state.tour));
   const { question, ask, Answer, command } = STEPS[at - 1];
-  const [path, body] = (ask && !state.found.stale && ask(state)) || ["", null];
+  const [path, body] = (ask && ask(state)) || ["", null];
   const found = useCall(path, body);
   const heading = useRef(null);
   useEffect(() => heading.current.focus(), [at]);
-  const name = state.info.source ?? state.info.name ?? "MODEL";
+  const name = state.info.source ?? "MODEL"; // a client elsewhere has no path of it
   return html`<aside class="tour" aria-label="The six questions">
     <div class="row"><ol>${STEPS.map((step, i) => html`<li><button type="button" aria-label=${`Question ${i + 1}: ${step.question}`}
         aria-current=${i + 1 === at ? "step" : null} onClick=${() => update(toQuestion(i + 1))}>${i + 1}</button></li>`)}</ol>

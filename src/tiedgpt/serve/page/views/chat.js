@@ -1,4 +1,4 @@
-// A conversation with a model that has a chat template; every token of a reply shows its alternatives.
+// A conversation with a model that has a chat template; the tokens of a reply show their alternatives.
 
 import { stream } from "../api.js";
 import { announce, html, Odds, Panel, Piece, Tokens, useRun, useState } from "../parts.js";
@@ -10,6 +10,7 @@ export default function Chat({ options, single }) {
   const [turns, setTurns] = useState(kept);
   const [keepsHistory, setKeepsHistory] = useState(!single);
   const [draft, setDraft] = useState("");
+  const [showsTokens, setShowsTokens] = useState(false);
   const { run, stop, running, error } = useRun();
   const put = (next) => setTurns((kept = next));
   const send = (event) => run(async (signal) => {
@@ -27,9 +28,11 @@ export default function Chat({ options, single }) {
     }
     announce(reply.content);
   });
-  return html`<${Panel} title="Talk with it" says="The conversation is one text, written by the model's template; a reply is its continuation. Press a token to see what else it could have been.">
-    <ol class="turns">${turns.map((turn, k) => html`<li key=${k} class=${turn.role}>${turn.tokens
+  return html`<${Panel} title="Talk with it" says="The conversation is one text, written by the model's template; a reply is its continuation.">
+    <ol class="turns">${turns.map((turn, k) => html`<li key=${k} class=${turn.role}>${turn.tokens && showsTokens
       ? html`<${Reply} tokens=${turn.tokens} />` : html`<p>${turn.content}</p>`}</li>`)}</ol>
+    ${turns.length > 0 && html`<label><input type="checkbox" checked=${showsTokens} onChange=${(event) => setShowsTokens(event.target.checked)} /> show tokens</label>`}
+    ${showsTokens && html`<p class="says">Press a token to see what else it could have been.</p>`}
     ${single && html`<p class="says">This model was tuned on single exchanges: each message starts anew.
       <label><input type="checkbox" checked=${keepsHistory} onChange=${(event) => setKeepsHistory(event.target.checked)} /> send earlier messages, too</label></p>`}
     ${error && html`<p class="status error" role="status">${error}</p>`}

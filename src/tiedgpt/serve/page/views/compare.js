@@ -14,9 +14,8 @@ export default function Compare({ state, update }) {
   const isModel = kind === "model";
   const half = positions?.ids.slice(positions.ids.length >> 1);
   const second = other ? (info.tokenizer === false ? { ids: other.split(/[\s,]+/).filter(Boolean).map(Number) } : { text: other }) : half && { ids: half };
-  const ready = subject && positions && !found.stale && !found.error;
-  const a = useCall("/inspect/positions", ready ? { ...subject, top: TOP } : null);
-  const b = useCall(isModel ? "/beside/inspect/positions" : "/inspect/positions", ready ? { ...(isModel ? subject : second), top: TOP } : null);
+  const a = useCall("/inspect/positions", subject && { ...subject, top: TOP });
+  const b = useCall(isModel ? "/beside/inspect/positions" : "/inspect/positions", subject ? { ...(isModel ? subject : second), top: TOP } : null);
   const model = useCall("/beside/inspect/model", isModel ? undefined : null).data;
   const isThere = a.data && b.data && !a.error && !b.error;
   const names = isModel ? [info.name, info.beside === info.name ? `${info.beside}, beside it` : info.beside] : ["The text", "The second text"];

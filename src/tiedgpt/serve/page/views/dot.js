@@ -6,9 +6,9 @@ import {
 import { apart, fullAt, Products, Scatter } from "../chart.js";
 
 export default function Dot({ state, update }) {
-  const { subject, pin, positions, centred, found: read } = state;
+  const { subject, pin, positions, centred } = state;
   const last = positions ? positions.ids.length - 1 : 0;
-  const body = subject && positions && !read.stale ? { ...subject, position: Math.min(pin, last), top: 10 } : null;
+  const body = subject && { ...subject, position: Math.min(pin, last), top: 10 };
   const found = useCall("/inspect/dot", body);
   const { named } = usePieces();
   const data = found.data;

@@ -12,7 +12,7 @@ export default function Heads({ state, update }) {
   const { info, positions, found: read } = state;
   const layer = Math.min(state.layer, (info.config?.n_layer ?? 1) - 1);
   const cap = info.most_tokens?.attention ?? MOST_TOKENS;
-  const short = positions && !read.stale ? first(state, cap) : null;
+  const short = positions && first(state, cap);
   const body = short && { ...short, layer };
   const found = useCall("/inspect/attention", body);
   const data = found.data;

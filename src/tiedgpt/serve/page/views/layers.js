@@ -15,10 +15,10 @@ const BY = {
 };
 
 export default function Layers({ state, update }) {
-  const { info, pin, positions, found: read } = state;
+  const { info, pin, positions } = state;
   const most = info.most_tokens?.lens ?? 256;
   const at = Math.min(pin, most - 1);
-  const body = positions && !read.stale ? { ...first(state, most), top: 5, position: at } : null;
+  const body = positions && { ...first(state, most), top: 5, position: at };
   const found = useCall("/inspect/lens", body);
   const data = found.data;
   const isCut = positions && positions.ids.length > most;

@@ -30,12 +30,11 @@ function Cost({ state, update }) {
 // ---- the way of the pinned token ----
 
 function Path({ state, update }) {
-  const { info, positions, subject, pin, layer, found: read } = state;
-  const isReady = subject && !read.stale && !read.error;
+  const { info, positions, subject, pin, layer } = state;
   const most = (name) => info.most_tokens?.[name] ?? 256;
-  const dot = useCall("/inspect/dot", isReady ? { ...subject, position: pin, top: 10 } : null);
-  const lens = useCall("/inspect/lens", isReady && pin < most("lens") ? { ...first(state, most("lens")), top: 5, position: pin } : null);
-  const heads = useCall("/inspect/attention", isReady && pin < most("attention") ? { ...first(state, most("attention")), layer } : null);
+  const dot = useCall("/inspect/dot", { ...subject, position: pin, top: 10 });
+  const lens = useCall("/inspect/lens", pin < most("lens") ? { ...first(state, most("lens")), top: 5, position: pin } : null);
+  const heads = useCall("/inspect/attention", pin < most("attention") ? { ...first(state, most("attention")), layer } : null);
   const stages = [["the token", "text", html`<${Piece} text=${positions.pieces[pin]} /> is number ${pin} in the text and ${
     count(positions.ids[pin])} in the vocabulary.`]];
   if (dot.data) stages.push(...numbers(dot.data, info, state.dark, looks(heads.data, pin), words(lens.data, pin)));

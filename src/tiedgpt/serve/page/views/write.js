@@ -18,24 +18,22 @@ const kept = { // while other views are open
 };
 
 export default function Write({ state, update }) {
-  const { subject, positions, found: read } = state;
+  const { subject, positions } = state;
   const [options, setOptions] = useState(kept.options);
   const [text, setText] = useState(kept.text);
   const [at, setAt] = useState(null); // number of a written token, or null: the next one
-  const [kind, setKind] = useState("text");
   const of = JSON.stringify(subject);
   const mine = text?.of === of ? text : null;
   const set = (patch) => setOptions((kept.options = { ...options, ...patch }));
   const put = (next) => setText((kept.text = next));
-  const ready = positions && !read.stale ? positions : null;
   const begun = at !== null && mine ? mine.tokens.slice(0, at) : [];
-  const body = ready && (begun.length
-    ? { ids: [...ready.ids, ...begun.map(({ id }) => id)], position: ready.next + begun.length, top: 10 }
-    : { ...subject, position: ready.next, top: 10 });
+  const body = positions && (begun.length
+    ? { ids: [...positions.ids, ...begun.map(({ id }) => id)], position: positions.next + begun.length, top: 10 }
+    : { ...subject, position: positions.next, top: 10 });
   const writer = useWriter(state, options, put, setAt, of);
-  const kinds = state.info.chat && html`<div class="row"><${Choice} label="What is written" value=${kind} onChange=${setKind}
+  const kinds = state.info.chat && html`<div class="row"><${Choice} label="What is written" value=${state.writing} onChange=${(writing) => update({ writing })}
     options=${[["text", "the text goes on"], ["chat", "a conversation"]]} /></div>`;
-  if (kind === "chat") return html`${kinds}<${Chat} options=${asked(options)} single=${state.info.chat.single} />`;
+  if (state.info.chat && state.writing === "chat") return html`${kinds}<${Chat} options=${asked(options)} single=${state.info.chat.single} />`;
   const pick = (token) => writer.write([...begun, token]);
   return html`${kinds}
     <${Running} state=${state} update=${update} writer=${writer} text=${mine} at=${at} setAt=${setAt} />
