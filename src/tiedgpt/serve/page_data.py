@@ -13,15 +13,18 @@ from typing import TYPE_CHECKING, Any
 import tiedgpt
 from tiedgpt.data import Shards
 from tiedgpt.errors import TiedGPTError, UserError
+from tiedgpt.files import format_bytes
 from tiedgpt.inspect.registry import INSPECTIONS, Inspection
 from tiedgpt.plots.panel import smoothed
 from tiedgpt.runtime import to_json_data
 from tiedgpt.train.metrics import read_history
+from tiedgpt.train.storage import OPENING, RunDirectory
 
 if TYPE_CHECKING:
     from tiedgpt.core.model import GPT
     from tiedgpt.data.templates import Template
     from tiedgpt.text import Tokenizer
+    from tiedgpt.tie.ledgers import Ledger
 
 MAX_POINTS = 1000
 """Points of a curve, evenly spaced; the last is always there."""
@@ -61,18 +64,23 @@ def describe_model(
     path: Source | None = None,
     template: Template | None = None,
     beside: str | None = None,
+    counted: Ledger | None = None,
 ) -> str:
     """Return the config, the ledger, each matrix in memory and on disk, and the run's curves.
 
     `source` is where the model was loaded from; without it, the file and the run are null. `path`
-    is the source for clients on this machine; others are not told where the model lies, nor the
-    text that the page begins with. `beside` is the name of the model to compare with.
+    is the source for clients on this machine; others are not told where the model lies, and get
+    no held-out text but the one that training stored with the model. `beside` is the name of the
+    model to compare with, and `counted` a ledger in place of the model's own.
     """
     from tiedgpt.inspect.vocab_matrices import vocab_matrices
     from tiedgpt.tie import ledger
     from tiedgpt.tie.heads import is_tied
 
-    config, counted = model.config, ledger(model)
+    config, counted = model.config, counted or ledger(model)
+    opening: str | list[int] | None = None if source is None else stored_opening(source)
+    if opening is None and path is not None:
+        opening = opening_text(path, tokenizer)
     limits = {each.name: each.max_tokens for each in INSPECTIONS.values()}
     most = {name: min(n, config.n_positions) for name, n in limits.items() if n is not None}
     description = {
@@ -92,7 +100,7 @@ def describe_model(
         "stored": None if source is None else _stored_matrices(source),
         "run": None if source is None else _run_curves(Path(source)),
         "tokenizer": tokenizer is not None,
-        "opening": None if path is None else opening_text(path, tokenizer),
+        "opening": opening,
         "chat": None if template is None else {"single": template.max_turns == 1},
         "beside": beside,
         "most_tokens": most,
@@ -101,10 +109,13 @@ def describe_model(
 
 
 def opening_text(source: Source, tokenizer: Tokenizer | None) -> str | list[int] | None:
-    """Return a text of the run's own kind that breaks off inside a sentence; None without a run.
+    """Return held-out text of a run that breaks off inside a sentence; None without a run.
 
-    It is taken from the run's held-out tokens; without a tokenizer it is their ids.
+    It is the text that training stored, or else the first sentence of the held-out tokens; without
+    a tokenizer it is their ids.
     """
+    if (stored := stored_opening(source)) is not None:
+        return stored
     try:
         shards = Shards.in_directory(Path(source) / "data", "val")
         ids = shards.read(0, min(4000, len(shards))).tolist()
@@ -116,6 +127,16 @@ def opening_text(source: Source, tokenizer: Tokenizer | None) -> str | list[int]
     for start in (r"[.!?]\s+([A-Z]", r"(?:[.!?]\s+|\n)(\w", r"(\S"):
         if found := re.search(start + r"[^\n*]{30,80}\w) \w", text):
             return found[1]
+    return None
+
+
+def stored_opening(source: Source) -> str | None:
+    """Return the text in opening.json of a run or of a model's directory, if there is one."""
+    for directory in (Path(source), Path(source) / "model"):
+        with contextlib.suppress(OSError, ValueError):
+            stored = json.loads((directory / OPENING).read_text(encoding="utf-8"))
+            if isinstance(stored, dict) and isinstance(stored.get("text"), str):
+                return str(stored["text"])
     return None
 
 
@@ -138,7 +159,7 @@ def _stored_matrices(source: Source) -> dict[str, Any] | None:
 
 
 def _run_curves(run: Path) -> dict[str, Any] | None:
-    """Return a run's curves, over the tokens or examples trained on; None if it is no run."""
+    """Return a run's data and its curves over the tokens or examples; None if it is no run."""
     with contextlib.suppress(UserError):
         history, curves = read_history(run), dict[str, Any]()
         for key in history.columns:
@@ -146,8 +167,21 @@ def _run_curves(run: Path) -> dict[str, Any] | None:
             ys = smoothed(ys) if key == "loss" or key.startswith("grad_norm") else ys
             step = -(-len(xs) // MAX_POINTS) or 1
             curves[key] = {"x": xs[::-step][::-1], "y": ys[::-step][::-1]}
-        return {"unit": history.unit, "finished": history.finished, "curves": curves}
+        facts = {"unit": history.unit, "finished": history.finished, "data": _describe_data(run)}
+        return facts | {"curves": curves}
     return None
+
+
+def _describe_data(run: Path) -> str | None:
+    """Return what a run learned from, in words and without paths."""
+    tables = RunDirectory(run).read_record()
+    if not tables:
+        return None
+    sources = tables["options"].get("data", ())
+    names = [each if each.startswith("hf:") else Path(each).name for each in sources]
+    data = ", ".join(names) or "the documentation of Python"
+    n_bytes = tables.get("train_text", {}).get("utf8_bytes")
+    return f"{data}: {format_bytes(n_bytes)} of text" if n_bytes else data
 
 
 def token_texts(tokenizer: Tokenizer | None, size: int) -> str:

@@ -31,6 +31,8 @@ from tiedgpt.train.options import AUTO, DURATIONS, TrainOptions
 from tiedgpt.train.plan import Plan
 
 RUNS = Path("runs")
+OPENING = "opening.json"
+"""File in the model's directory with the text that the page opens with."""
 GOES_ON = "goes_on"
 """The key of the line after which a run went on that had ended."""
 

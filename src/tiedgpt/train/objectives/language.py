@@ -24,6 +24,7 @@ from tiedgpt.infer import Engine
 from tiedgpt.text import Tokenizer
 from tiedgpt.train.dataset import TextData, TextSources, open_text, open_texts
 from tiedgpt.train.objective import Data, Model, ModelSetup, Objective, Showcase
+from tiedgpt.train.opening import write_opening
 from tiedgpt.train.options import TrainOptions
 from tiedgpt.train.storage import RunDirectory
 from tiedgpt.tune import freeze, lora, merge, save_adapter
@@ -191,7 +192,9 @@ class LanguageModelling(Objective):
 
     def publish(self, model: GPT, directory: Path) -> None:
         """Write the merged model, its tokenizer and its template; and beside it the adapter."""
-        super().publish(self.merge(model), directory)
+        merged = self.merge(model)
+        super().publish(merged, directory)
+        write_opening(merged, self.tokenizer, directory)
         if self.template is not None:
             write_template(self.template, self.tokenizer, directory)
         if self.adapters is not None and self.adapters.has_peft_format:

@@ -12,7 +12,8 @@ export default function Start({ state, update }) {
   const sentence = info.tied === false ? "One matrix reads the text, and another predicts what comes next"
     : "One matrix W reads the text, and the same W predicts what comes next";
   return html`
-    <${Panel} title=${sentence} found=${found}>
+    <${Panel} title=${sentence} found=${found} says=${info.run?.data
+        && `The model learned from ${info.run.data}.${state.text === info.opening ? " It never saw this text." : ""}`}>
       <${Jobs} state=${state}>${positions && html`<${Odds} rows=${likeliest(positions, pin).slice(0, 5)} />`}<//><//>
     ${positions && html`<${Cost} state=${state} update=${update} /><${Path} state=${state} update=${update} />`}`;
 }
