@@ -206,6 +206,34 @@ def test_the_page_opens_with_unfinished_validation_text(run, tmp_path):
             assert page.get("/inspect/model").json()["opening"] == expected
 
 
+@pytest.mark.parametrize("is_run", [True, False])
+def test_the_page_opens_with_the_text_that_training_stored(run, tmp_path, is_run):
+    chosen = tmp_path / "cats"
+    shutil.copytree(run, chosen)
+    source = chosen if is_run else chosen / "model"
+    (chosen / "model" / "opening.json").write_text('{"text": "the dog sat", "next": " on"}')
+    with Engine(str(source)) as engine:
+        for hosts in (None, Hosts.of("0.0.0.0")):  # it belongs to the model, so all are told
+            app = create_app(engine, source=source, hosts=hosts)
+            page = TestClient(app, base_url="http://127.0.0.1")
+            assert page.get("/inspect/model").json()["opening"] == "the dog sat"
+    assert main(["export", str(source), str(tmp_path / "page.html")]) == 0
+    assert data_of((tmp_path / "page.html").read_text())["state"] == {"text": "the dog sat"}
+
+
+def test_the_page_tells_what_a_run_learned_from(run, tmp_path):
+    copied = tmp_path / "cats"
+    shutil.copytree(run, copied)
+    (copied / "run.toml").write_text(
+        '[options]\ndata = ["/home/me/my.txt", "hf:roneneldan/TinyStories"]\n'
+        "[train_text]\nutf8_bytes = 1500000\n"
+    )
+    with Engine(str(copied)) as engine:
+        page = TestClient(create_app(engine, source=copied), base_url="http://127.0.0.1")
+        data = page.get("/inspect/model").json()["run"]["data"]
+    assert data == "my.txt, hf:roneneldan/TinyStories: 1.5 MB of text"
+
+
 def test_a_second_model_is_described_and_predicts_with_its_weights(run, tmp_path):
     from tiedgpt.tie import untie
 
@@ -303,6 +331,10 @@ def test_a_page_holds_the_requested_precision(run, precision):
     assert data_of(html)["/inspect/model null"]["precision"] == precision
     dtype = {"fp32": np.float32, "fp16": np.float16, "int8": np.int8}[precision]
     _, tensors = weights_of(html)
+    counted = data_of(html)["/inspect/model null"]["ledger"]
+    assert counted["bytes"] == sum(tensor.nbytes for tensor in tensors.values())
+    (w,) = (row for row in counted["rows"] if row["names"] == ["wte.weight"])
+    assert w["dtype"] == np.dtype(dtype).name
     assert tensors["h.0.mlp.c_fc.weight"].dtype == dtype
     assert tensors["h.0.mlp.c_fc.bias"].dtype == np.float32
 

@@ -19,9 +19,11 @@ from tiedgpt.serve.page_model import (
     WIDTHS,
     choose_precision,
     pack_model,
+    page_ledger,
     page_tensors,
     round_weights,
 )
+from tiedgpt.tie import ledger
 
 if TYPE_CHECKING:
     from tiedgpt.core.model import GPT
@@ -65,7 +67,10 @@ def export(
     tensors = page_tensors(model, precision)
     rounded = round_weights(model, tensors)
     n_tokens = open_input(rounded, tokenizer, text).ids.shape[1]
-    description = describe_model(name, model, tokenizer, source, template=template)
+    description = describe_model(
+        name, model, tokenizer, source, template=template,
+        counted=page_ledger(ledger(model), tensors),
+    )  # fmt: skip
     info = json.loads(description) | {"precision": precision}
     weights = pack_model(
         tensors, model, tokenizer, template,

@@ -68,10 +68,9 @@ def describe_model(
 ) -> str:
     """Return the config, the ledger, each matrix in memory and on disk, and the run's curves.
 
-    `source` is where the model was loaded from; without it, the file and the run are null. `path`
-    is the source for clients on this machine; others are not told where the model lies, and get
-    no held-out text but the one that training stored with the model. `beside` is the name of the
-    model to compare with, and `counted` a ledger in place of the model's own.
+    The file and the run are null without `source`, the path of the model. `path` is the source
+    for clients on this machine: others do not see the path, nor held-out text except the opening
+    that training stored. `beside` is the name of the second model. `counted` replaces the ledger.
     """
     from tiedgpt.inspect.vocab_matrices import vocab_matrices
     from tiedgpt.tie import ledger
@@ -159,7 +158,7 @@ def _stored_matrices(source: Source) -> dict[str, Any] | None:
 
 
 def _run_curves(run: Path) -> dict[str, Any] | None:
-    """Return a run's data and its curves over the tokens or examples; None if it is no run."""
+    """Return the data and the curves of a run, or None for another directory."""
     with contextlib.suppress(UserError):
         history, curves = read_history(run), dict[str, Any]()
         for key in history.columns:
@@ -173,12 +172,12 @@ def _run_curves(run: Path) -> dict[str, Any] | None:
 
 
 def _describe_data(run: Path) -> str | None:
-    """Return what a run learned from, in words and without paths."""
+    """Return the names and the size of a run's training data, without paths."""
     tables = RunDirectory(run).read_record()
     if not tables:
         return None
     sources = tables["options"].get("data", ())
-    names = [each if each.startswith("hf:") else Path(each).name for each in sources]
+    names = [name if name.startswith("hf:") else Path(name).name for name in sources]
     data = ", ".join(names) or "the documentation of Python"
     n_bytes = tables.get("train_text", {}).get("utf8_bytes")
     return f"{data}: {format_bytes(n_bytes)} of text" if n_bytes else data

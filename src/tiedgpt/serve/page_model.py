@@ -10,7 +10,7 @@ from __future__ import annotations
 import copy
 import json
 import zlib
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -27,6 +27,7 @@ from tiedgpt.weights.parameters import gpt_parameters
 if TYPE_CHECKING:
     from tiedgpt.data.templates import Template
     from tiedgpt.text import Tokenizer
+    from tiedgpt.tie.ledgers import Ledger
 
 WIDTHS = {"fp32": 4, "fp16": 2, "int8": 1}
 """Bytes of a number of a matrix, by precision."""
@@ -64,6 +65,17 @@ def page_tensors(model: GPT, precision: str) -> dict[str, np.ndarray]:
         else:
             tensors[name], tensors[f"{name}.scale"] = quantize_rows(weight)
     return tensors
+
+
+def page_ledger(counted: Ledger, tensors: dict[str, np.ndarray]) -> Ledger:
+    """Return a model's ledger with the types and sizes of the page's tensors."""
+    rows = []
+    for row in counted.rows:
+        (name,) = (name for name in row.names if name in tensors)
+        stored = [tensors[key] for key in (name, f"{name}.scale") if key in tensors]
+        n_bytes = sum(tensor.nbytes for tensor in stored)
+        rows.append(replace(row, dtype=str(stored[0].dtype), bytes=n_bytes))
+    return replace(counted, rows=tuple(rows), bytes=sum(row.bytes for row in rows))
 
 
 def quantize_rows(weight: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
