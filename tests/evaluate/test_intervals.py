@@ -87,9 +87,7 @@ def test_intervals_of_shares_cover_the_truth():
 
 
 def test_intervals_of_a_mean_are_students():
-    low, high = ratio_interval(
-        [0.1, 0.0, 0.2], [1] * 3
-    )  # mean 0.1, deviation 0.1, t of 2 degrees 4.303
+    low, high = ratio_interval([0.1, 0.0, 0.2], [1] * 3)  # deviation 0.1, t of 2 degrees 4.303
     assert low == pytest.approx(0.1 - 4.303 * 0.1 / 3**0.5, rel=1e-3)
     assert high == pytest.approx(0.1 + 4.303 * 0.1 / 3**0.5, rel=1e-3)
     low, high = ratio_interval([n % 2 for n in range(40)], [1] * 40)  # t of 39 degrees: 2.0227

@@ -33,7 +33,8 @@ class Pieces:
 def decode(tokenizer, ids, stops):
     """Return the text and the part emitted before its end."""
     detokenizer, shown, n_tokens = Detokenizer(tokenizer, 0, stops), [], 0
-    for n_tokens, token in enumerate(ids, start=1):
+    for token in ids:
+        n_tokens += 1
         detokenizer.push(token)
         shown += detokenizer.release()
         if detokenizer.has_stopped:

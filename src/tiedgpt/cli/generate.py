@@ -143,7 +143,7 @@ def run(arguments: list[str]) -> None:
     prompt = read_text("-", "--prompt") if args.prompt == "-" else args.prompt
     if args.prompt == "-" and not prompt:
         note("standard input is empty: beginning a new text")
-    slots = config.n_slots * min(config.n, MOST_SLOTS)
+    slots = config.num_beams * min(config.n, MOST_SLOTS)
     with args.steering_engine(source, slots=slots) as engine:
         if config.num_beams > 1 or config.n > 1:
             result = engine.generate(prompt, config)
@@ -169,7 +169,7 @@ def _complete_file(args: Arguments, path: Path, config: GenerationConfig, source
     if args.prompt:
         raise UserError("--prompt and --prompts exclude each other")
     lines = read_prompts(path, config, args.prompt_field)
-    slots = max(MOST_SLOTS, *(line.config.n_slots for line in lines))
+    slots = max(MOST_SLOTS, *(line.config.num_beams for line in lines))
     conditions = describe_source(args, source) | {
         "backend": args.backend,
         "prompts": hashlib.sha256(repr(lines).encode()).hexdigest(),
@@ -242,7 +242,7 @@ def _save_results(
 def _note_ends(completions: list[Completion], config: GenerationConfig) -> None:
     """Note on stderr the reasons of texts that were cut off."""
     reasons = {completion.finish_reason for completion in completions}
-    if config.form and reasons != {"stop"}:
+    if config.constraint and reasons != {"stop"}:
         note("cut off: the text may be incomplete; --max-new-tokens allows more tokens")
     if "timeout" in reasons:
         note("cut off by --timeout")

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections import Counter, deque
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -68,7 +68,7 @@ def read_prompts(path: Path, config: GenerationConfig, field: str = "prompt") ->
 
 
 def _read_record(
-    record: Mapping[str, Any], place: str, *, field: str, config: GenerationConfig
+    record: Mapping[str, Any], location: str, *, field: str, config: GenerationConfig
 ) -> PromptLine:
     """Return the prompt of a line of `.jsonl`; raise `UserError` or `TypeError`."""
     prompt: Any = record.get(field)
@@ -78,12 +78,13 @@ def _read_record(
         raise UserError(f"no text and no ids in the field {field!r}")
     if not isinstance(options, dict):
         raise UserError(f"`options` must be an object, got {options!r}")
-    if misplaced := {each.name for each in fields(config)} & record.keys() - {field}:
-        raise UserError(f"{', '.join(sorted(misplaced))} must be in `options`")
+    options_at_top = config.__dataclass_fields__.keys() & record.keys() - {field}
+    if options_at_top:
+        raise UserError(f"{', '.join(sorted(options_at_top))} must be in `options`")
     if isinstance(bias := options.get("logit_bias"), dict):  # JSON's keys are texts
         ids = {int(id) if id.isdecimal() else id: value for id, value in bias.items()}
         options = options | {"logit_bias": ids}
-    return PromptLine(int(place.rpartition(":")[2]), prompt, with_options(config, options))
+    return PromptLine(int(location.rpartition(":")[2]), prompt, with_options(config, options))
 
 
 def complete(
@@ -104,7 +105,7 @@ def complete(
         n_seen, done = max(0, skip - done), done + n
         if n_seen >= n:
             continue
-        while pending and sum(each.config.n for each, *_ in pending) + n > MOST_PENDING:
+        while pending and sum(waiting.config.n for waiting, *_ in pending) + n > MOST_PENDING:
             yield from _results(*pending.popleft())
         one = with_options(line.config, {"n": 1})
         texts: list[Generation] | UserError
@@ -126,10 +127,10 @@ def _results(
     try:
         if isinstance(texts, UserError):
             raise texts
-        found = [generation.result() for generation in texts]
+        completions = [generation.result() for generation in texts]
     except UserError as error:
         failed = PromptResult(number, prompt, "", "error", [], [], str(error))
         yield from [failed] * (n - n_seen)
         return
-    for x in found[n_seen:]:
-        yield PromptResult(number, prompt, x.text, x.finish_reason, x.ids, x.logprobs)
+    for done in completions[n_seen:]:
+        yield PromptResult(number, prompt, done.text, done.finish_reason, done.ids, done.logprobs)

@@ -141,18 +141,18 @@ def beam_search(
 
 def _assign_slots(pool: SlotPool, slot_ids: Sequence[int], beams: list[_Beam]) -> list[_Beam]:
     """Give each beam a slot: the first child keeps its parent's, others get a copy of it."""
-    kept = {beam.slot_id for beam in beams}
-    free = [slot_id for slot_id in slot_ids if slot_id not in kept]
-    own = []
+    parents = {beam.slot_id for beam in beams}
+    free = [slot_id for slot_id in slot_ids if slot_id not in parents]
+    children = []
     for beam in beams:
         slot_id = beam.slot_id
-        if slot_id in kept:
-            kept.remove(slot_id)
+        if slot_id in parents:
+            parents.remove(slot_id)
         else:
             slot_id = free.pop()
             pool.copy(beam.slot_id, slot_id)
-        own.append(replace(beam, slot_id=slot_id))
-    return own
+        children.append(replace(beam, slot_id=slot_id))
+    return children
 
 
 def _highest(values: NDArray[np.float64], k: int) -> NDArray[np.intp]:

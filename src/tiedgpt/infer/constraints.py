@@ -29,10 +29,10 @@ WHITESPACE = {"whitespace_pattern": " "}
 """JSON has at most one space between two parts, unless a schema's "x-guidance" says otherwise."""
 
 
-def matcher_for(form: Mapping[str, Any], tokenizer: Tokenizer, config: GPTConfig) -> Matcher:
+def matcher_for(constraint: Mapping[str, Any], tokenizer: Tokenizer, config: GPTConfig) -> Matcher:
     """Return the compiled constraint for a vocabulary.
 
-    `form` holds one of these by its name: a `regex` in Rust's syntax (no look-around, no
+    `constraint` is one of these by its name: a `regex` in Rust's syntax (no look-around, no
     back-references; digits are 0 to 9); a `json_schema` as JSON text or a dictionary ({} is any
     JSON); a `grammar` in Lark's syntax, which begins with the rule `start`.
 
@@ -61,7 +61,7 @@ def matcher_for(form: Mapping[str, Any], tokenizer: Tokenizer, config: GPTConfig
             "none",
             hint="give its config an eos_token_id that its tokenizer has",
         )
-    [(name, value)] = form.items()
+    [(name, value)] = constraint.items()
     trie = token_trie(tokenizer, end, config.vocab_size)
     try:
         start = LLMatcher(trie, _lark(name, value, tokenizer), log_level=0)
@@ -83,8 +83,10 @@ def _lark(name: str, value: Any, tokenizer: Tokenizer) -> str:
     if name == "regex":
         pattern = f"/(?:{regex_to_lark(value, 'd')})/"
         if tokenizer.kind == "char":  # only what these characters can finish may be begun
-            known = "".join(rf"\x{{{ord(letter):x}}}" for letter in _characters(tokenizer))
-            pattern += f" & /[{known}]*/"
+            is_text = tokenizer.byte_lengths() > 0
+            characters = [tokenizer.token_bytes(int(id)).decode() for id in is_text.nonzero()[0]]
+            alphabet = "".join(rf"\x{{{ord(character):x}}}" for character in characters)
+            pattern += f" & /[{alphabet}]*/"
         return LLMatcher.grammar_from_lark(f"start: TEXT\nTEXT: {pattern}")
     if name == "grammar":
         return LLMatcher.grammar_from_lark(value)
@@ -158,9 +160,3 @@ def _reason(machine: llguidance.LLMatcher) -> str:
     lines = machine.get_error().partition("<state>")[0].strip().splitlines()
     errors = [line.strip() for line in lines if line.strip().startswith("error: ")]
     return (errors or lines)[-1 if errors else 0].removeprefix("error: ")[:400]
-
-
-def _characters(tokenizer: Tokenizer) -> list[str]:
-    """Return the characters of a tokenizer of characters."""
-    is_text = tokenizer.byte_lengths() > 0
-    return [tokenizer.token_bytes(id).decode() for id in range(len(tokenizer)) if is_text[id]]

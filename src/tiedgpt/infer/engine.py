@@ -35,7 +35,7 @@ if TYPE_CHECKING:
 
 
 class Engine:
-    """Generates with a model and, for text, its tokenizer; any thread may call it.
+    """An inference engine: a model, its tokenizer and a worker thread; any thread may call it.
 
     `precision`: "auto" is the model's own; "fp32", "bf16", "fp16", "int8" and "int4" convert a
     copy. A source is put on the GPU if there is one; `resolve` and `config` (such as n_head) add
@@ -83,9 +83,9 @@ class Engine:
     def __repr__(self) -> str:
         model, threads = self.runner.config, getattr(self.runner, "threads", None)
         packed = getattr(self.runner, "packed", None)
-        kind = "torch" if packed is None else f"{packed.precision} kernels"
+        backend = "torch" if packed is None else f"{packed.precision} kernels"
         return (
-            f"Engine({model.parameter_count():,} parameters, {kind}, {self.n_slots} slots of "
+            f"Engine({model.parameter_count():,} parameters, {backend}, {self.n_slots} slots of "
             f"{model.n_positions:,} positions{f', {threads} threads' if threads else ''})"
         )
 
@@ -128,18 +128,18 @@ class Engine:
         twice gets two texts. An empty prompt starts from the beginning-of-text token.
         """
         config = with_options(config, options)
-        each, many = one_or_many(prompts)
+        prompt_list, is_list = one_or_many(prompts)
         requests, copies = list[Request](), dict[tuple[int, ...], int]()
         matcher = self._matcher(config)
-        for ids in [self._ids(prompt) for prompt in each]:
+        for ids in [self._ids(prompt) for prompt in prompt_list]:
             for _ in range(config.n):
                 n = copies[tuple(ids)] = copies.get(tuple(ids), -1) + 1
                 requests.append(self._request(ids, config, matcher, copies=n))
-        completions = self._wait_for(requests, collect=many)
+        completions = self._wait_for(requests, collect=is_list)
         if config.n > 1:
             starts = range(0, len(completions), config.n)
             completions = [completions[start : start + config.n] for start in starts]
-        return completions if many else completions[0]
+        return completions if is_list else completions[0]
 
     def stream(
         self, prompt: Prompt, config: GenerationConfig | None = None, **options: Any
@@ -191,22 +191,23 @@ class Engine:
         scored; without, all after the first. A text longer than the context is read in windows of
         the whole context, each begun half a window after the last.
         """
-        each, many = one_or_many(texts)
-        given = [None] * len(each) if contexts is None else one_or_many(contexts)[0]
-        if len(given) != len(each):
-            raise UserError(
-                f"must be one for each text, got {len(given)} of {len(each)}", option="contexts"
-            )
+        text_list, is_list = one_or_many(texts)
+        context_list: Sequence[Prompt | None] = [None] * len(text_list)
+        if contexts is not None:
+            context_list, _ = one_or_many(contexts)
+        if len(context_list) != len(text_list):
+            n = f"{len(context_list)} of {len(text_list)}"
+            raise UserError(f"must be one for each text, got {n}", option="contexts")
         requests = []
         n_tokens = self.runner.config.vocab_size if self.tokenizer is None else len(self.tokenizer)
-        for text, context in zip(each, given, strict=True):
+        for text, context in zip(text_list, context_list, strict=True):
             ids, n_context = split_context(text, context, self.runner.config, self.tokenizer)
             decoding = partial(score_text, ids=ids, n_context=n_context, n_tokens=n_tokens)
             shared = ids[:n_context] if n_context < self.runner.config.n_positions else []
             length = min(len(ids), self.runner.config.n_positions)
             requests.append(Request(decoding, length=length, prompt=shared))
         scored = self._wait_for(requests, collect=False)
-        return scored if many else scored[0]
+        return scored if is_list else scored[0]
 
     def stats(self) -> dict[str, float]:
         """Return counts since the engine was opened.
@@ -220,11 +221,11 @@ class Engine:
         return prompt_ids(prompt, self.runner.config, self.tokenizer)
 
     def _matcher(self, config: GenerationConfig) -> Matcher | None:
-        if not config.form:
+        if not config.constraint:
             return None
         if self.tokenizer is None:
             raise UserError("regex, json_schema and grammar need a tokenizer")
-        return matcher_for(config.form, self.tokenizer, self.runner.config)
+        return matcher_for(config.constraint, self.tokenizer, self.runner.config)
 
     def _submit(
         self,
@@ -253,10 +254,10 @@ class Engine:
     ) -> Request:
         """Return the request for a prompt's completion; `UserError` if it is impossible."""
         model = self.runner.config
-        if config.n_slots > self.n_slots:
+        if config.num_beams > self.n_slots:
             raise UserError(
-                f"this takes {config.n_slots} slots and the engine has {self.n_slots}",
-                hint=f"open Engine(..., slots={config.n_slots}), or use fewer beams",
+                f"this takes {config.num_beams} slots and the engine has {self.n_slots}",
+                hint=f"open Engine(..., slots={config.num_beams}), or use fewer beams",
             )
         _require_context(len(ids), config, model)
         processors = () if matcher is None else (matcher.copy(),)
@@ -267,13 +268,12 @@ class Engine:
         decoding: Callable[..., Any] = partial(decode, sequence=sequence)
         if config.num_beams > 1:
             decoding = partial(search, sequence=sequence, tokenizer=self.tokenizer)
-        whole = config.prompt_logprobs is not False or len(ids) > model.n_positions
+        shares_prefix = config.prompt_logprobs is False and len(ids) <= model.n_positions
         timeout = math.inf if config.timeout is None else config.timeout
-        deadline = time.monotonic() + timeout
         return Request(
-            decoding, n_slots=config.n_slots, prompt=() if whole else ids, sequence=sequence,
-            length=min(len(ids) + config.max_new_tokens, model.n_positions),
-            deadline=deadline,
+            decoding, n_slots=config.num_beams, prompt=ids if shares_prefix else (),
+            length=min(len(ids) + config.max_new_tokens, model.n_positions), sequence=sequence,
+            deadline=time.monotonic() + timeout,
         )  # fmt: skip
 
     def _wait_for(self, requests: list[Request], *, collect: bool) -> list[Any]:

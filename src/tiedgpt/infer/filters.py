@@ -104,8 +104,8 @@ def _until_mass(rank: Array, p: Array, mass: float) -> Ids:
         reached = np.cumsum(p[near], dtype=np.float64)
         last = int(np.searchsorted(reached, mass))
         if last < len(near) or len(near) == len(rank):
-            kept = near[: last + 1]
-            return np.sort(kept[p[kept] > 0])
+            ids = near[: last + 1]
+            return np.sort(ids[p[ids] > 0])
         n *= 8
 
 
@@ -130,9 +130,9 @@ def draw(scores: Array, uniform: float) -> int:
     """
     p = _unnormalized(scores)
     starts = np.arange(0, len(p), BLOCK)
-    block, left = _passing(np.add.reduceat(p, starts, dtype=np.float64), uniform)
+    block, rest = _passing(np.add.reduceat(p, starts, dtype=np.float64), uniform)
     start = int(starts[block])
-    within, _ = _passing(p[start : start + BLOCK].astype(np.float64), left)
+    within, _ = _passing(p[start : start + BLOCK].astype(np.float64), rest)
     return start + within
 
 

@@ -133,16 +133,17 @@ class GenerationConfig:
         return super().__new__(cls)
 
     def __post_init__(self) -> None:
-        for each in fields(self):
-            if getattr(self, each.name) is None and each.default is not None:
-                self._set(each.name, default_of(each.name))
+        for name, field_ in _FIELDS.items():
+            if getattr(self, name) is None and field_.default is not None:
+                self._set(name, default_of(name))
         for name, bounds in BOUNDS.items():
             check = _integer if _FIELDS[name].type.startswith("int") else _number
             self._set(name, check(name, getattr(self, name), *bounds))
         for name, choices in _CHOICES.items():
             if getattr(self, name) not in choices:
-                known = ", ".join(map(repr, choices))
-                raise UserError(f"must be one of {known}, got {getattr(self, name)!r}", option=name)
+                allowed = ", ".join(map(repr, choices))
+                got = repr(getattr(self, name))
+                raise UserError(f"must be one of {allowed}, got {got}", option=name)
             self._set(name, choices[choices.index(getattr(self, name))])  # True for 1
         if not isinstance(self.prompt_logprobs, bool):
             self._set("prompt_logprobs", _integer("prompt_logprobs", self.prompt_logprobs))
@@ -170,8 +171,9 @@ class GenerationConfig:
                     option=name,
                     hint="use two beams or more (num_beams, --num-beams)",
                 )
-        if len(self.form) > 1:
-            raise UserError("exclude each other", option=tuple(self.form), hint="choose one")
+        if len(self.constraint) > 1:
+            names = tuple(self.constraint)
+            raise UserError("exclude each other", option=names, hint="choose one")
         for name in _EXCLUDED_BY_BEAMS if self.num_beams > 1 else ():
             if self._is_set(name) and not (name == "temperature" and self.temperature == 0):
                 raise UserError("exclude each other", option=("num_beams", name), hint="omit one")
@@ -198,18 +200,13 @@ class GenerationConfig:
         return any(self.numbers[name] != NEUTRAL[name] for name in _PENALTIES)
 
     @property
-    def form(self) -> dict[str, Any]:
+    def constraint(self) -> dict[str, Any]:
         """The constraint on the text as {option: value}, or an empty dictionary."""
-        forms = {name: getattr(self, name) for name in ("regex", "json_schema", "grammar")}
-        return {name: value for name, value in forms.items() if value is not None}
-
-    @property
-    def n_slots(self) -> int:
-        """How many slots of an engine one text takes."""
-        return self.num_beams
+        values = {name: getattr(self, name) for name in ("regex", "json_schema", "grammar")}
+        return {name: value for name, value in values.items() if value is not None}
 
 
-_FIELDS: dict[str, Any] = {each.name: each for each in fields(GenerationConfig)}
+_FIELDS: dict[str, Any] = {option.name: option for option in fields(GenerationConfig)}
 BOUNDS = {name: x.metadata["bounds"] for name, x in _FIELDS.items() if "bounds" in x.metadata}
 BOUNDS |= {"top_logprobs": (0, MAX_INT), "length_penalty": (-50, 50)}
 """The least and the greatest value of each option that is a number."""
@@ -234,9 +231,9 @@ OTHER_NAMES = {
 """Names of the same options in transformers, vLLM and llama.cpp."""
 
 
-def nearest_name(name: str, known: Iterable[str]) -> str | None:
+def nearest_name(name: str, options: Iterable[str]) -> str | None:
     """Return the option that another library's name, or a misspelt one, most likely means."""
-    near = difflib.get_close_matches(name, known, n=1)
+    near = difflib.get_close_matches(name, options, n=1)
     return OTHER_NAMES.get(name) or next(iter(near), None)
 
 
@@ -246,15 +243,16 @@ def default_of(name: str) -> object:
     return default if name != "logit_bias" else {}
 
 
-def _require_known(options: Mapping[str, Any], known: Mapping[str, Any]) -> None:
+def _require_known(options: Mapping[str, Any], fields: Mapping[str, Any]) -> None:
     """Raise `TypeError` for an unknown option, and name the likely one or a remedy."""
-    for name in options.keys() - known.keys():
+    for name in options.keys() - fields.keys():
         if remedy := REMOVED_OPTIONS.get(name):
             raise TypeError(f"{name} is no longer an option of generation: {remedy}")
-        meant = nearest_name(name, known)
-        engine = "" if meant in known else " It is an option of Engine."
-        meant = f": did you mean {meant}?{engine}" if meant else f"; known are {', '.join(known)}"
-        raise TypeError(f"{name} is no option of generation{meant}")
+        hint = f"; known are {', '.join(fields)}"
+        if near := nearest_name(name, fields):
+            engine = "" if near in fields else " It is an option of Engine."
+            hint = f": did you mean {near}?{engine}"
+        raise TypeError(f"{name} is no option of generation{hint}")
 
 
 def with_options(config: GenerationConfig | None, options: Mapping[str, Any]) -> GenerationConfig:

@@ -109,11 +109,11 @@ class PackedSession:
         tokens = {
             at: result.token
             for at, (row, result) in enumerate(zip(inputs, results, strict=True))
-            if row.own is not None and isinstance(result, NextToken)
+            if row.model_logits is not None and isinstance(result, NextToken)
         }
         if tokens:  # processors changed the logits: logprobs are of the model's own
-            own = [cast("NDArray[np.float32]", inputs[at].own) for at in tokens]
-            logprobs, _ = sampling.score_targets(self._pool, own, list(tokens.values()))
+            logits = [cast("NDArray[np.float32]", inputs[at].model_logits) for at in tokens]
+            logprobs, _ = sampling.score_targets(self._pool, logits, list(tokens.values()))
             for (at, token), logprob in zip(tokens.items(), logprobs, strict=True):
                 results[at] = NextToken(token, logprob)
         return results
@@ -196,7 +196,7 @@ def _vectors(n: int, width: int, dtype: np.dtype[Any]) -> Vectors:
 
 
 def _cache(model: PackedModel, n_slots: int, capacity: int) -> Cache:
-    """Allocate keys, values and scales; memory is taken as they are filled."""
+    """Allocate keys, values and scales, which take memory as they are filled."""
     config, room = model.config, padded(capacity)
     size, dtype = padded(config.head_dim), np.dtype(DTYPES[model.precision])
     heads = (config.n_layer, n_slots, config.n_head)

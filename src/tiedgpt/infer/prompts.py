@@ -43,7 +43,7 @@ def prompt_ids(
 
 
 def start_id(config: GPTConfig) -> int:
-    """Return the id of the token at the start of texts; raise `UserError` if there is none."""
+    """Return the id of the token at the start of texts, or raise `UserError`."""
     start = config.eos_token_id if config.bos_token_id is None else config.bos_token_id
     if start is None:
         raise UserError(
@@ -68,10 +68,10 @@ def split_context(
     if isinstance(text, str) and isinstance(context, str):
         (ids,), n_context = split_choices([text], context, config, tokenizer)
         return ids, n_context
-    given = prompt_ids(context, config, tokenizer)
+    context_ids = prompt_ids(context, config, tokenizer)
     if not len(text):
         raise UserError(NOTHING_TO_SCORE)
-    return [*given, *prompt_ids(text, config, tokenizer)], len(given)
+    return [*context_ids, *prompt_ids(text, config, tokenizer)], len(context_ids)
 
 
 def split_choices(
@@ -86,15 +86,15 @@ def split_choices(
     """
     if not all(choices):
         raise UserError(NOTHING_TO_SCORE)
-    begins = context.rstrip() or context
+    context_text = context.rstrip() or context
     rows = [prompt_ids(context + choice, config, tokenizer) for choice in choices]
-    given = prompt_ids(begins, config, tokenizer)
-    if begins:
-        n_context = min(common_prefix(given, row) for row in rows)
+    context_ids = prompt_ids(context_text, config, tokenizer)
+    if context_text:
+        n_context = min(common_prefix(context_ids, row) for row in rows)
         if n_context == 0:
             rows, n_context = [[start_id(config), *row] for row in rows], 1
     else:
-        rows, n_context = [given + row for row in rows], len(given)
+        rows, n_context = [context_ids + row for row in rows], len(context_ids)
     if min(map(len, rows)) <= n_context:
         raise UserError(NOTHING_TO_SCORE)
     return rows, n_context

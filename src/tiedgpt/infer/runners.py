@@ -106,10 +106,10 @@ def require_engine_options(config: Mapping[str, Any]) -> None:
     """Raise `TypeError` for a name that is neither an option of `Engine` nor a config's field."""
     for name in config.keys() - GPTConfig.__dataclass_fields__.keys():
         near = nearest_name(name, ENGINE_OPTIONS)
-        meant = f": did you mean {near}?" if near else ""
+        suggestion = f": did you mean {near}?" if near else ""
         raise TypeError(
             f"{name} is no option of Engine; known are {', '.join(ENGINE_OPTIONS)}, and the "
-            f"fields of a GPTConfig{meant}"
+            f"fields of a GPTConfig{suggestion}"
         )
 
 
@@ -213,7 +213,7 @@ def _is_for_kernels(model: GPT, precision: str) -> bool:
 
 
 def _packed_precision(model: GPT, precision: str) -> Precision:
-    """Return the precision of packing; "auto" is the one that holds the weights exactly."""
+    """Return the precision of packing; "auto" means that the weights stay exact."""
     if precision == "auto":
         return EXACT_PRECISION.get(str(model.wte.weight.dtype), "fp32")
     return cast(Precision, precision)

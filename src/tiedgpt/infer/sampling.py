@@ -35,8 +35,8 @@ class SamplingInput:
     """Ids from here on have no token and are never chosen."""
     uniform: float = 0.0
     """A random number from [0, 1) for the draw."""
-    own: Array | None = None
-    """(V,), the model's own logits if processors changed them: logprobs are of these."""
+    model_logits: Array | None = None
+    """(V,), the model's logits if processors changed them; logprobs are of these."""
 
 
 class NextToken(NamedTuple):
@@ -59,11 +59,11 @@ def _sample(row: SamplingInput) -> NextToken | UserError:
     if row.config.greedy:
         token = int(scores.argmax())
     else:
-        kept, scores = filter_logits(row.config, scores)
+        ids, scores = filter_logits(row.config, scores)
         at = filters.draw(scores, row.uniform)
-        token = at if kept is None else int(kept[at])
-    own = row.logits if row.own is None else row.own
-    return NextToken(token, float(own[token]) - filters.log_normalizer(own))
+        token = at if ids is None else int(ids[at])
+    logits = row.logits if row.model_logits is None else row.model_logits
+    return NextToken(token, float(logits[token]) - filters.log_normalizer(logits))
 
 
 def check_ids(config: GenerationConfig, size: int) -> None:
@@ -103,15 +103,13 @@ def filter_logits(config: GenerationConfig, scores: Array) -> tuple[Ids | None, 
         return None, scores
     if config.temperature != 1:
         scores = scores / np.float32(config.temperature)
-    kept: Ids | None = None
+    ids: Ids | None = None
     for name, keep in FILTERS.items():
         value = config.numbers[name]
-        if value == NEUTRAL[name]:
-            continue
-        those = keep(scores, value)
-        if those is not None:
-            kept, scores = those if kept is None else kept[those], scores[those]
-    return kept, scores
+        indices = None if value == NEUTRAL[name] else keep(scores, value)
+        if indices is not None:
+            ids, scores = indices if ids is None else ids[indices], scores[indices]
+    return ids, scores
 
 
 FILTERS: dict[str, Callable[..., Ids | None]] = {

@@ -125,13 +125,12 @@ class SequenceState:
 
     def sampling_input(self, logits: Array) -> SamplingInput:
         """Return everything that sampling the next token from logits (V,) depends on."""
-        own = logits if self._processors else None
-        if self._processors:
-            logits = self._process(self.ids, logits)
-        uniform = 0.0 if self.config.greedy else self._generator.random()
+        processed = self._process(self.ids, logits)
         return SamplingInput(
-            self.config, logits, self.ids, self.n_prompt, self.n_tokens, uniform, own
-        )
+            self.config, processed, self.ids, self.n_prompt, self.n_tokens,
+            uniform=0.0 if self.config.greedy else self._generator.random(),
+            model_logits=logits if self._processors else None,
+        )  # fmt: skip
 
     def _process(self, ids: Sequence[int], logits: Array) -> Array:
         """Return logits (V,) after the processors, which may change their argument."""

@@ -81,7 +81,7 @@ class Runner(Protocol):
     def session(self, *, n_slots: int, capacity: int) -> Session:
         """Return a session of empty slots.
 
-        On a CPU it takes memory as it is filled. Raises `NoRoomError` if it can never fit.
+        On a CPU, memory is taken when slots are filled. Raises `NoRoomError` for more than exists.
         """
 
 
@@ -116,8 +116,8 @@ def require_memory(n_bytes: int, what: str, free: int | None = None) -> None:
 def memory_error(n_bytes: int, what: str, free: int | None = None) -> NoRoomError:
     """Return the error that says how much is missing."""
     free = free_memory() if free is None else free
-    known = "" if free is None else f" and {free / 1e9:.2f} GB are free"
+    available = "" if free is None else f" and {free / 1e9:.2f} GB are free"
     return NoRoomError(
-        f"{what} takes {n_bytes / 1e9:.2f} GB of memory{known}",
+        f"{what} takes {n_bytes / 1e9:.2f} GB of memory{available}",
         hint="use fewer sequences at a time, or shorter ones",
     )

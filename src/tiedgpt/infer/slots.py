@@ -57,7 +57,7 @@ class SlotPool:
         """By slot, how many positions may be filled, and how many have been at any time."""
 
     def take(self, n: int, prompt: Sequence[int], length: int = 0) -> tuple[list[int], int]:
-        """Take n free slots; return them and the number of prompt ids that the first one holds.
+        """Take n free slots; return them and the number of prompt ids in the first slot.
 
         The last id of the prompt is always read again: its logits are needed. Raises `NoRoomError`
         if there is no memory to fill each slot up to `length`.

@@ -33,7 +33,7 @@ MAX_PADDED = 1.25
 
 
 class TorchRunner:
-    """A `GPT` as it is: its device, its dtype, its modules' modes.
+    """A `GPT` on its own device and in its own dtype.
 
     It computes on `threads`; by default on torch's number in the thread that called it last.
     """
@@ -160,10 +160,10 @@ class TorchSession:
         order = sorted(range(len(slot_ids)), key=lambda i: self._cache_rows[slot_ids[i]])
         counts = [len(ids[i]) for i in order]
         longest = max(counts)
-        part = self._cache.rows(first, first + len(order))
-        before = part.lengths
+        cache = self._cache.rows(first, first + len(order))
+        before = cache.lengths
         padded = [[*ids[i], *[0] * (longest - len(ids[i]))] for i in order]
-        h = self.model.body(torch.tensor(padded, device=part.keys.device), part)
+        h = self.model.body(torch.tensor(padded, device=cache.keys.device), cache)
         ends = [before[row] + count for row, count in enumerate(counts)]
         self._cache.lengths[first : first + len(order)] = ends
         rows = [len(ids[i]) if slot_ids[i] in all_logits else 1 for i in order]
@@ -180,8 +180,7 @@ class TorchSession:
         """
         if max(rows) - min(rows) + 1 == len(rows):
             return min(rows)
-        asked = set(rows)
-        gaps = [row for row in range(len(rows)) if row not in asked]
+        gaps = [row for row in range(len(rows)) if row not in rows]
         for gap, row in zip(gaps, sorted(row for row in rows if row >= len(rows)), strict=True):
             _exchange(self._cache, gap, row)
             a, b = self._cache_rows.index(gap), self._cache_rows.index(row)
@@ -193,9 +192,9 @@ def _exchange(cache: KVCache, a: int, b: int) -> None:
     """Exchange two rows of the cache."""
     filled = max(cache.lengths[a], cache.lengths[b])
     for tensor in (cache.keys, cache.values):
-        held = tensor[:, a, :, :filled].clone()
+        row_a = tensor[:, a, :, :filled].clone()
         tensor[:, a, :, :filled] = tensor[:, b, :, :filled]
-        tensor[:, b, :, :filled] = held
+        tensor[:, b, :, :filled] = row_a
     cache.lengths[a], cache.lengths[b] = cache.lengths[b], cache.lengths[a]
 
 

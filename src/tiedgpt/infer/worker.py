@@ -174,7 +174,7 @@ class Worker:
 
 
 class _EngineThread:
-    """The thread of an engine: it runs commands and steps in turn until a command is None."""
+    """The thread of an engine, which runs commands and steps in turn."""
 
     def __init__(
         self,
@@ -218,7 +218,7 @@ class _EngineThread:
             self.commands.put(partial(self._end, request))
 
     def _run(self) -> None:
-        """Run commands and steps in turn until a command is None."""
+        """Alternate between commands and steps; a command of None ends the thread."""
         while self._run_commands():
             if self._scheduler is not None:
                 began = time.perf_counter_ns()
