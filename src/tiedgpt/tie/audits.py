@@ -1,4 +1,4 @@
-"""Audit the tie: compare the matrix that predicts with the one that reads.
+"""Audit the tie: compare the matrix that predicts with the matrix that reads.
 
 Names, shapes and places of all tensors come first. Numbers are read only if two matrices are
 stored apart, a block of rows at a time. The verdict is the kind of `decide_tie` (weights): the
@@ -84,8 +84,8 @@ def audit(
     """Return whether the head is the embedding, in a module or in any checkpoint.
 
     `input_name` and `output_name` name the matrices if their own names do not tell. Raises
-    `CorruptInputError` for a file that cannot be read, `UserError` if there are no candidates or
-    several.
+    `CorruptInputError` for a file that cannot be read, `UserError` unless there is exactly
+    one candidate.
     """
     checkpoint = open_source(source)
     return examine(decide_tie(checkpoint, input_name=input_name, output_name=output_name))

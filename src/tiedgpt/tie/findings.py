@@ -130,12 +130,12 @@ def list_findings(decision: TieDecision, load_error: str | None) -> tuple[Findin
         rows.append(_describe_claim(decision))
     if load_error is not None:
         rows.append(("does not load", {"why": load_error}))
-    found = []
+    findings = []
     for key, values in rows:
-        shown = {n: printable(v) if isinstance(v, str) else v for n, v in (names | values).items()}
-        title, text = (line.format(**shown) for line in TEXTS[key])
-        found.append(Finding(key.partition(",")[0], title, text))
-    return tuple(found)
+        texts = {n: printable(v) if isinstance(v, str) else v for n, v in (names | values).items()}
+        title, text = (line.format(**texts) for line in TEXTS[key])
+        findings.append(Finding(key.partition(",")[0], title, text))
+    return tuple(findings)
 
 
 def format_shape(shape: tuple[int, ...]) -> str:
@@ -198,16 +198,16 @@ def _describe_two(decision: TieDecision) -> Rows:
         yield "not finite", {"not_finite": comparison.not_finite_rows}
     if roles.extra_rows:
         shorter, longer = sorted(roles.pair, key=lambda matrix: matrix.shape[0])
-        known, n_rows = f"rows of {shorter.name}", shorter.shape[0]
+        other, n_rows = f"rows of {shorter.name}", shorter.shape[0]
         if n_rows == checkpoint.vocabulary:
-            known = "tokens that config.json states"
+            other = "tokens that config.json states"
         sizes = f"{longer.name} is {format_shape(longer.shape)}."
         if longer.is_decodable:
             nonzero = count_nonzero_rows(longer, n_rows, longer.shape[0])
             sizes += f" {nonzero:,} of them hold numbers other than zero."
         advice = PADDING if decision.is_sound else "One vocabulary has one size: loaders refuse it."
         extra = {"longer": longer.name, "extra": abs(roles.extra_rows)}
-        yield "padded", {**extra, "known": f"{n_rows:,} {known}", "sizes": sizes, "advice": advice}
+        yield "padded", {**extra, "known": f"{n_rows:,} {other}", "sizes": sizes, "advice": advice}
 
 
 def _describe_difference(reads: StoredTensor, head: StoredTensor, comparison: Comparison) -> Rows:
@@ -276,9 +276,9 @@ def _describe_sizes(decision: TieDecision) -> Rows:
     vocabulary = checkpoint.vocabulary or w.shape[0]
     extra = w.shape[0] - vocabulary
     if extra > 0 and decision.roles.extra_rows >= 0:
-        known = f"{vocabulary:,} tokens that config.json states"
+        other = f"{vocabulary:,} tokens that config.json states"
         sizes = f"{w.name} is {format_shape(w.shape)}."
-        longer = {"longer": w.name, "extra": extra, "known": known}
+        longer = {"longer": w.name, "extra": extra, "known": other}
         yield "padded", {**longer, "sizes": sizes, "advice": PADDING}
     for key in sorted(MISSPELT & checkpoint.config.keys())[:1]:
         yield "config", {"key": key, "tie_key": TIE_KEY}

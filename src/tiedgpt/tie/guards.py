@@ -60,7 +60,7 @@ CHANGERS = frozenset(
 """Functions of nn.Module that can replace a parameter."""
 MODULE_FILE = inspect.getfile(nn.Module)
 HOMES = (sysconfig.get_path("stdlib"), *torch.__path__, str(Path(__file__).parents[1]))
-LIBRARIES = tuple(f"{form}/" for home in HOMES for form in (home, Path(home).resolve()))
+LIBRARIES = tuple(f"{path}/" for home in HOMES for path in (home, Path(home).resolve()))
 GENERATED = ("<frozen", "<eval_with_key", "<attrs", "<__", "<torch")
 
 
@@ -101,7 +101,7 @@ def guard(module: nn.Module, *, action: Literal["warn", "raise"] = "warn") -> Gu
     of (`TieWarning`, at the line that made it) or raised (`TieBrokenError`, before the next line
     runs; the watch ends with it). An exception of the body is never replaced.
 
-    On GPT-2 124M and two CPU cores a line of user code costs 4 to 6 microseconds more, one that
+    On GPT-2 124M and two CPU cores a line of user code costs 4 to 6 microseconds more, a line that
     sets an attribute of a module (`model.eval()`) half a millisecond, and a one-token forward, all
     of it library code, 2 to 4 %; a training step costs no more than can be measured.
 
@@ -140,7 +140,7 @@ class Guard:
         tracer.add(self, frame)
         return self
 
-    def __exit__(self, kind: object, error: object, traceback: object) -> None:
+    def __exit__(self, cls: object, error: object, traceback: object) -> None:
         if self._tracer is not None:
             self._tracer.remove(self, _find_user_frame(sys._getframe()))
         self._tracer, self._with = None, (None, 0)
@@ -162,14 +162,14 @@ class Guard:
         """Return the object under each watched name, found as user code does, and its address."""
         seen = []
         for path, parameter in self._watched:
-            part: Any = self.module
+            value: Any = self.module
             for name in path:
-                part = getattr(part, name, None)  # None also for the `head` of a tied GPT
+                value = getattr(value, name, None)  # None also for the `head` of a tied GPT
             try:
                 address = parameter.data_ptr()
             except RuntimeError:  # sharded and wrapped tensors have no address
                 address = 0
-            seen.append((id(part), address))
+            seen.append((id(value), address))
         return seen
 
     def _remember(self) -> None:
@@ -215,11 +215,11 @@ def _find_slots(module: nn.Module) -> Slots:
     `head.weight` stands for the use of W in a tied GPT, although no parameter has this name.
     """
     parameters = dict(module.named_parameters(remove_duplicate=False))
-    for name, part in module.named_modules():
-        if isinstance(part, GPT) and part.head is None:
-            parameters[f"{name}.head.weight".removeprefix(".")] = part.wte.weight
-        elif isinstance(part, Unembed):
-            parameters[f"{name}.weight"] = part.wte.weight
+    for name, child in module.named_modules():
+        if isinstance(child, GPT) and child.head is None:
+            parameters[f"{name}.head.weight".removeprefix(".")] = child.wte.weight
+        elif isinstance(child, Unembed):
+            parameters[f"{name}.weight"] = child.wte.weight
     return {
         name: _Slot(p, stored_tensor(name, p).storage, tuple(p.shape))
         for name, p in parameters.items()
@@ -236,7 +236,7 @@ def _group_names(slots: Slots) -> list[tuple[str, ...]]:
 
 
 def _find_successors(name: str, before: Slots, after: Slots) -> list[str]:
-    """Return the names that replace a name; none if it is gone.
+    """Return the names that replace a name; [] if it was deleted.
 
     In a module that was wrapped or replaced, `lm_head.weight` may have become `lm_head.1.weight`,
     or `lm_head.modules_to_save.default.weight` beside the original.
@@ -268,10 +268,10 @@ def _find_changes(
         now = _describe_state(after, list(successors.values()))
         if now == was != TWO:
             continue
-        kind, advice = KINDS[now]
+        event, advice = KINDS[now]
         text = f"{' and '.join((*names[1:], names[0]))} {before[names[0]].shape}"
         if now != TWO:
-            yield kind, names, f"{text} were {was} and are {now}", advice + _advise(module, now)
+            yield event, names, f"{text} were {was} and are {now}", advice + _advise(module, now)
             continue
         became = []
         for name, others in successors.items():
@@ -287,12 +287,12 @@ def _find_changes(
             advice = f"if the head should predict tokens, put one back: {TIE_AGAIN}"
         else:
             advice += _advise(module, now)
-        yield kind, names, f"{text} were one matrix and are not: {', '.join(became)}", advice
+        yield event, names, f"{text} were one matrix and are not: {', '.join(became)}", advice
 
 
 def _advise(module: nn.Module, now: str) -> str:
     """Return how to change a config that contradicts the new state; "" if none does."""
-    gpt = next((part for part in module.modules() if isinstance(part, GPT)), None)
+    gpt = next((child for child in module.modules() if isinstance(child, GPT)), None)
     claim = getattr(getattr(gpt or unwrap(module), "config", None), TIE_KEY, None)
     if now == ALIASED or claim is not (now == TWO):
         return ""

@@ -1,6 +1,6 @@
 """Find out whether W predicts, and find matrices (V, D) inside the head of a GPT.
 
-A head that is h W^T and nothing else needs no module: `model.head` is None. Inside a larger head
+A plain head h W^T needs no module, so `model.head` has the value None. Inside a larger head
 (dropout before it, a bias after it) `Unembed` calls the embedding's `unembed`. It has no matrix of
 its own, so nothing can untie it.
 """
@@ -54,8 +54,8 @@ class Unembed(nn.Module):
 def require_gpt(model: object) -> GPT:
     """Return the model if it is an unsharded, unadapted `tiedgpt.GPT`; else raise `UserError`."""
     if isinstance(model, GPT) and type(model.wte.weight) is nn.Parameter:
-        for name, part in (("wte", model.wte), ("head", model.head or nn.Identity())):
-            if any("lora_" in own for own, _ in part.named_parameters()):
+        for name, child in (("wte", model.wte), ("head", model.head or nn.Identity())):
+            if any("lora_" in key for key, _ in child.named_parameters()):
                 raise UserError(
                     f"{name} has an adapter", hint="merge it first (tiedgpt.tune.merge)"
                 )
@@ -70,8 +70,8 @@ def require_gpt(model: object) -> GPT:
 
 def require_no_gpt_inside(module: nn.Module) -> None:
     """Raise `UserError` for a module around a `tiedgpt.GPT`, which is to be changed itself."""
-    for name, part in module.named_modules():
-        if isinstance(part, GPT) and part is not module:
+    for name, child in module.named_modules():
+        if isinstance(child, GPT) and child is not module:
             holder = type(module).__name__
             raise UserError(f"the GPT is model.{name} inside {holder}: change that one")
 

@@ -5,7 +5,7 @@
     print(before.difference(ledger(model)).explain)
 
 A row is one storage with all names that share it. `multiply_adds` are per token: a matrix that
-multiplies costs one per element, a lookup none. A shared matrix counts as the one that predicts.
+multiplies costs one per element, a lookup none. A shared matrix counts as the output matrix.
 """
 
 from __future__ import annotations
@@ -112,8 +112,8 @@ class Ledger:
         """Return the storages added and removed between this ledger and a later one, and why."""
         pairs = _match_rows(self.rows, after.rows)
         added_rows = tuple(row for row in after.rows if row not in pairs)
-        kept = set(pairs.values())
-        removed_rows = tuple(row for row in self.rows if row not in kept)
+        paired = set(pairs.values())
+        removed_rows = tuple(row for row in self.rows if row not in paired)
         reasons = [_explain_added(row, self.rows, after.rows) for row in added_rows]
         reasons += [_explain_removed(row, after.rows) for row in removed_rows]
         for new, old in pairs.items():
@@ -246,12 +246,12 @@ def _count_costs(checkpoint: Checkpoint, roles: Roles, is_tied: bool) -> dict[st
 def _match_rows(before: tuple[Row, ...], after: tuple[Row, ...]) -> dict[Row, Row]:
     """Pair each later storage with the first that had one of its names, each of these once."""
     by_key = {key: row for row in reversed(before) for key in row.keys}
-    pairs, left = dict[Row, Row](), set(before)
+    pairs, unpaired = dict[Row, Row](), set(before)
     for new in after:
-        old = next((by_key[key] for key in new.keys if by_key.get(key) in left), None)
+        old = next((by_key[key] for key in new.keys if by_key.get(key) in unpaired), None)
         if old is not None:
             pairs[new] = old
-            left.remove(old)
+            unpaired.remove(old)
     return pairs
 
 

@@ -28,7 +28,7 @@ TABLES = (nn.Embedding, nn.EmbeddingBag)
 def open_module(module: nn.Module) -> Checkpoint:
     """Return the parameters of any module under all their names; nothing is copied."""
     holder = unwrap(module)
-    has_config = any(hasattr(part, "config") for part in module.modules())
+    has_config = any(hasattr(child, "config") for child in module.modules())
     config, is_tied = _read_config(holder)
     says = "nothing in the module says whether the head is tied"
     if is_tied is not None:
@@ -58,11 +58,11 @@ def _find_usage(module: nn.Module, holder: nn.Module, names: list[str]) -> Usage
     """Return the names of lookup tables and of products, and whether anything predicts."""
     with_weight = [name for name in names if f".{name}".endswith(".weight")]
     weights = {name: module.get_submodule(name[: -len(".weight")]) for name in with_weight}
-    parts = list(module.modules())
+    children = list(module.modules())
     # A classifier of tiedgpt.heads does not let its GPT predict.
-    classifiers = [part for part in parts if getattr(part, "predicts_tokens", None) is False]
-    bodies = [getattr(part, "gpt", None) for part in classifiers]
-    gpts = [part for part in parts if isinstance(part, GPT) and part not in bodies]
+    classifiers = [child for child in children if getattr(child, "predicts_tokens", None) is False]
+    bodies = [getattr(child, "gpt", None) for child in classifiers]
+    gpts = [child for child in children if isinstance(child, GPT) and child not in bodies]
     tied = [gpt.wte for gpt in gpts if predicts_through_wte(gpt)]
     multiplying = [wte for wte in tied if hasattr(wte, "unembed")]
     head_name, head = _ask_for_head(module, holder) or _find_head_by_name(module) or ("", None)
@@ -76,10 +76,10 @@ def _find_usage(module: nn.Module, holder: nn.Module, names: list[str]) -> Usage
             computation = f"({head_name}, {type(head).__name__}) holds no matrix that is W"
     can_be_asked = callable(getattr(holder, "get_output_embeddings", None))
     return Usage(
-        reads=tuple(name for name, part in weights.items() if isinstance(part, TABLES)),
+        reads=tuple(name for name, child in weights.items() if isinstance(child, TABLES)),
         predicts=tuple(
-            name for name, part in weights.items()
-            if isinstance(part, nn.Linear) or part in multiplying
+            name for name, child in weights.items()
+            if isinstance(child, nn.Linear) or child in multiplying
         ),
         head_computation=computation,
         headless=head is None and bool(classifiers or can_be_asked),
@@ -102,33 +102,33 @@ def _ask_for_head(module: nn.Module, holder: nn.Module) -> tuple[str, nn.Module]
         head = holder.get_output_embeddings()  # type: ignore[operator]
     except (AttributeError, NotImplementedError, TypeError):
         return None
-    names = (name for name, part in module.named_modules() if part is head)
+    names = (name for name, child in module.named_modules() if child is head)
     return (next(names, "head"), head) if isinstance(head, nn.Module) else None
 
 
 def _find_head_by_name(module: nn.Module) -> tuple[str, nn.Module] | None:
     """Return the first part with a head's name; where the name may be another's, a single layer."""
-    for name, part in module.named_modules():
+    for name, layer in module.named_modules():
         last = name.rpartition(".")[2]
-        is_single = all(child == "parametrizations" for child, _ in part.named_children())
+        is_single = all(child == "parametrizations" for child, _ in layer.named_children())
         possible = rank_name(name, "output") and last in MAY_PREDICT
-        if last in PREDICTS or (possible and (is_single or _is_adapted(part))):
-            return name, part
+        if last in PREDICTS or (possible and (is_single or _is_adapted(layer))):
+            return name, layer
     return None
 
 
-def _is_adapted(part: nn.Module) -> bool:
-    return hasattr(part, "lora_A") or hasattr(part, "base_layer")
+def _is_adapted(module: nn.Module) -> bool:
+    return hasattr(module, "lora_A") or hasattr(module, "base_layer")
 
 
 def _describe_computation(head: nn.Module) -> str:
     """Return why a head does not multiply with a stored parameter; "" if it does."""
-    for part in head.modules():  # quantized, parametrized, normalized, or with buffers
-        has_buffers = any(True for _ in part.buffers(recurse=False))
-        is_packed = not isinstance(getattr(part, "weight", None), (Tensor, nn.Module, type(None)))
-        if is_packed or has_buffers or is_parametrized(part) or hasattr(part, "weight_g"):
-            return f"({type(part).__name__}) computes its weight, or has more than a weight"
-    adapted = (type(part).__name__ for part in head.modules() if _is_adapted(part))
+    for child in head.modules():  # quantized, parametrized, normalized, or with buffers
+        has_buffers = any(True for _ in child.buffers(recurse=False))
+        is_packed = not isinstance(getattr(child, "weight", None), (Tensor, nn.Module, type(None)))
+        if is_packed or has_buffers or is_parametrized(child) or hasattr(child, "weight_g"):
+            return f"({type(child).__name__}) computes its weight, or has more than a weight"
+    adapted = (type(child).__name__ for child in head.modules() if _is_adapted(child))
     return next((f"({name}) adds an adapter to it" for name in adapted), "")
 
 
@@ -139,8 +139,8 @@ def _read_config(module: nn.Module) -> tuple[dict[str, Any], bool | None]:
         config = config if hasattr(config, TIE_KEY) else getattr(config, inner, config)
     values = config if isinstance(config, dict) else getattr(config, "__dict__", {})
     claim = values.get(TIE_KEY, getattr(config, TIE_KEY, None))
-    kept = {
+    described = {
         "vocab_size": values.get("vocab_size"),
         "model_type": getattr(config, "model_type", None),
     }
-    return kept, claim if isinstance(claim, bool) else None
+    return described, claim if isinstance(claim, bool) else None

@@ -1,4 +1,4 @@
-"""Tie, untie and replace the head, in place. Each function returns a report of what it did.
+"""Tie, untie and replace the head, in place. Each function returns a report.
 
     untie(model)                  a head with a copy of W: the same logits, V D more parameters
     tie(model, keep="input")      W predicts again; in any other module: one Parameter, two names
@@ -121,7 +121,7 @@ def untie(model: GPT) -> Report:
     """Add a head with a copy of W (V, D): the same logits, V D more parameters.
 
     `model.head` becomes a Linear without bias; inside a larger head the copy replaces W there.
-    Raises `UserError` if the head is untied already, or the model is no `tiedgpt.GPT`.
+    Raises `UserError` if the head is untied already, or the model is not a `tiedgpt.GPT`.
     """
     model = require_gpt(model)
     if not is_tied(model):
@@ -141,7 +141,7 @@ def untie(model: GPT) -> Report:
 
 
 def replace_head(model: GPT, module: nn.Module | None) -> Report:
-    """Replace the head by any module (..., D) -> (..., V), or by W if `module` is None.
+    """Replace the head by any module (..., D) -> (..., V), or without a module by W.
 
     The module is called once first; if it does not return V logits, `UserError` is raised and
     nothing changes. A linear layer that holds `wte.weight` itself is tied: alone it becomes
@@ -213,8 +213,8 @@ def _report_tie(
     tied = f"tied: {reads} {shape} reads and predicts; it replaces {outputs}"
     if apart is None:
         return [tied, "the two were not compared: on the meta device they have no values"]
-    kept = {"input": f"those of {reads}", "output": f"those of {outputs}", "mean": "the means"}
-    return [tied, f"the two {apart}" + ("" if apart.equal else f"; kept are {kept[keep]}")]
+    sources = {"input": f"those of {reads}", "output": f"those of {outputs}", "mean": "the means"}
+    return [tied, f"the two {apart}" + ("" if apart.equal else f"; kept are {sources[keep]}")]
 
 
 def _predict_with_wte(model: GPT, name: str) -> None:

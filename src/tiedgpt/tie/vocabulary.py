@@ -142,18 +142,18 @@ def prune(model: GPT, keep_ids: Iterable[int]) -> VocabularyReport:
         raise UserError(
             f"must be ids from 0 to {size - 1}, each once; got {wrong[:1]}", option="keep_ids"
         )
-    own = {name: getattr(model.config, name) for name in ("bos_token_id", "eos_token_id")}
+    ours = {name: getattr(model.config, name) for name in ("bos_token_id", "eos_token_id")}
     foreign = {key: id for key, id in model.foreign_config.items() if key.endswith("_token_id")}
-    special = {k: v for k, v in (own | foreign).items() if type(v) is int and 0 <= v < size}
-    place = {old: new for new, old in enumerate(ids)}
-    if lost := [f"{name}={old}" for name, old in special.items() if old not in place]:
+    special = {k: v for k, v in (ours | foreign).items() if type(v) is int and 0 <= v < size}
+    new_ids = {old: new for new, old in enumerate(ids)}
+    if lost := [f"{name}={old}" for name, old in special.items() if old not in new_ids]:
         raise UserError(
             f"{' and '.join(lost)} would be lost with {size} -> {len(ids)} tokens: keep it, or "
             "set it to None in model.config (dataclasses.replace) or model.foreign_config first"
         )
     rows = {name: table.detach()[ids] for name, table in _find_tables(model).items()}
-    moved = {name: place[old] for name, old in special.items()}
-    with _replace_tables(model, rows, {name: new for name, new in moved.items() if name in own}):
+    moved = {name: new_ids[old] for name, old in special.items()}
+    with _replace_tables(model, rows, {name: new for name, new in moved.items() if name in ours}):
         model.foreign_config |= {name: new for name, new in moved.items() if name in foreign}
     return VocabularyReport(size, len(ids), tuple(rows), before.difference(ledger(model)))
 
@@ -163,22 +163,22 @@ def _find_tables(model: GPT) -> dict[str, nn.Parameter]:
 
     Raises `UserError` for a head in which anything else has V entries, parameter or buffer.
     """
-    found = {"wte.weight": model.wte.weight}
+    tables = {"wte.weight": model.wte.weight}
     if model.head is None:
-        return found
+        return tables
     size, layers = model.config.vocab_size, (*find_head_layers(model), *find_unembeds(model))
-    tables = {f"{layer}.{kind}" for layer in layers for kind in ("weight", "bias")}
-    tables -= set(find_second_names(model))
+    names = {f"{layer}.{suffix}" for layer in layers for suffix in ("weight", "bias")}
+    names -= set(find_second_names(model))
     for name, tensor in [*model.head.named_parameters("head"), *model.head.named_buffers("head")]:
-        if name in tables:
-            found[name] = model.get_parameter(name)
+        if name in names:
+            tables[name] = model.get_parameter(name)
         elif size in tensor.shape:
             raise UserError(
                 f"{name} {tuple(tensor.shape)} cannot follow: it is wte.weight under a second "
                 "name, or no matrix (V, D) or bias of one",
                 hint="resize before the head is replaced",
             )
-    return found
+    return tables
 
 
 @torch.no_grad()
@@ -186,7 +186,7 @@ def _grow_table(name: str, old: Tensor, n: int, seed: int) -> Tensor:
     """Return a table of n rows: the old rows, then rows drawn around their mean.
 
     A bias gets the mean itself.
-    On the meta device only shapes are made. Raises as `resize_vocab` does.
+    On the meta device the table has only a shape. Raises as `resize_vocab` does.
     """
     n_old = len(old)
     try:

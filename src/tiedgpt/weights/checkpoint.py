@@ -95,15 +95,15 @@ class Checkpoint:
         return _size(self.config, "n_embd", "hidden_size", "d_model")
 
 
-def claim_in(config: Mapping[str, Any], place: str | Path) -> Claim | None:
-    """Return the claim of a config about the head, or None; `place` is its file."""
+def claim_in(config: Mapping[str, Any], source: str | Path) -> Claim | None:
+    """Return the claim of a config about the head, or None; `source` is its file."""
     inner = config.get("text_config")
     is_tied = config.get(TIE_KEY, inner.get(TIE_KEY) if isinstance(inner, dict) else None)
     if is_tied is None:
         return None
     if not isinstance(is_tied, bool):
-        raise CorruptInputError(f"{place}: {TIE_KEY} is {is_tied!r}, neither true nor false")
-    return Claim(is_tied, f"{Path(place).name} says {TIE_KEY}: {str(is_tied).lower()}")
+        raise CorruptInputError(f"{source}: {TIE_KEY} is {is_tied!r}, neither true nor false")
+    return Claim(is_tied, f"{Path(source).name} says {TIE_KEY}: {str(is_tied).lower()}")
 
 
 def _size(config: Mapping[str, Any], *keys: str) -> int | None:
@@ -160,9 +160,9 @@ def to_gpt(checkpoint: Checkpoint, leave_out: Callable[[str], bool] | None = Non
 
 
 def without_wrappers(checkpoint: Checkpoint) -> Checkpoint:
-    """Return the checkpoint with the names of parameters in the unwrapped module.
+    """Rename the tensors as in the unwrapped module.
 
-    Raises `UserError` for an adapter, or a model with one that is not merged.
+    Raises `UserError` for an adapter, or a model with an unmerged adapter.
     """
     if not any(WRAPPERS.search(name) or ADAPTER.search(name) for name in checkpoint.tensors):
         return checkpoint
@@ -198,7 +198,7 @@ def shapes(config: GPTConfig) -> dict[str, tuple[int, ...]]:
         EMBEDDING: (config.vocab_size, d),
         "wpe.weight": (config.n_positions, d),
     }
-    names = {f"h.{n}.{part}": s for n in range(config.n_layer) for part, s in block.items()}
+    names = {f"h.{n}.{module}": s for n in range(config.n_layer) for module, s in block.items()}
     if config.norm == "pre":
         names["ln_f"] = (d,)
     for name, shape in names.items():

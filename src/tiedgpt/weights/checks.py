@@ -74,11 +74,11 @@ def find_load_error(decision: TieDecision) -> str | None:
 
 
 def _build_config(
-    path: Path, gpt: GPTCheckpoint, tensors: Mapping[str, StoredTensor], given: Mapping[str, Any]
+    path: Path, gpt: GPTCheckpoint, tensors: Mapping[str, StoredTensor], extra: Mapping[str, Any]
 ) -> tuple[GPTConfig, str]:
     """Return the config and a note on dropped ids.
 
-    The weights decide the numbers of rows. `given` only adds fields that the file does not state.
+    The weights decide the numbers of rows. `extra` only adds fields that the file does not state.
     """
     for name in tensors:
         if name.startswith(OTHER_HEADS):
@@ -110,13 +110,13 @@ def _build_config(
             f"{path} says n_layer={n_layer!r}, the weights have {len(layers)} layers, of which "
             f"h.{last} is the last: layers are missing, or too many"
         )
-    for name, value in given.items():
+    for name, value in extra.items():
         if name not in GPTConfig.__dataclass_fields__:
             hint = f"there are {', '.join(GPTConfig.__dataclass_fields__)}"
             raise UserError(f"{name!r} is no field of a config", hint=hint)
         if fields.get(name, value) != value and name not in DROPOUTS:
             raise UserError(f"{name}={value!r} contradicts the file, which has {fields[name]!r}")
-    fields = dict(gpt.assumed) | fields | dict(given) | {TIE_KEY: HEAD not in tensors}
+    fields = dict(gpt.assumed) | fields | dict(extra) | {TIE_KEY: HEAD not in tensors}
     if "n_head" not in fields:
         raise UserError(
             f"{path} does not say how many heads it has, and shapes do not tell",
@@ -126,7 +126,7 @@ def _build_config(
     try:
         return GPTConfig(**fields), note
     except UserError as error:
-        if any(name in str(error) for name in given):  # the argument is wrong, not the file
+        if any(name in str(error) for name in extra):  # the argument is wrong, not the file
             raise UserError(f"{path}: {error}") from None
         raise CorruptInputError(f"{path} describes no GPT: {error}") from None
 
@@ -169,9 +169,9 @@ def _check_tensors(
         if not tensor.is_decodable:
             raise tensor.decoding_error()
     there = sum(file.stat().st_size for file in files)
-    wanted = sum(tensor.n_bytes for tensor in tensors.values())
-    if files and wanted > 2 * there + SLACK_BYTES:
+    total = sum(tensor.n_bytes for tensor in tensors.values())
+    if files and total > 2 * there + SLACK_BYTES:
         raise CorruptInputError(
             f"{path} contradicts its own size: its tensors, such as wte.weight of shape "
-            f"{tensors[EMBEDDING].shape}, would take {wanted:,} bytes, and its files have {there:,}"
+            f"{tensors[EMBEDDING].shape}, would take {total:,} bytes, and its files have {there:,}"
         )

@@ -135,9 +135,9 @@ def detect_initialization(tensor: StoredTensor) -> tuple[float, float, str] | No
     slack = 0.1 + 15 / math.sqrt(x.size)
     bound = 1 / math.sqrt(width)
     if abs(kurtosis - 3) < slack:
-        for known in (0.02, 0.01, 1.0, bound):
-            if abs(std / known - 1) < 0.05 + 3 / math.sqrt(x.size):
-                return mean, std, f"N(0, {known:.2g})"
+        for usual_std in (0.02, 0.01, 1.0, bound):
+            if abs(std / usual_std - 1) < 0.05 + 3 / math.sqrt(x.size):
+                return mean, std, f"N(0, {usual_std:.2g})"
     if abs(kurtosis - 1.8) < slack and abs(std * math.sqrt(3) / bound - 1) < 0.05:
         return mean, std, f"uniform in +-{bound:.2g}, torch's Linear"
     return None

@@ -74,12 +74,12 @@ def format_of(path: Path) -> str:
     names = [name for name, writer in writers().items() if writer.suffix == suffix]
     if names:
         return names[0]
-    known = [writer.suffix for writer in writers().values() if writer.suffix]
-    near = get_close_matches(suffix, known, n=1)
-    meant = f"did you mean {path.stem}{near[0]}? " if near else ""
+    all_suffixes = [writer.suffix for writer in writers().values() if writer.suffix]
+    matches = get_close_matches(suffix, all_suffixes, n=1)
+    advice = f"did you mean {path.stem}{matches[0]}? " if matches else ""
     raise UserError(
-        f"{path}: {suffix} is the suffix of no format; known are {', '.join(known)}",
-        hint=f"{meant}for a directory, leave it out or name its format (--to)",
+        f"{path}: {suffix} is the suffix of no format; known are {', '.join(all_suffixes)}",
+        hint=f"{advice}for a directory, leave it out or name its format (--to)",
     )
 
 
@@ -118,27 +118,27 @@ def convert(
         path.parent.mkdir(parents=True, exist_ok=True)
         prefix = f".{path.name}.tmp-{os.getpid()}-"
         with TemporaryDirectory(prefix=prefix, dir=path.parent) as hidden:
-            made = place = Path(hidden, path.name)
+            output = target = Path(hidden, path.name)
             if is_directory and writer.bundled:
-                place = made / writer.bundled
+                target = output / writer.bundled
                 for file, description in descriptions(model, PRECISIONS[precision]).items():
-                    write_json(made / file, description)
+                    write_json(output / file, description)
             inside = None if is_directory else tokenizer
             if "chat_template" in writer.options and (loaded.path / CHAT[0]).is_file():
                 with reading(loaded.path / CHAT[0], "chat template"):
                     options["chat_template"] = (loaded.path / CHAT[0]).read_text("utf-8")
                 options["end_ids"] = read_end_ids(loaded.path)
             notes = writer.write(
-                model, place, precision=precision, tokenizer=inside, progress=progress, **options
+                model, target, precision=precision, tokenizer=inside, progress=progress, **options
             )
             if is_directory and tokenizer is not None:
-                save_tokenizer(tokenizer, model.config, made)
+                save_tokenizer(tokenizer, model.config, output)
             if is_directory and (loaded.path / CHAT[0]).is_file():
                 for beside in filter(Path.is_file, (loaded.path / name for name in CHAT)):
-                    shutil.copy(beside, made)
-            kept = tokenizer if writer.holds_tokenizer or is_directory else None
-            asked = (precision, options.get("w_precision") or precision)
-            written = _compare(loaded, made, path, kept, asked)
+                    shutil.copy(beside, output)
+            stored = tokenizer if writer.holds_tokenizer or is_directory else None
+            precisions = (precision, options.get("w_precision") or precision)
+            written = _compare(loaded, output, path, stored, precisions)
             _move(Path(hidden), path, overwrite)
     return replace(written, notes=(*written.notes, *(notes or ())))
 
@@ -146,8 +146,8 @@ def convert(
 def _chosen_precision(to: str, writer: Writer, precision: str | None, dtype: torch.dtype) -> str:
     """Return the precision to write: the one asked for, the weights' own, or fp32."""
     if precision is None:
-        own = [name for name, torch_dtype in PRECISIONS.items() if torch_dtype == dtype]
-        names = [writer.default, *own, "fp32"]
+        current = [name for name, torch_dtype in PRECISIONS.items() if torch_dtype == dtype]
+        names = [writer.default, *current, "fp32"]
         return next(name for name in names if name in writer.precisions)
     if precision not in writer.precisions:
         others = [name for name, other in writers().items() if precision in other.precisions]
@@ -188,51 +188,51 @@ def _require_file_place(path: Path, *, overwrite: bool) -> None:
 
 def _remove_leftovers(path: Path) -> None:
     """Remove the files of a killed conversion to the same place."""
-    for left in path.parent.glob(f".{glob.escape(path.name)}.tmp-*"):
-        pid = left.name.rpartition(".tmp-")[2].partition("-")[0]
+    for leftover in path.parent.glob(f".{glob.escape(path.name)}.tmp-*"):
+        pid = leftover.name.rpartition(".tmp-")[2].partition("-")[0]
         if pid.isdecimal() and not is_running(int(pid)):
-            remove(left)
+            remove(leftover)
 
 
 def _move(hidden: Path, path: Path, overwrite: bool) -> None:
     """Put the checked files in their place, the file that names the others last."""
-    made = sorted(hidden.iterdir(), key=lambda file: file.name == path.name)
-    for file in made:
+    files = sorted(hidden.iterdir(), key=lambda file: file.name == path.name)
+    for file in files:
         if file.name != path.name:
             _require_file_place(path.parent / file.name, overwrite=overwrite)
-    for file in made:
-        for part in [file, *file.rglob("*")]:
-            sync(part)
+    for file in files:
+        for item in [file, *file.rglob("*")]:
+            sync(item)
         os.replace(file, path.parent / file.name)
     sync(path.parent)
 
 
 def _compare(
-    loaded: Loaded, made: Path, path: Path, tokenizer: Tokenizer | None, precisions: tuple[str, ...]
+    loaded: Loaded, copy: Path, path: Path, tokenizer: Tokenizer | None, precisions: tuple[str, ...]
 ) -> Written:
     """Open the written model again, and raise `CheckFailedError` if it is another one.
 
     The coarsest of its precisions determines the tolerance.
     """
     try:
-        again = load(made)
-        checkpoint = open_checkpoint(made)
+        again = load(copy)
+        checkpoint = open_checkpoint(copy)
         if tokenizer is not None:
-            again_tokenizer, sample = Tokenizer.from_pretrained(made), _sample(tokenizer)
+            again_tokenizer, sample = Tokenizer.from_pretrained(copy), _sample(tokenizer)
             if again_tokenizer.encode(sample) != tokenizer.encode(sample):
-                raise CheckFailedError(f"{made.name}: its tokenizer gives other ids: not kept")
+                raise CheckFailedError(f"{copy.name}: its tokenizer gives other ids: not kept")
     except CorruptInputError as error:
         raise CheckFailedError(f"what was written cannot be read again: {error}") from None
-    ours, theirs = (dict(each.model.named_parameters()) for each in (loaded, again))
-    names = ours.keys() | theirs.keys()
-    exact = all(are_equal(ours.get(name), theirs.get(name)) for name in names)
+    parameters, copied = (dict(x.model.named_parameters()) for x in (loaded, again))
+    names = parameters.keys() | copied.keys()
+    exact = all(are_equal(parameters.get(name), copied.get(name)) for name in names)
     logits = _logits(loaded.model)
     apart = (_logits(again.model) - logits).square().mean().sqrt()
     difference = float(apart / logits.square().mean().sqrt().clamp_min(1e-30))
     tolerance = max(TOLERANCES[precision] for precision in precisions)
     written = [PRECISIONS.get(precision) for precision in precisions]  # None: quantized
-    own = loaded.model.wte.weight.dtype
-    coarser = any(each is None or torch.promote_types(own, each) != each for each in written)
+    dtype = loaded.model.wte.weight.dtype
+    coarser = any(new is None or torch.promote_types(dtype, new) != new for new in written)
     if not (exact or (coarser and difference <= tolerance)):
         raise CheckFailedError(
             f"{path.name} does not hold the model: logits differ by {difference:.2g} of their "
@@ -240,7 +240,7 @@ def _compare(
         )
     tensors = to_gpt(checkpoint).tensors
     copies = by_storage(tensors[name] for name in (EMBEDDING, HEAD) if name in tensors)
-    files = made.rglob("*") if made.is_dir() else made.parent.iterdir()
+    files = copy.rglob("*") if copy.is_dir() else copy.parent.iterdir()
     return Written(
         path,
         n_bytes=sum(file.stat().st_size for file in files if file.is_file()),
@@ -254,10 +254,10 @@ def _compare(
     )
 
 
-def are_equal(ours: Tensor | None, theirs: Tensor | None) -> bool:
+def are_equal(a: Tensor | None, b: Tensor | None) -> bool:
     """Whether two parameters are equal bit for bit; a missing one counts as zeros."""
     bits = []
-    for parameter in (ours, theirs):
+    for parameter in (a, b):
         if parameter is None:
             continue
         upcast = torch.promote_types(
@@ -283,7 +283,7 @@ def _logits(model: GPT) -> Tensor:
 def _notes(loaded: Loaded, again: Loaded) -> tuple[str, ...]:
     """Return notes on opening it again, and on how other tools compute it."""
     notes = [note for note in again.notes if note not in loaded.notes]
-    before, after = (each.model.config.activation_function for each in (loaded, again))
+    before, after = (x.model.config.activation_function for x in (loaded, again))
     if before != after:
         notes.append(f"the model was trained with {before}; what reads this file computes {after}")
     return tuple(notes)

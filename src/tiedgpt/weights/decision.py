@@ -69,7 +69,7 @@ class TieDecision:
     """Matrices that may be kept of two; empty if there is nothing to choose."""
     roles: Roles
     checkpoint: Checkpoint
-    """Checkpoint, with the caller's claim if it has none of its own."""
+    """Checkpoint, with the caller's claim if the file makes no claim."""
 
     @property
     def claim(self) -> Claim:

@@ -134,10 +134,10 @@ def build_model(
     n_done, n_bytes = 0, sum(tensor.n_bytes for tensor in tensors.values())
     for name in sorted(tensors, key=lambda name: name != EMBEDDING):
         tensor = tensors[name].tensor()
-        own, common = tensor.dtype, dtype or state.get(EMBEDDING, tensor).dtype
+        stored, common = tensor.dtype, dtype or state.get(EMBEDDING, tensor).dtype
         state[name] = tensor.to(common)
-        coarser = dtype is None and torch.promote_types(own, common) != common
-        if coarser and not torch.equal(state[name].to(own), tensor):
+        coarser = dtype is None and torch.promote_types(stored, common) != common
+        if coarser and not torch.equal(state[name].to(stored), tensor):
             rounded.append(name)
         n_done += tensors[name].n_bytes
         if progress is not None:

@@ -29,7 +29,7 @@ ADDED = {
 """Origins of foreign parameters, by their names."""
 GELUS = ("gelu", "gelu_new")
 MEANINGS = {"attention_windows": "dense attention", "n_inner": "MLPs of width 4 D"}
-"""Meaning of None for fields of which a program supports only None."""
+"""Meaning of None for fields that must be None in some programs."""
 HOOKS = (
     "forward",
     "_forward_hooks",
@@ -104,8 +104,8 @@ def gpt_parameters(model: GPT, whose: str) -> dict[str, Tensor]:
 
 def _problem(name: str, parameter: Tensor | None, expected: tuple[int, ...] | None) -> str:
     if expected is None:
-        known = (why for part, why in ADDED.items() if re.search(part, name))
-        return next(known, "is not a GPT's: merge or remove it")
+        reasons = (reason for pattern, reason in ADDED.items() if re.search(pattern, name))
+        return next(reasons, "is not a GPT's: merge or remove it")
     if parameter is None:
         return "is missing"
     if tuple(parameter.shape) != expected:
@@ -119,9 +119,9 @@ def _problem(name: str, parameter: Tensor | None, expected: tuple[int, ...] | No
 
 def zero_biases(config: GPTConfig, dtype: torch.dtype) -> dict[str, Tensor]:
     """Return zeros for the biases that a model does not have, by our names."""
-    own = shapes(config)
+    present = shapes(config)
     complete = shapes(replace(config, bias=True)).items()
-    return {n: torch.zeros(shape, dtype=dtype) for n, shape in complete if n not in own}
+    return {n: torch.zeros(shape, dtype=dtype) for n, shape in complete if n not in present}
 
 
 def _require_computed(writer: Writer, model: GPT, *, approximate_gelu: bool) -> None:
@@ -140,17 +140,17 @@ def _require_computed(writer: Writer, model: GPT, *, approximate_gelu: bool) -> 
             ),
         )
     for name, value in fixed.items():
-        own = getattr(config, name)
-        if own != value and not (name == "n_inner" and own == 4 * config.n_embd):
+        got = getattr(config, name)
+        if got != value and not (name == "n_inner" and got == 4 * config.n_embd):
             raise UserError(
-                f"{name}={own!r} cannot be written: {program} has only {MEANINGS.get(name, value)}"
+                f"{name}={got!r} cannot be written: {program} has only {MEANINGS.get(name, value)}"
             )
-    own, computed = config.activation_function, writer.activation
-    alike = own in GELUS and computed in GELUS
-    if computed and own != computed and not (approximate_gelu and alike):
+    got, computed = config.activation_function, writer.activation
+    alike = got in GELUS and computed in GELUS
+    if computed and got != computed and not (approximate_gelu and alike):
         anyway = "approximate_gelu=True (--approximate-gelu) writes it; its logits differ a little"
         raise UserError(
-            f"the model's activation {own!r} cannot be written: {program} computes {computed!r}",
+            f"the model's activation {got!r} cannot be written: {program} computes {computed!r}",
             hint=anyway if alike else None,
         )
 

@@ -165,14 +165,14 @@ def writers() -> dict[str, Writer]:
 
 def writer_named(name: str) -> Writer:
     """Return the writer of a format; raise `UserError` if none exists."""
-    known = writers()
-    if name not in known:
-        near = get_close_matches(name, known, n=1)
-        meant = f"did you mean {near[0]}? " if near else ""
+    by_name = writers()
+    if name not in by_name:
+        matches = get_close_matches(name, by_name, n=1)
+        advice = f"did you mean {matches[0]}? " if matches else ""
         raise UserError(
-            f"cannot write the format {name!r}", hint=f"{meant}choose one of {', '.join(known)}"
+            f"cannot write the format {name!r}", hint=f"{advice}choose one of {', '.join(by_name)}"
         )
-    return known[name]
+    return by_name[name]
 
 
 def defer(module: str, name: str) -> Callable[..., Any]:

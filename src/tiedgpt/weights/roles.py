@@ -119,7 +119,7 @@ def find_roles(
     input_name: str | None = None,
     output_name: str | None = None,
 ) -> Roles:
-    """Return the matrices that read and predict; one that is stored as (D, V) is transposed.
+    """Return the matrices that read and predict; a (D, V) matrix is transposed.
 
     `gpt` are the tensors by our names if the format found a GPT. `input_name` and `output_name`
     name a tensor or its module. Raises `UserError` with the candidates if there are none or
@@ -177,12 +177,12 @@ def rank_name(name: str, role: str) -> int:
     sure, maybe = (READS, MAY_READ) if role == "input" else (PREDICTS, MAY_PREDICT)
     parts = re.split(r"[./]", name)
     rank = 0
-    for at, part in reversed(list(enumerate(parts))):
-        if part in sure:
+    for at, component in reversed(list(enumerate(parts))):
+        if component in sure:
             return 2
-        if part in maybe and not any(before.isdigit() for before in parts[:at]):
+        if component in maybe and not any(before.isdigit() for before in parts[:at]):
             rank = 1  # inside a numbered block, `output` and the like are no head
-        elif part not in WRAPPING and not part.isdigit():
+        elif component not in WRAPPING and not component.isdigit():
             break
     return rank
 
@@ -269,37 +269,37 @@ def _find_output(
 
 
 def _require_no_doubt(
-    checkpoint: Checkpoint, role: str, known: StoredTensor, alike: list[StoredTensor]
+    checkpoint: Checkpoint, role: str, matrix: StoredTensor, alike: list[StoredTensor]
 ) -> None:
     """Raise `UserError` where a matrix of the known one's shape may have the other role."""
     usage = checkpoint.usage
     doubtful = [
         t for t in alike
-        if not (_is_numbered(t) or POSITIONS.search(t.name) or t.is_view_of(known))
+        if not (_is_numbered(t) or POSITIONS.search(t.name) or t.is_view_of(matrix))
     ]  # fmt: skip
     if doubtful:
         does = "what it does" if role == "input" else "whether it predicts"
-        why = f"has a matrix with the shape of {known.name}, and its name does not tell {does}"
+        why = f"has a matrix with the shape of {matrix.name}, and its name does not tell {does}"
         raise _ask_for_names(checkpoint, role, why, doubtful)
-    if role == "output" and usage.products and usage.predicts and known.name not in usage.products:
-        why = f"multiplies nowhere with {known.name}; its last product (quantized, or no head)"
+    if role == "output" and usage.products and usage.predicts and matrix.name not in usage.products:
+        why = f"multiplies nowhere with {matrix.name}; its last product (quantized, or no head)"
         raise _ask_for_names(checkpoint, "output", why, [checkpoint.tensors[usage.predicts[-1]]])
 
 
 def _may_hide_a_head(tensor: StoredTensor, reads: StoredTensor) -> bool:
     """Whether a tensor has a head's name without being a plain matrix (V, D)."""
     parts = ["", *re.split(r"[./]", tensor.name)]
-    module, own = parts[-2:]
-    is_weight = "weight" in own or "original" in own
-    possible = own in MAY_PREDICT or (module in MAY_PREDICT and is_weight)
+    module, last = parts[-2:]
+    is_weight = "weight" in last or "original" in last
+    possible = last in MAY_PREDICT or (module in MAY_PREDICT and is_weight)
     if PREDICTS.isdisjoint(parts) and (not possible or _is_numbered(tensor)):
         return False
-    if "bias" in own or tensor.count < reads.shape[0] or tensor.storage.overlaps(reads.storage):
+    if "bias" in last or tensor.count < reads.shape[0] or tensor.storage.overlaps(reads.storage):
         return False
     if len(tensor.shape) == 1:
         return tensor.count not in reads.shape
-    plain = len(tensor.shape) == 2 and tensor.dtype in FLOATS
-    return not plain or reads.shape[0] in tensor.shape
+    is_plain = len(tensor.shape) == 2 and tensor.dtype in FLOATS
+    return not is_plain or reads.shape[0] in tensor.shape
 
 
 def _count_rows(tensor: StoredTensor, reads: StoredTensor) -> int:
@@ -314,7 +314,7 @@ def _is_similar(tensor: StoredTensor, reads: StoredTensor) -> bool:
 
 
 def _is_numbered(tensor: StoredTensor) -> bool:
-    return any(part.isdigit() for part in re.split(r"[./]", tensor.name))
+    return any(component.isdigit() for component in re.split(r"[./]", tensor.name))
 
 
 def _filter_by_rank(matrices: list[StoredTensor], role: str, rank: int) -> list[StoredTensor]:

@@ -42,7 +42,7 @@ def open_checkpoint(
     """Return the tensors, config and claim of a checkpoint, without reading the tensors.
 
     The first bytes of a file select its formats. Formats with one container share the opened file,
-    and names and shapes select one of them; if none fits, the first reports what is missing.
+    and names and shapes select one of them; if none fits, the first reports the missing tensors.
     `revision` and `cache_dir` are those of a hub repository.
 
     Raises `CorruptInputError` for files that are damaged or of no known format, `UserError` if
@@ -69,8 +69,8 @@ def open_checkpoint(
                 opened[format.open] = _add_config(format.open(file), path, directory)
             checkpoint = replace(opened[format.open], format=format)
             if format.detect_checkpoint(checkpoint):
-                if checkpoint.claim.is_tied is None and (own := format.claim(checkpoint)):
-                    return replace(checkpoint, claim=own)
+                if checkpoint.claim.is_tied is None and (claim := format.claim(checkpoint)):
+                    return replace(checkpoint, claim=claim)
                 return checkpoint
             candidates.append(checkpoint)
     if candidates:

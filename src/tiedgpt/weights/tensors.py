@@ -119,8 +119,8 @@ class StoredTensor:
             return self
         rows, columns = self.shape
 
-        def read(first: int, end: int, left: int, right: int) -> Native:
-            return self.native(left, right, first, end).T
+        def read(first: int, end: int, low: int, high: int) -> Native:
+            return self.native(low, high, first, end).T
 
         return replace(
             self, shape=(columns, rows), strides=(self.strides or (columns, 1))[::-1],
@@ -135,16 +135,16 @@ class StoredTensor:
     def row_range(self, start: int, stop: int) -> StoredTensor:
         """Return elements [start, stop) of a vector, or rows of a matrix, as a tensor."""
         width = self.n_bytes // max(1, self.shape[0])
-        place, begin = self.storage.place, self.storage.start
+        file, begin = self.storage.place, self.storage.start
 
-        def read(first: int, end: int, left: int, right: int) -> Native:
+        def read(first: int, end: int, low: int, high: int) -> Native:
             if len(self.shape) == 1:
-                return self.native(0, 1, start + left, start + right)
-            return self.native(start + first, start + end, left, right)
+                return self.native(0, 1, start + low, start + high)
+            return self.native(start + first, start + end, low, high)
 
         return replace(
             self, shape=(stop - start, *self.shape[1:]), n_bytes=(stop - start) * width,
-            storage=Storage(place, begin + start * width, begin + stop * width), read=read,
+            storage=Storage(file, begin + start * width, begin + stop * width), read=read,
         )  # fmt: skip
 
     @property
@@ -165,8 +165,8 @@ class StoredTensor:
             native, dtype = decode(native, dtype), "float32"
         owned = native if native.flags.writeable else native.copy()
         tensor = torch.from_numpy(owned).view(getattr(torch, dtype))
-        own = native.flags.owndata or owned is not native or not tensor.is_contiguous()
-        return (tensor.contiguous() if own else tensor.clone()).view(self.shape)
+        is_owner = native.flags.owndata or owned is not native or not tensor.is_contiguous()
+        return (tensor.contiguous() if is_owner else tensor.clone()).view(self.shape)
 
     def decoding_error(self) -> UserError:
         """Return the error of loading a tensor that is not decodable."""
@@ -175,11 +175,11 @@ class StoredTensor:
             f"{', '.join(FLOATS)} and GGUF's quantized types are"
         )
 
-    def native(self, start: int, stop: int, left: int = 0, right: int | None = None) -> Native:
+    def native(self, start: int, stop: int, low: int = 0, high: int | None = None) -> Native:
         """Return a block as the unsigned integers (or quantized bytes) that are stored."""
         if self.read is None:
             raise UserError(f"{self.name} has no data to read (it lies on the meta device)")
-        return self.read(start, stop, left, self.matrix_shape[1] if right is None else right)
+        return self.read(start, stop, low, self.matrix_shape[1] if high is None else high)
 
     def blocks(self) -> Iterator[Native]:
         """Yield the stored rows, a few megabytes at a time."""
@@ -215,15 +215,15 @@ def file_reader(path: Path, start: int, columns: int, width: int) -> Read:
     file that is too short.
     """
 
-    def read(first: int, end: int, left: int, right: int) -> Native:
-        block = np.empty((end - first, right - left), f"<u{width}")
-        whole = (left, right) == (0, columns)
+    def read(first: int, end: int, low: int, high: int) -> Native:
+        block = np.empty((end - first, high - low), f"<u{width}")
+        is_full = (low, high) == (0, columns)
         # Unbuffered reads are quicker for many short runs, and end at 2 GB for a long one.
-        buffering: Any = -1 if whole else 0
+        buffering: Any = -1 if is_full else 0
         with reading(path, "file of tensors"), path.open("rb", buffering) as file:
-            runs = [block] if whole else block
+            runs = [block] if is_full else block
             for row, run in enumerate(runs, first):
-                file.seek(start + (row * columns + left) * width)
+                file.seek(start + (row * columns + low) * width)
                 if file.readinto(run.data) != run.nbytes:
                     raise CorruptInputError(f"{path} was cut off while it was read")
         return block
@@ -243,8 +243,8 @@ def tensor_in_file(
 
 def byte_reader(path: Path, start: int, row_bytes: int) -> Read:
     """Return a reader of rows that are opaque bytes (quantized blocks); whole rows only."""
-    plain = file_reader(path, start, row_bytes, 1)
-    return lambda first, end, left, right: plain(first, end, 0, row_bytes)
+    read_bytes = file_reader(path, start, row_bytes, 1)
+    return lambda first, end, low, high: read_bytes(first, end, 0, row_bytes)
 
 
 def by_storage(tensors: Iterable[StoredTensor]) -> list[list[StoredTensor]]:

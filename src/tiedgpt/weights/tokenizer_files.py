@@ -49,7 +49,7 @@ def _hub_names() -> Iterator[str]:
 
 
 def tokenizer_for(model: Any, tokenizer: Any, *, needed: bool = False) -> Tokenizer | None:
-    """Return the tokenizer given, or the one that lies with a model that is a path.
+    """Return the tokenizer given, or the tokenizer in the directory of a model path.
 
     `tokenizer` may be ours, a path, or one of transformers or `tokenizers`. None if none exists;
     if it is `needed`, `UserError`.
@@ -63,9 +63,9 @@ def tokenizer_for(model: Any, tokenizer: Any, *, needed: bool = False) -> Tokeni
         with contextlib.nullcontext() if needed else contextlib.suppress(UserError):
             return open_tokenizer(os.fspath(model))
     if not isinstance(tokenizer, (Tokenizer, type(None))):
-        kind = type(tokenizer).__name__
+        type_name = type(tokenizer).__name__
         raise UserError(
-            f"must be a tiedgpt.Tokenizer or where one is, got {kind}", option="tokenizer"
+            f"must be a tiedgpt.Tokenizer or where one is, got {type_name}", option="tokenizer"
         )
     if needed and tokenizer is None:
         raise UserError(
@@ -79,7 +79,7 @@ def read_end_ids(directory: Path) -> tuple[int, ...]:
     path = directory / "generation_config.json"
     value = read_json(path).get("eos_token_id") if path.exists() else None
     ids = value if isinstance(value, list) else [] if value is None else [value]
-    if not all(type(each) is int and each >= 0 for each in ids):
+    if not all(type(id) is int and id >= 0 for id in ids):
         raise CorruptInputError(f"{path}: eos_token_id must be ids, got {value!r}")
     return tuple(ids)
 
@@ -89,16 +89,16 @@ def _in_directory(directory: Path, *, also_in_weights: bool = True) -> Tokenizer
     if parts := read_tokenizer(directory):
         return Tokenizer(*parts, str(directory))
     for format in formats():
-        kept = format.tokenizer
-        if kept is None or (kept.is_in_weights and not also_in_weights):
+        record = format.tokenizer
+        if record is None or (record.is_in_weights and not also_in_weights):
             continue
-        paths = [path for path in sorted(directory.glob(kept.pattern)) if path.is_file()]
-        paths = [path for path in paths if kept.detect(path, head_of(path))]
+        paths = [path for path in sorted(directory.glob(record.pattern)) if path.is_file()]
+        paths = [path for path in paths if record.detect(path, head_of(path))]
         if len(paths) > 1:
             names = ", ".join(path.name for path in paths[:6])
             raise UserError(f"{directory} holds {len(paths)} tokenizers ({names})", hint="name one")
         if paths:
-            return kept.read(paths[0])
+            return record.read(paths[0])
     return None
 
 

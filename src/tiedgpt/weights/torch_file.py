@@ -124,8 +124,8 @@ def _base_address(state: Mapping[str, Tensor], places: Mapping[int, int]) -> int
     Under the right address each storage is one of the zip file's members. The map only tells the
     places: reading it would end the process (SIGBUS) when another program cuts the file short.
     """
-    held = (tensor.untyped_storage() for tensor in state.values())
-    storages = [(storage.data_ptr(), storage.nbytes()) for storage in held if storage.nbytes()]
+    untyped = (tensor.untyped_storage() for tensor in state.values())
+    storages = [(storage.data_ptr(), storage.nbytes()) for storage in untyped if storage.nbytes()]
     address, n_bytes = storages[0] if storages else (0, 0)
     bases = [address - start for start, size in places.items() if size == n_bytes > 0]
     fitting = [b for b in bases if all(places.get(a - b) == n for a, n in storages)]
@@ -160,12 +160,12 @@ def _check_tensor(path: Path, name: str, tensor: Tensor) -> None:
 
     if tensor.layout is not torch.strided or tensor.is_quantized or tensor.device.type != "cpu":
         raise UserError(f"{path}: {name!r} is {tensor.layout} on {tensor.device}: not read here")
-    held, file_size = tensor.untyped_storage().nbytes(), path.stat().st_size
-    wider = tensor.numel() * tensor.element_size() > held  # rows that are repeated take no bytes
-    if held > file_size or (wider and (tensor.ndim > 2 or tensor.numel() > 1 << 34)):
+    n_bytes, file_size = tensor.untyped_storage().nbytes(), path.stat().st_size
+    wider = tensor.numel() * tensor.element_size() > n_bytes  # rows that are repeated take no bytes
+    if n_bytes > file_size or (wider and (tensor.ndim > 2 or tensor.numel() > 1 << 34)):
         raise CorruptInputError(
             f"{path} contradicts itself: {name!r} of shape {tuple(tensor.shape)} does not fit a "
-            f"storage of {held:,} bytes in a file of {file_size:,}"
+            f"storage of {n_bytes:,} bytes in a file of {file_size:,}"
         )
 
 
@@ -183,7 +183,7 @@ def stored_tensor(
 ) -> StoredTensor:
     """Return a tensor in memory as a `StoredTensor` that converts each block to `dtype`."""
     local: Any = tensor.to_local() if hasattr(tensor, "to_local") else tensor
-    whole = local.shape == tensor.shape and local.device.type != "meta" and not local.is_complex()
+    dense = local.shape == tensor.shape and local.device.type != "meta" and not local.is_complex()
     dtype = dtype or tensor.dtype
     return StoredTensor(
         name,
@@ -191,7 +191,7 @@ def stored_tensor(
         str(dtype).removeprefix("torch."),
         tensor.numel() * dtype.itemsize,
         _storage(local),
-        _reader(name, local, dtype) if whole else None,
+        _reader(name, local, dtype) if dense else None,
         trainable=tensor.requires_grad,
         owner=owner,
         strides=None if tensor.is_contiguous() else tuple(tensor.stride()),
@@ -202,30 +202,30 @@ def _storage(tensor: Tensor) -> Storage:
     """Return the bytes that a tensor spans; on the meta device the storage object is the place."""
     if tensor.numel() == 0:
         return Storage(("empty", id(tensor)), 0, 0)
-    place: object = tensor
+    holder: object = tensor
     try:
-        place = tensor.untyped_storage()
-        base = place.data_ptr()
+        holder = tensor.untyped_storage()
+        base = holder.data_ptr()
     except (RuntimeError, NotImplementedError):  # sharded and wrapped tensors may have none
         base = 0
     reach = sum((n - 1) * step for n, step in zip(tensor.shape, tensor.stride(), strict=True)) + 1
     width = tensor.element_size()
     start = base + int(tensor.storage_offset()) * width
-    where = str(tensor.device) if base else ("no address", id(place))
+    where = str(tensor.device) if base else ("no address", id(holder))
     return Storage(where, start, start + int(reach) * width)
 
 
 def _reader(name: str, tensor: Tensor, dtype: torch.dtype) -> Read:
     rows, columns = math.prod(tensor.shape[:-1]), tensor.shape[-1] if tensor.ndim else 1
 
-    def read_block(first: int, end: int, left: int, right: int) -> Native:
+    def read_block(first: int, end: int, low: int, high: int) -> Native:
         import torch
 
         from tiedgpt.weights.parameters import convert_tensor
 
-        matrix = tensor.detach().reshape(rows, columns)[first:end, left:right]
+        matrix = tensor.detach().reshape(rows, columns)[first:end, low:high]
         flat = convert_tensor(name, matrix, dtype).flatten().view(torch.uint8).numpy()
         native: Native = flat.view(f"<u{dtype.itemsize}")
-        return native.reshape(end - first, right - left)
+        return native.reshape(end - first, high - low)
 
     return read_block

@@ -1,7 +1,7 @@
-"""llm.c's checkpoints (`gpt2_124M.bin`, `model_*.bin`), which are only read.
+"""llm.c's checkpoints (`gpt2_124M.bin`, `model_*.bin`); they cannot be written.
 
-A checkpoint (karpathy/llm.c, train_gpt2.c and train_gpt2.cu) is 256 little-endian int32, of which
-the first eight are magic, version, max_seq_len, vocab_size, num_layers, num_heads, channels and
+A checkpoint (karpathy/llm.c, train_gpt2.c and train_gpt2.cu) is 256 little-endian int32. The
+first eight are magic, version, max_seq_len, vocab_size, num_layers, num_heads, channels and
 padded_vocab_size; then the `parameters`, each for all layers before the next begins. The file has
 no names. The tensors get our names and lie, as llm.c stores them, as (out, in). The rows of wte
 from vocab_size on are padding and are not read.
@@ -62,8 +62,8 @@ def open_llmc(path: Path) -> Checkpoint:
         if version == 1:
             sizes["padded_vocab_size"] = sizes["vocab_size"]
         rows, padded, width = (sizes[n] for n in ("vocab_size", "padded_vocab_size", "channels"))
-        known = raw.startswith(MAGIC) and version in DTYPES
-        if not known or min(sizes.values()) < 1 or padded < rows:
+        is_supported = raw.startswith(MAGIC) and version in DTYPES
+        if not is_supported or min(sizes.values()) < 1 or padded < rows:
             raise ValueError(
                 f"its header says version {version} with {sizes}; versions 1 and 3 (float32) and 5 "
                 "(bfloat16) are read"
@@ -87,7 +87,7 @@ def open_llmc(path: Path) -> Checkpoint:
 
 def to_gpt(checkpoint: Checkpoint) -> GPTCheckpoint:
     """Return the GPT in a checkpoint of llm.c."""
-    fields = {ours: checkpoint.config[theirs] for theirs, ours in FIELDS.items()}
+    fields = {name: checkpoint.config[key] for key, name in FIELDS.items()}
     return GPTCheckpoint("llm.c", fields | COMPUTES, dict(checkpoint.tensors))
 
 

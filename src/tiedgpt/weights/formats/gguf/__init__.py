@@ -61,7 +61,7 @@ NAMES = {
     "h.{}.mlp.c_proj": "blk.{}.ffn_down",
 }
 """Our names -> GGUF's, before .weight or .bias."""
-_OUR_NAMES = {theirs: ours for ours, theirs in NAMES.items()}
+_OUR_NAMES = {stored: ours for ours, stored in NAMES.items()}
 SIZE_KEYS = {
     "n_positions": "gpt2.context_length",
     "n_embd": "gpt2.embedding_length",
@@ -85,13 +85,13 @@ def open_gguf(path: Path) -> Checkpoint:
     """
     metadata, tensors = read_header(path)
     config = {key: value for key, value in metadata.items() if value is not None}
-    tied, rule = metadata.get(TIE_CLAIM), LLAMA_CPP_RULE
+    tied, source = metadata.get(TIE_CLAIM), LLAMA_CPP_RULE
     if tied is not None:
-        rule = f"the file says {TIE_CLAIM}: {str(tied).lower()}"
+        source = f"the file says {TIE_CLAIM}: {str(tied).lower()}"
         if not isinstance(tied, bool):
             raise CorruptInputError(f"{path}: {TIE_CLAIM} must be true or false, got {tied!r}")
     # Converters of 2023 wrote the matrix of a tied GPT-2 twice: two equal ones claim nothing.
-    claim = Claim(tied, rule, different_is_untied=tied is None)
+    claim = Claim(tied, source, different_is_untied=tied is None)
     return Checkpoint(path, "GGUF", tensors, config, claim=claim, files=(path,))
 
 
@@ -147,20 +147,20 @@ def to_ours(name: str) -> str:
 
 
 def _renamed(name: str, table: Mapping[str, str]) -> str:
-    module, _, kind = name.rpartition(".")
+    module, _, suffix = name.rpartition(".")
     layer = re.search(r"\.(\d+)\.", module)
     template = module.replace(layer[0], ".{}.", 1) if layer else module
-    if template not in table or kind not in ("weight", "bias"):
+    if template not in table or suffix not in ("weight", "bias"):
         return name
-    return f"{table[template].format(layer and layer[1])}.{kind}"
+    return f"{table[template].format(layer and layer[1])}.{suffix}"
 
 
 def _fields(source: str, metadata: Mapping[str, Any]) -> dict[str, Any]:
     """Return the metadata under GPTConfig's names, without the sizes that the weights say."""
     width, heads = (metadata.get(SIZE_KEYS[name]) for name in ("n_embd", "n_head"))
     head_dim = width // heads if type(width) is type(heads) is int and heads else None
-    plain = {"head_count_kv": heads, "key_length": head_dim, "value_length": head_dim}
-    for key, expected in {**plain, "causal": True}.items():
+    usual = {"head_count_kv": heads, "key_length": head_dim, "value_length": head_dim}
+    for key, expected in {**usual, "causal": True}.items():
         value = metadata.get(f"gpt2.attention.{key}", expected)
         if value != expected:
             raise UserError(
@@ -199,10 +199,10 @@ class _Header:
 
     def pair(self, arrays: Container[str]) -> tuple[str, Any]:
         """Return a key and its number, string, or list; None for an array that is not kept."""
-        key, (kind,), length = self.text(), self.numbers("I"), None
-        if kind == ARRAY:
-            kind, length = self.numbers("IQ")
-        if kind == STRING:
+        key, (value_type,), length = self.text(), self.numbers("I"), None
+        if value_type == ARRAY:
+            value_type, length = self.numbers("IQ")
+        if value_type == STRING:
             if length is None:
                 return key, self.text()
             if key in arrays:
@@ -210,13 +210,13 @@ class _Header:
             for _ in range(length):
                 self.skip(*self.numbers("Q"))
             return key, None
-        if kind not in SCALARS:
-            raise ValueError(f"a value has the type {kind}")
+        if value_type not in SCALARS:
+            raise ValueError(f"a value has the type {value_type}")
         if length is None:
-            return key, self.numbers(SCALARS[kind])[0]
+            return key, self.numbers(SCALARS[value_type])[0]
         if key in arrays:
-            return key, list(self.numbers(f"{length}{SCALARS[kind]}"))
-        self.skip(length * struct.calcsize(SCALARS[kind]))
+            return key, list(self.numbers(f"{length}{SCALARS[value_type]}"))
+        self.skip(length * struct.calcsize(SCALARS[value_type]))
         return key, None
 
 
@@ -238,8 +238,8 @@ def _parse(
         raise ValueError(f"general.alignment is {alignment!r}")
     data_start = -(-header.at // alignment) * alignment
     tensors = {
-        name: _tensor(path, name, shape, kind, data_start + offset, len(header.data))
-        for name, shape, kind, offset in infos
+        name: _tensor(path, name, shape, qtype, data_start + offset, len(header.data))
+        for name, shape, qtype, offset in infos
     }
     if "" in metadata or "" in tensors or (len(metadata), len(tensors)) != (n_pairs, n_tensors):
         raise ValueError("a key or a tensor occurs twice, or its name has more than 64 KiB")
@@ -247,22 +247,24 @@ def _parse(
 
 
 def _tensor(
-    path: Path, name: str, shape: tuple[int, ...], kind: int, start: int, file_size: int
+    path: Path, name: str, shape: tuple[int, ...], qtype: int, start: int, file_size: int
 ) -> StoredTensor:
-    if kind in TYPES:
-        tensor = tensor_in_file(path, name, shape, TYPES[kind], start, DTYPES[TYPES[kind]].n_bytes)
+    if qtype in TYPES:
+        tensor = tensor_in_file(
+            path, name, shape, TYPES[qtype], start, DTYPES[TYPES[qtype]].n_bytes
+        )
     else:
         gguf = require_package("gguf", "reading quantized GGUF tensors")
-        if kind not in list(gguf.GGMLQuantizationType):
+        if qtype not in list(gguf.GGMLQuantizationType):
             storage = Storage(str(path), start, start)
-            return StoredTensor(name, shape, f"ggml type {kind}", 0, storage, None)
-        block, block_bytes = gguf.GGML_QUANT_SIZES[kind]
+            return StoredTensor(name, shape, f"ggml type {qtype}", 0, storage, None)
+        block, block_bytes = gguf.GGML_QUANT_SIZES[qtype]
         columns = shape[-1] if shape else 1
         if columns % block:
             raise ValueError(f"{name[:80]!r} has rows of {columns:,} in blocks of {block}")
         size = math.prod(shape) // block * block_bytes
         tensor = StoredTensor(
-            name, shape, gguf.GGMLQuantizationType(kind).name, size,
+            name, shape, gguf.GGMLQuantizationType(qtype).name, size,
             Storage(str(path), start, start + size),
             byte_reader(path, start, columns // block * block_bytes),
         )  # fmt: skip

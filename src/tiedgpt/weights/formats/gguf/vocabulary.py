@@ -47,12 +47,12 @@ def read_tokenizer(path: Path) -> Tokenizer:
         )
     metadata.setdefault(KEYS + "token_type", [NORMAL] * len(metadata.get(KEYS + "tokens") or ()))
     with reading(path, "tokenizer of GGUF"):
-        for key, kind in ARRAYS.items():
+        for key, value in ARRAYS.items():
             array = metadata.get(key)
-            if not isinstance(array, list) or not all(type(item) is kind for item in array):
-                raise ValueError(f"{key} is missing or no array of {kind.__name__}")
+            if not isinstance(array, list) or not all(type(item) is value for item in array):
+                raise ValueError(f"{key} is missing or no array of {value.__name__}")
         tokens, lines, types = (metadata[key] for key in ARRAYS)
-        used = [id for id, kind in enumerate(types[: len(tokens)]) if kind != UNUSED]
+        used = [id for id, value in enumerate(types[: len(tokens)]) if value != UNUSED]
         ids = {tokens[id]: id for id in used}
         if len(types) != len(tokens) or "" in ids or len(ids) < len(used):
             raise ValueError("a token has no type of its own, is empty, or occurs twice")
@@ -70,10 +70,12 @@ def read_tokenizer(path: Path) -> Tokenizer:
             if type(id) is not int or not 0 <= id < len(tokens) or types[id] == UNUSED:
                 raise ValueError(f"{name}={id!r} is none of its {len(tokens):,} tokens")
     rust = byte_level_tokenizer(models.BPE(vocab=ids, merges=merges))
-    control = {id for id, kind in enumerate(types) if kind in (UNKNOWN, CONTROL)}
+    control = {id for id, value in enumerate(types) if value in (UNKNOWN, CONTROL)}
     control.update(special.values())
     rust.add_special_tokens([tokens[id] for id in sorted(control)])
-    user_defined = (i for i, kind in enumerate(types) if kind == USER_DEFINED and i not in control)
+    user_defined = (
+        i for i, value in enumerate(types) if value == USER_DEFINED and i not in control
+    )
     rust.add_tokens([tokenizers.AddedToken(tokens[id], normalized=False) for id in user_defined])
     settings = {name.removesuffix("_id"): tokens[id] for name, id in special.items()}
     return Tokenizer(rust, settings, str(path))
@@ -110,9 +112,9 @@ def add_tokenizer(
         unused = f"[PAD{id}]"
         while unused in taken:  # llama.cpp refuses a vocabulary with the same token twice
             unused += "_"
-        token, kind = of_id.get(id, (unused, UNUSED))
+        token, token_type = of_id.get(id, (unused, UNUSED))
         tokens.append(token)
-        types.append(kind)
+        types.append(token_type)
     if len(taken) < len(of_id) or "" in taken:
         raise UserError("llama.cpp takes no tokenizer with an empty token or one under two ids")
     writer.add_tokenizer_model(MODEL)
@@ -136,7 +138,7 @@ def add_tokenizer(
             )
         if id is not None:
             writer.add_uint32(key, id)
-    for end in [each for each in end_ids if each != id][:1]:  # the last of ID_KEYS is the end's
+    for end in [i for i in end_ids if i != id][:1]:  # the last of ID_KEYS is the end's
         writer.add_eot_token_id(end)
     writer.add_add_bos_token(False)
     writer.add_add_eos_token(False)

@@ -1,9 +1,9 @@
 """Write a GGUF file for llama.cpp.
 
 Tensor types as llama.cpp's own converter chooses them: vectors and `position_embd` stay F32,
-matrices get the requested precision; blocks of 32 fall back to F16 where rows are no multiple of
-32. W gets 8 bits where the others get fewer. A tied W is written once: without an `output.weight`,
-llama.cpp predicts with `token_embd.weight`. `NAME.Modelfile` next to it is for Ollama.
+matrices get the requested precision; blocks of 32 fall back to F16 where rows are not a multiple
+of 32. W gets 8 bits where the others get fewer. A tied W is written once: without an
+`output.weight`, llama.cpp predicts with `token_embd.weight`. `NAME.Modelfile` is for Ollama.
 """
 
 from __future__ import annotations
@@ -101,13 +101,13 @@ def write(
         for tag in TRACKED:
             chat_template = chat_template.replace(tag, "")
         writer.add_chat_template(chat_template)
-    kinds, total = {}, 0
+    qtypes, total = {}, 0
     for name, tensor in tensors.items():
-        wanted = w_precision if name in MATRICES else precision
-        kinds[name] = kind = gguf.GGMLQuantizationType[_kind(name, tensor, wanted)]
-        block, block_bytes = gguf.GGML_QUANT_SIZES[kind]
+        target = w_precision if name in MATRICES else precision
+        qtypes[name] = qtype = gguf.GGMLQuantizationType[_type_name(name, tensor, target)]
+        block, block_bytes = gguf.GGML_QUANT_SIZES[qtype]
         n_bytes = tensor.numel() // block * block_bytes
-        writer.add_tensor_info(name, tensor.shape, np.float32, n_bytes, kind)
+        writer.add_tensor_info(name, tensor.shape, np.float32, n_bytes, qtype)
         total += n_bytes
     require_room(path.parent, total)
     done = 0
@@ -116,7 +116,7 @@ def write(
         writer.write_kv_data_to_file()
         writer.write_ti_data_to_file()
         for name, tensor in tensors.items():
-            data = _encoded(gguf, name, tensor, kinds[name])
+            data = _encoded(gguf, name, tensor, qtypes[name])
             writer.write_tensor_data(data)
             done += data.nbytes
             if progress is not None:
@@ -141,23 +141,23 @@ def _modelfile(
     return "\n".join(lines) + "\n"
 
 
-def _kind(name: str, tensor: Tensor, precision: str) -> str:
+def _type_name(name: str, tensor: Tensor, precision: str) -> str:
     if tensor.ndim == 1 or name == POSITIONS:
         return "F32"
     return "F16" if precision.startswith("q") and tensor.shape[-1] % 32 else TYPES[precision]
 
 
-def _encoded(gguf: Any, name: str, tensor: Tensor, kind: Any) -> np.ndarray[Any, Any]:
-    if kind.name in DTYPES:
-        return convert_tensor(name, tensor, DTYPES[kind.name]).flatten().view(torch.uint8).numpy()
+def _encoded(gguf: Any, name: str, tensor: Tensor, qtype: Any) -> np.ndarray[Any, Any]:
+    if qtype.name in DTYPES:
+        return convert_tensor(name, tensor, DTYPES[qtype.name]).flatten().view(torch.uint8).numpy()
     numbers = convert_tensor(name, tensor, torch.float32)
-    if not float(numbers.abs().max()) <= STEPS[kind.name] * LARGEST_HALF:  # also where it is nan
+    if not float(numbers.abs().max()) <= STEPS[qtype.name] * LARGEST_HALF:  # also where it is nan
         raise UserError(
-            f"{name} has numbers that are not finite or too large for {kind.name}",
+            f"{name} has numbers that are not finite or too large for {qtype.name}",
             hint="write fp32",
         )
     with np.errstate(over="ignore", divide="ignore"):
-        return gguf.quants.quantize(numbers.numpy(), kind)
+        return gguf.quants.quantize(numbers.numpy(), qtype)
 
 
 def _add_metadata(gguf: Any, writer: Any, config: GPTConfig, name: str, precision: str) -> None:

@@ -103,7 +103,7 @@ def write(
 ) -> None:
     """Write `path` for nanoGPT in "fp32", "bf16" or "fp16"; None is the model's own type.
 
-    nanoGPT's `sample.py --init_from=resume` loads it unchanged. There is no "optimizer": train.py
+    nanoGPT's `sample.py --init_from=resume` loads it unchanged. Without an "optimizer", train.py
     cannot resume from it. The tokenizer has no place in the file.
 
     nanoGPT computes the exact GELU since June 2023 and did the tanh form before. A model of GPT-2's
@@ -130,7 +130,7 @@ def write(
     state[LM_HEAD] = state[BODY_PREFIX + EMBEDDING]
     checkpoint = {
         "model": state,
-        "model_args": {theirs: getattr(config, ours) for theirs, ours in MODEL_ARGS.items()},
+        "model_args": {key: getattr(config, field) for key, field in MODEL_ARGS.items()},
         "iter_num": 0,
         "best_val_loss": NO_LOSS,
         "config": {name: getattr(config, name) for name in CONFIG_FIELDS},

@@ -36,7 +36,7 @@ class _DataOnly(pickle.Unpickler):
 def read_data_pickle(file: Path) -> Any:
     """Return the value in a pickle of any protocol: dicts, strings and whole numbers.
 
-    Raises `CorruptInputError` for anything else that a pickle can hold, before any of it is made.
+    Raises `CorruptInputError` for anything else that a pickle can hold, before a value is created.
     """
     with reading(file, "pickle of a vocabulary"), file.open("rb") as opened:
         content = opened.read(LARGEST + 1)

@@ -32,7 +32,7 @@ CONSTANT = "constant."
 LARGEST_FILE = 2**31 - 1
 MAX_NAME, MAX_AXES = 64 << 10, 64
 FIELDS_THAT_FOLLOW = b"\x12\x1a\x22\x28\x32\x3a\x42\x72"
-"""Tags of a ModelProto's other fields, one of which follows its ir_version."""
+"""Tags of a ModelProto's other fields; the field after ir_version is one of them."""
 SAME_MATRIX = ("Transpose", "Identity", "Cast", "DequantizeLinear", "Reshape", "Unsqueeze")
 PRODUCTS = ("MatMul", "Gemm", "MatMulInteger", "FusedMatMul", "MatMulNBits")
 LOOKUPS = ("Gather", "GatherBlockQuantized")
@@ -157,8 +157,8 @@ class _Graph:
         if not isinstance(name, str) or len(name) > MAX_NAME or len(tensor.dims) > MAX_AXES:
             raise ValueError(f"{name[:80]!r} has a name or a shape that nobody writes")
         if name not in self.tensors:
-            made = self.external if tensor.external_data else self.in_memory
-            self.tensors[name] = made(name, tensor)
+            make = self.external if tensor.external_data else self.in_memory
+            self.tensors[name] = make(name, tensor)
 
     def in_memory(self, name: str, tensor: Any) -> StoredTensor:
         """Return a tensor whose data were parsed with the graph."""
@@ -169,21 +169,21 @@ class _Graph:
             native = np.ascontiguousarray(array).view(f"<u{width}")
             native = native.reshape(math.prod(array.shape[:-1]), columns)
 
-            def reader(first: int, end: int, left: int, right: int) -> Native:
-                return native[first:end, left:right]
+            def reader(first: int, end: int, low: int, high: int) -> Native:
+                return native[first:end, low:high]
 
         storage = Storage((str(self.path), name), 0, array.nbytes)
         return StoredTensor(name, array.shape, str(array.dtype), array.nbytes, storage, reader)
 
     def external(self, name: str, tensor: Any) -> StoredTensor:
         """Return a tensor in a file beside the graph; the file must hold all of it."""
-        place = {entry.key: entry.value for entry in tensor.external_data}
-        file = beside(self.path, place.get("location", ""))
+        entries = {entry.key: entry.value for entry in tensor.external_data}
+        file = beside(self.path, entries.get("location", ""))
         self.other_files.append(file)
         dtype = self.onnx.helper.tensor_dtype_to_np_dtype(tensor.data_type)
         shape, columns = tuple(tensor.dims), tensor.dims[-1] if tensor.dims else 1
         size = math.prod(shape) * dtype.itemsize
-        start, length = int(place.get("offset", 0)), int(place.get("length", size))
+        start, length = int(entries.get("offset", 0)), int(entries.get("length", size))
         is_unpacked = length == size  # not so where several numbers are packed into a byte
         wrong = min((*shape, start, length)) < 0 or (str(dtype) in FLOATS and not is_unpacked)
         if wrong or start + length > file.stat().st_size:

@@ -9,9 +9,9 @@
 
 The names are those of Hugging Face optimum's text-generation-with-past and of transformers.js.
 Prefill is a step with a past of length 0, so one graph serves both. Prompts of different lengths
-are padded; the logits of padding mean nothing. `Gemm` takes W as it is stored: of `Transpose(W)`,
-onnxruntime would make a second matrix when it loads the file. Operators are of opset 17, which
-onnxruntime runs from 1.12 (2022) on. The config is in the metadata, so that the
+are padded; the logits of padding mean nothing. `Gemm` takes W in its stored layout: of
+`Transpose(W)`, onnxruntime would make a second matrix when it loads the file. Operators are of
+opset 17, which onnxruntime runs from 1.12 (2022) on. The config is in the metadata, so that the
 same model is read back.
 
 A linear layer's or a LayerNorm's result is named after it: `h.3.mlp.c_fc.out`.
@@ -86,8 +86,8 @@ def write(
     }
     n_bytes = sum(tensor.numel() for tensor in tensors.values()) * dtype.itemsize
     require_room(path.parent, n_bytes + (ALIGNMENT + 256) * len(tensors))
-    kind = onnx.TensorProto.DataType.Value(TYPES[dtype])
-    protos = [onnx.TensorProto(name=n, dims=t.shape, data_type=kind) for n, t in tensors.items()]
+    number = onnx.TensorProto.DataType.Value(TYPES[dtype])
+    protos = [onnx.TensorProto(name=n, dims=t.shape, data_type=number) for n, t in tensors.items()]
     done = 0
 
     def write_data(file: BinaryIO, name: str) -> None:
@@ -109,30 +109,30 @@ def write(
 
 def _write_one(path: Path, model: Any, tensors: list[Any], width: int, write_data: Write) -> None:
     """Write the graph with the tensors in it; `onnx.save` would hold a copy of all in memory."""
-    graph, starts, whole = model.graph.SerializeToString(), {}, 0
+    graph, starts, n_bytes = model.graph.SerializeToString(), {}, 0
     model.ClearField("graph")
     for tensor in tensors:
         size = math.prod(tensor.dims) * width
         start = tensor.SerializeToString() + _field(RAW_DATA, size)
         starts[tensor.name] = _field(INITIALIZER, len(start) + size) + start
-        whole += len(starts[tensor.name]) + size
+        n_bytes += len(starts[tensor.name]) + size
     with replacing(path) as temporary, temporary.open("wb") as file:
-        file.write(model.SerializeToString() + _field(GRAPH, len(graph) + whole) + graph)
+        file.write(model.SerializeToString() + _field(GRAPH, len(graph) + n_bytes) + graph)
         for name, start in starts.items():
             file.write(start)
             write_data(file, name)
 
 
 def _write_two(path: Path, model: Any, tensors: list[Any], width: int, write_data: Write) -> None:
-    """Write the tensors to a file of their own, which is in place before the graph is."""
+    """Write the tensors to a separate file first, then the graph."""
     beside = path.with_name(path.name + "_data")
     with replacing(path) as graph, replacing(beside) as weights:
         with weights.open("wb") as file:
             for tensor in tensors:
                 file.write(bytes(-file.tell() % ALIGNMENT))
                 length = math.prod(tensor.dims) * width
-                place = {"location": beside.name, "offset": file.tell(), "length": length}
-                for key, value in place.items():
+                entries = {"location": beside.name, "offset": file.tell(), "length": length}
+                for key, value in entries.items():
                     tensor.external_data.add(key=key, value=str(value))
                 tensor.data_location = tensor.EXTERNAL
                 model.graph.initializer.append(tensor)
@@ -152,17 +152,17 @@ def _field(number: int, n_bytes: int) -> bytes:
 def _graph(onnx: Any, config: GPTConfig, dtype: torch.dtype) -> Any:
     """Return the GraphProto of a GPT, without its initializers."""
     types, declare = onnx.TensorProto, onnx.helper.make_tensor_value_info
-    kind = types.FLOAT16 if dtype is torch.float16 else types.FLOAT
+    floats = types.FLOAT16 if dtype is torch.float16 else types.FLOAT
     batch, new, past = "batch_size", "sequence_length", "past_sequence_length"
     both, n_head, width = f"{past} + {new}", config.n_head, config.head_dim
     lengths = {"input_ids": new, "attention_mask": both, "position_ids": new}
     inputs = [declare(name, types.INT64, (batch, length)) for name, length in lengths.items()]
-    outputs = [declare("logits", kind, (batch, new, config.vocab_size))]
+    outputs = [declare("logits", floats, (batch, new, config.vocab_size))]
     for layer in range(config.n_layer):
-        for part in (f"{layer}.key", f"{layer}.value"):
-            cached = declare(f"past_key_values.{part}", kind, (batch, n_head, past, width))
+        for name in (f"{layer}.key", f"{layer}.value"):
+            cached = declare(f"past_key_values.{name}", floats, (batch, n_head, past, width))
             inputs.append(cached)
-            outputs.append(declare(f"present.{part}", kind, (batch, n_head, both, width)))
+            outputs.append(declare(f"present.{name}", floats, (batch, n_head, both, width)))
     network = _Network(onnx, config, dtype)
     network.compute_logits()
     return onnx.helper.make_graph(network.nodes, "gpt", inputs, outputs)
@@ -180,7 +180,7 @@ class _Network:
 
     def __call__(self, op: str, *inputs: Any, out: str = "", **attributes: Any) -> str:
         """Add a node; numbers among its inputs become constants, several outputs are "a b"."""
-        names = [each if isinstance(each, str) else self.constant(each) for each in inputs]
+        names = [x if isinstance(x, str) else self.constant(x) for x in inputs]
         out = out or f"{op}_{len(self.nodes)}"
         outputs = out.split()
         node = self.onnx.helper.make_node(op, names, outputs, name=outputs[0], **attributes)
@@ -249,8 +249,8 @@ class _Network:
         return self.norm(self("Add", x, self.mlp(x, f"{name}.mlp")), f"{name}.ln_2")
 
     def norm(self, x: str, name: str) -> str:
-        kinds = ("weight", "bias") if self.config.bias else ("weight",)
-        inputs = [self.parameter(f"{name}.{kind}") for kind in kinds]
+        suffixes = ("weight", "bias") if self.config.bias else ("weight",)
+        inputs = [self.parameter(f"{name}.{suffix}") for suffix in suffixes]
         return self(
             "LayerNormalization", x, *inputs, out=f"{name}.out", axis=-1,
             epsilon=float(self.config.layer_norm_epsilon),
@@ -267,8 +267,8 @@ class _Network:
         name, config = f"h.{layer}.attn", self.config
         qkv = self.linear(x, f"{name}.c_attn")
         parts = self("Split", qkv, out=f"{name}.q {name}.k {name}.v", axis=-1).split()
-        by_head = [self("Reshape", part, [0, 0, config.n_head, config.head_dim]) for part in parts]
-        q, k, v = (self("Transpose", part, perm=[0, 2, 1, 3]) for part in by_head)
+        by_head = [self("Reshape", t, [0, 0, config.n_head, config.head_dim]) for t in parts]
+        q, k, v = (self("Transpose", t, perm=[0, 2, 1, 3]) for t in by_head)
         past, present = f"past_key_values.{layer}", f"present.{layer}"
         k = self("Concat", f"{past}.key", k, out=f"{present}.key", axis=2)
         v = self("Concat", f"{past}.value", v, out=f"{present}.value", axis=2)

@@ -58,16 +58,16 @@ def drop_training_state(
     tensors: Mapping[str, StoredTensor],
 ) -> tuple[dict[str, StoredTensor], list[str]]:
     """Return the language model's variables, and a note on the tensors that were left out."""
-    kept, left_out = {}, []
+    variables, left_out = {}, []
     for name, tensor in tensors.items():
         match = OPTIMIZER_STATE.fullmatch(name)
         if tensor.shape == () or (match and match[1] in tensors):
             left_out.append(printable(name)[:80])
         else:
-            kept[name] = tensor
+            variables[name] = tensor
     if not left_out:
-        return kept, []
-    return kept, [f"left out {len(left_out)} tensors of the training, such as {left_out[0]}"]
+        return variables, []
+    return variables, [f"left out {len(left_out)} tensors of the training, such as {left_out[0]}"]
 
 
 def rename_variables(variables: Mapping[str, StoredTensor]) -> dict[str, StoredTensor]:

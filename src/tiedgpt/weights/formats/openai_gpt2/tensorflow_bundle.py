@@ -73,7 +73,7 @@ def _read_index(path: Path) -> tuple[dict[str, StoredTensor], tuple[Path, ...]]:
         table = _table(opened.read(MAX_INDEX + 1))
     header = _message(table.pop(b""))
     n_files = _number(header, 1)
-    version = max((_number(each, 2) for each in _messages(header, 3)), default=1)
+    version = max((_number(message, 2) for message in _messages(header, 3)), default=1)
     if _number(header, 2) or version > 1:
         raise UserError(f"{path} is big-endian, or version {version} of the format: not supported")
     tensors: dict[str, StoredTensor] = {}
@@ -101,13 +101,13 @@ def _tensor(name: str, entry: Message, path: Path, file_size: int) -> StoredTens
     """
     number, start, n_bytes, checksum = (_number(entry, field) for field in (1, 4, 5, 6))
     shapes = _messages(entry, 2)
-    shape = tuple(_number(dim, 1) for each in shapes for dim in _messages(each, 2))
+    shape = tuple(_number(dim, 1) for message in shapes for dim in _messages(message, 2))
     dtype = TYPES.get(number, f"TensorFlow type {number}")
     width = DTYPES[dtype].n_bytes if dtype in DTYPES else 0
     what = f"{path}: the bytes of {printable(name)[:200]}"
     tensor = tensor_in_file(path, name, shape, dtype, start, width)
     sound = number > 0 and len(shape) <= 64 and max(shape, default=0) < 1 << 40
-    sound = sound and not any(_number(each, 3) for each in shapes)
+    sound = sound and not any(_number(message, 3) for message in shapes)
     if not sound or (width and n_bytes != tensor.n_bytes) or start + n_bytes > file_size:
         raise CorruptInputError(
             f"{what} cannot be {dtype} of shape {str(shape)[:80]} in bytes {start:,} to "
@@ -129,9 +129,9 @@ def _verifying(tensor: StoredTensor, expected: int, what: str) -> Read:
                 f"{what} do not match their checksum", hint="download the file again"
             )
 
-    def verified_read(first: int, end: int, left: int, right: int) -> Native:
+    def verified_read(first: int, end: int, low: int, high: int) -> Native:
         verify()
-        return tensor.native(first, end, left, right)
+        return tensor.native(first, end, low, high)
 
     return verified_read
 
@@ -157,8 +157,8 @@ def _table(data: bytes) -> dict[bytes, bytes]:
     _, _, start, size, _ = _varints(data[footer:], 4)  # of the meta index, then of the index
     table: dict[bytes, bytes] = {}
     stop = 0
-    for _, place in _pairs(_block(data, start, size)):
-        start, size, _ = _varints(place, 2)
+    for _, handle in _pairs(_block(data, start, size)):
+        start, size, _ = _varints(handle, 2)
         if start < stop:  # many blocks of the same bytes would take unbounded time
             raise ValueError("two blocks overlap")
         stop = start + size
@@ -187,12 +187,12 @@ def _pairs(block: bytes) -> Iterator[tuple[bytes, bytes]]:
     """Yield keys and values; a key is stored without the bytes it shares with the one before."""
     key, at = b"", 0
     while at < len(block):
-        shared, own, size, at = _varints(block, 3, at)
-        stop = at + own + size
-        if shared > len(key) or shared + own > MAX_KEY or stop > len(block):
+        shared, unshared, size, at = _varints(block, 3, at)
+        stop = at + unshared + size
+        if shared > len(key) or shared + unshared > MAX_KEY or stop > len(block):
             raise ValueError("a name or a value is longer than its block")
-        key = key[:shared] + block[at : at + own]
-        yield key, block[at + own : stop]
+        key = key[:shared] + block[at : at + unshared]
+        yield key, block[at + unshared : stop]
         at = stop
 
 

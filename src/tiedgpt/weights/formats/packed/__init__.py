@@ -102,10 +102,10 @@ def layout(config: GPTConfig, precision: Precision) -> dict[str, Layout]:
         arrays["head.bias"] = ((padded(config.vocab_size),), np.float32)
     arrays["wpe"] = ((config.n_positions, padded(d)), np.float32)
     for name, (rows, width) in stack_sizes(config).items():
-        for kind, (shape, dtype) in zip(
+        for suffix, (shape, dtype) in zip(
             ("weights", "scales"), layouts(precision, rows, width), strict=True
         ):
-            arrays[f"{name}.{kind}"] = ((layers, *shape), dtype)
+            arrays[f"{name}.{suffix}"] = ((layers, *shape), dtype)
         arrays[f"{name}.bias"] = ((layers, padded(rows)), np.float32)
     arrays["norms"] = ((layers, 2, 2, d), np.float32)  # ln_1 and ln_2; weight and bias
     arrays["ln_f"] = ((2, d), np.float32)
@@ -138,7 +138,7 @@ def find_packed(source: str | os.PathLike[str]) -> Path | None:
 def open_packed(path: str | os.PathLike[str]) -> PackedModel:
     """Open a packed directory: its arrays are read-only views of the mapped file.
 
-    Raises `UserError` if there is no packed model or a later version wrote it, `CorruptInputError`
+    Raises `UserError` without a packed model, or if a later version wrote it, `CorruptInputError`
     if it is damaged, cut off, or contradicts its config.
     """
     path = Path(path)
@@ -215,11 +215,11 @@ def _stored(model: PackedModel, name: str, shape: tuple[int, ...]) -> StoredTens
 
 
 def _unpacking(panels: Panels) -> Read:
-    def read(first: int, end: int, left: int, right: int) -> Native:
+    def read(first: int, end: int, low: int, high: int) -> Native:
         skipped = first // PANEL
         weights, scales = panels.weights[skipped:], panels.scales[skipped:]
-        values = unpack(Panels(weights, scales, end - skipped * PANEL, right))
-        return np.ascontiguousarray(values[first - skipped * PANEL :, left:]).view("<u4")
+        values = unpack(Panels(weights, scales, end - skipped * PANEL, high))
+        return np.ascontiguousarray(values[first - skipped * PANEL :, low:]).view("<u4")
 
     return read
 

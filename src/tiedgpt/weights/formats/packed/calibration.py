@@ -66,9 +66,9 @@ def calibrate(
         if not hessian.isfinite().all():
             raise UserError("the model's weights, or its states on this text, are not finite")
         weight = model.get_parameter(name)
-        rounded, found = round_matrix(weight, hessian)
+        rounded, new_scales = round_matrix(weight, hessian)
         weight.copy_(rounded)
-        scales[name], done = found.numpy(), done + weight.nbytes
+        scales[name], done = new_scales.numpy(), done + weight.nbytes
         if progress is not None:
             progress(done, total)
     return model, scales
@@ -195,15 +195,15 @@ def _round_group(group: Tensor, root: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     extreme = group.gather(0, group.abs().argmax(0, keepdim=True))  # becomes -8
     scales = (extreme / -8 * torch.tensor(SCALE_FACTORS)[:, None]).bfloat16().float()
     scales[scales == 0] = 1
-    left = group[:, None].repeat(1, len(scales), 1)  # (32, candidates, rows)
-    errors = torch.empty_like(left)
+    columns = group[:, None].repeat(1, len(scales), 1)  # (32, candidates, rows)
+    errors = torch.empty_like(columns)
     for j, spread in enumerate(root):
-        rounded = (left[j] / scales).round_().clamp_(-8, 7) * scales
-        errors[j] = (left[j] - rounded) / spread[j]
-        left[j + 1 :] -= spread[j + 1 :, None, None] * errors[j]
-        left[j] = rounded
+        rounded = (columns[j] / scales).round_().clamp_(-8, 7) * scales
+        errors[j] = (columns[j] - rounded) / spread[j]
+        columns[j + 1 :] -= spread[j + 1 :, None, None] * errors[j]
+        columns[j] = rounded
     best = errors.square().sum(0).argmin(0)[None]
     values, errors = (
-        each.gather(1, best.expand(len(each), 1, -1))[:, 0] for each in (left, errors)
+        tensor.gather(1, best.expand(len(tensor), 1, -1))[:, 0] for tensor in (columns, errors)
     )
     return values, errors, scales.gather(0, best)[0]

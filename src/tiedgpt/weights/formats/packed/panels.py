@@ -70,11 +70,11 @@ def layouts(precision: Precision, rows: int, width: int) -> tuple[Layout, Layout
 
 
 def pack(
-    matrix: NDArray[Any], precision: Precision, given: NDArray[np.float32] | None = None
+    matrix: NDArray[Any], precision: Precision, fixed: NDArray[np.float32] | None = None
 ) -> Panels:
     """Pack a float32 matrix (rows, width); raise `UserError` if a weight is not finite.
 
-    `given` (rows, groups) are known scales of int4's groups.
+    `fixed` (rows, groups) are the scales of int4's groups if they are decided.
     """
     if precision not in PRECISIONS:
         raise UserError(
@@ -83,9 +83,9 @@ def pack(
     rows, width = matrix.shape
     weights, scales = (np.zeros(*layout) for layout in layouts(precision, rows, width))
     for first in range(0, len(weights), CHUNK):
-        part = matrix[first * PANEL : (first + CHUNK) * PANEL]
-        block = np.zeros((padded(len(part)), padded(width)), np.float32)
-        block[: len(part), :width] = part
+        piece = matrix[first * PANEL : (first + CHUNK) * PANEL]
+        block = np.zeros((padded(len(piece)), padded(width)), np.float32)
+        block[: len(piece), :width] = piece
         if not np.isfinite(block).all():
             raise UserError("a weight is not a finite number")
         at = slice(first, first + len(block) // PANEL)
@@ -94,9 +94,9 @@ def pack(
         elif precision == "bf16":
             weights[at] = _interleaved(to_bf16(block), 2)
         else:
-            known = None if given is None else given[first * PANEL : (first + CHUNK) * PANEL]
-            whole, scales[at] = _int8(block) if precision == "int8" else _int4(block, known)
-            weights[at] = _interleaved(whole, 4)
+            chosen = None if fixed is None else fixed[first * PANEL : (first + CHUNK) * PANEL]
+            integers, scales[at] = _int8(block) if precision == "int8" else _int4(block, chosen)
+            weights[at] = _interleaved(integers, 4)
     return Panels(weights, scales, rows, width)
 
 
@@ -105,21 +105,21 @@ def _int8(block: NDArray[np.float32]) -> tuple[NDArray[np.uint8], NDArray[Any]]:
     largest = np.abs(block).max(axis=1, keepdims=True)
     usable = largest > 127 * np.finfo(np.float32).tiny  # other rows round to zeros
     scale = np.where(usable, largest / 127, 1).astype(np.float32)
-    whole = np.rint(block / scale).astype(np.int16) + 128
-    return whole.astype(np.uint8), scale.reshape(-1, PANEL)
+    integers = np.rint(block / scale).astype(np.int16) + 128
+    return integers.astype(np.uint8), scale.reshape(-1, PANEL)
 
 
 def _int4(
-    block: NDArray[np.float32], known: NDArray[np.float32] | None
+    block: NDArray[np.float32], fixed: NDArray[np.float32] | None
 ) -> tuple[NDArray[np.uint8], NDArray[Any]]:
     """Quantize rows (64 p, K); return two numbers per byte and the bits of the groups' scales."""
     groups = block.reshape(len(block), -1, GROUP_SIZE)
     scales = _int4_scales(groups)
-    if known is not None:
-        scales[: len(known), : known.shape[1]] = known
+    if fixed is not None:
+        scales[: len(fixed), : fixed.shape[1]] = fixed
     bits = to_bf16(scales)
-    whole = np.clip(np.rint(groups / from_bf16(bits)[..., None]), -8, 7).astype(np.int8) + 8
-    eights = whole.astype(np.uint8).reshape(len(block), -1, 2, 4)
+    integers = np.clip(np.rint(groups / from_bf16(bits)[..., None]), -8, 7).astype(np.int8) + 8
+    eights = integers.astype(np.uint8).reshape(len(block), -1, 2, 4)
     both = eights[:, :, 0] | (eights[:, :, 1] << 4)
     panels = bits.reshape(-1, PANEL, groups.shape[1]).transpose(0, 2, 1)
     return both.reshape(len(block), -1), panels

@@ -100,8 +100,8 @@ def model_type_of(config: GPTConfig) -> ModelType:
         return TIEDGPT
     if config.norm == "pre":
         return GPT2
-    plain = config.activation_function in GPT1.activations
-    return GPT1 if plain and config.inner_dim == 4 * config.n_embd else TIEDGPT
+    fits = config.activation_function in GPT1.activations
+    return GPT1 if fits and config.inner_dim == 4 * config.n_embd else TIEDGPT
 
 
 def to_file(name: str, model_type: ModelType) -> str:
@@ -164,7 +164,7 @@ def our_tensors(
 
     Raises `CorruptInputError`, naming `source`, where a tensor has two names.
     """
-    names = {theirs: ours for ours, theirs in model_type.tensor_names.items()} | {LM_HEAD: HEAD}
+    names = {stored: ours for ours, stored in model_type.tensor_names.items()} | {LM_HEAD: HEAD}
     ours: dict[str, StoredTensor] = {}
     for name, tensor in tensors.items():
         name = name.removeprefix(BODY_PREFIX)
@@ -201,15 +201,15 @@ def config_fields(config: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, 
         if alias in config and config.setdefault(key, config[alias]) != config.pop(alias):
             raise CorruptInputError(f"the model's config has two different {key} (as {alias})")
     names = {model_type.config_names.get(ours, ours): ours for ours in model_type.fields}
-    fields = {ours: config.pop(theirs) for theirs, ours in names.items() if theirs in config}
+    fields = {ours: config.pop(stored) for stored, ours in names.items() if stored in config}
     if "activation_function" in fields:
-        known = {theirs: ours for ours, theirs in model_type.activations.items()} | SAME_ACTIVATIONS
+        table = {stored: ours for ours, stored in model_type.activations.items()} | SAME_ACTIVATIONS
         name = fields["activation_function"]
-        if not isinstance(name, str) or name not in known:
+        if not isinstance(name, str) or name not in table:
             raise UserError(
-                f"the activation {name!r} is not built here", hint=f"there are {', '.join(known)}"
+                f"the activation {name!r} is not built here", hint=f"there are {', '.join(table)}"
             )
-        fields["activation_function"] = known[name]
+        fields["activation_function"] = table[name]
     if model_type.norm is not None:
         fields["norm"] = model_type.norm
     return fields, config
@@ -234,9 +234,9 @@ def config_json(
         "torch_dtype": dtype,
     }
     dropped = ("dtype", "_name_or_path", *described)  # the last is often a path of a machine
-    kept = {key: value for key, value in foreign.items() if key not in dropped}
+    others = {key: value for key, value in foreign.items() if key not in dropped}
     described |= {model_type.config_names.get(name, name): value for name, value in fields.items()}
-    return described | kept
+    return described | others
 
 
 FORMAT = Format(

@@ -120,13 +120,13 @@ def descriptions(model: GPT, dtype: torch.dtype | None = None) -> dict[str, dict
 
 def peculiarities(config: GPTConfig) -> str:
     """Return what sets a model apart from GPT-2, each after a comma; "" for GPT-2 itself."""
-    said = {
+    differences = {
         "norms after the sublayers": config.norm == "post",
         "no biases": not config.bias,
         f"attention windows {config.attention_windows}": config.attention_windows is not None,
         config.activation_function: config.activation_function != "gelu_new",
     }
-    return "".join(f", {what}" for what, so in said.items() if so)
+    return "".join(f", {text}" for text, differs in differences.items() if differs)
 
 
 def model_card(config: GPTConfig) -> str:
