@@ -16,6 +16,7 @@ from collections import Counter, deque
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from enum import Enum, auto
+from itertools import islice
 from typing import Any
 
 import numpy as np
@@ -231,16 +232,18 @@ class Scheduler:
         scored, which may be long, delay no sequence.
         """
         now = time.monotonic()
-        for request in [r for r in (*self.waiting, *self.running) if r.deadline < now]:
-            self.cancel(request, "timeout")
+        for request in (*self.waiting, *self.running):
+            if request.deadline < now:
+                self.cancel(request, "timeout")
         if self.waiting:
             self._admit()
-        decoding = [request for request in self.running if request.is_decode]
-        prompts = [request for request in self.running if not request.is_decode]
-        newest = max((r.created for r in prompts if r.sequence), default=math.inf)
-        came_together = (r.status is RequestStatus.READY and r.ready > newest for r in decoding)
-        if prompts and all(came_together):
-            decoding = []
+        decoding, prompts = list[Request](), list[Request]()
+        for request in self.running:
+            (decoding if request.is_decode else prompts).append(request)
+        if prompts:
+            newest = max((r.created for r in prompts if r.sequence), default=math.inf)
+            if all(r.status is RequestStatus.READY and r.ready > newest for r in decoding):
+                decoding = []
         batch = [(request, request.to_run) for request in decoding]
         n_left = self.budget.beside if decoding else self.budget.alone
         for request in prompts:
@@ -294,28 +297,21 @@ class Scheduler:
         began = time.perf_counter()
         chunks = [tokens for _, chunk in batch for tokens in chunk]
         try:
-            logits = self.session.read(
-                [tokens.slot_id for tokens in chunks],
-                [tokens.ids for tokens in chunks],
-                all_logits={tokens.slot_id for tokens in chunks if tokens.all_logits},
-            )
+            logits = iter(self.pool.read(chunks))
         except Exception as error:
             for request, _ in batch:
                 request.fail(error)
                 for slot_id in request.slot_ids:
                     self.pool.truncate(slot_id, 0)
             return []
-        for tokens in chunks:
-            self.pool.append(tokens.slot_id, tokens.ids)
-        n_decode = sum(len(tokens.ids) == 1 for tokens in chunks)
-        n_prompt = sum(len(tokens.ids) for tokens in chunks) - n_decode
-        self.budget.record(time.perf_counter() - began, n_prompt, n_decode)
-        rows = iter(logits)
-        return [
-            request
-            for request, chunk in batch
-            if request.receive(chunk, [next(rows) for _ in chunk])
-        ]
+        lengths = [len(tokens.ids) for tokens in chunks]
+        n_decode = lengths.count(1)
+        self.budget.record(time.perf_counter() - began, sum(lengths) - n_decode, n_decode)
+        ready = []
+        for request, chunk in batch:
+            if request.receive(chunk, list(islice(logits, len(chunk)))):
+                ready.append(request)
+        return ready
 
     def _sample(self, requests: list[Request]) -> dict[Request, NextToken | UserError]:
         """Return the next token of each sequence; those of all requests are sampled together."""

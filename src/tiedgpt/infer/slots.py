@@ -110,9 +110,16 @@ class SlotPool:
         for slot_id in slot_ids:
             self._granted[slot_id] = self._filled[slot_id]
 
-    def append(self, slot_id: int, ids: Sequence[int]) -> None:
-        """Record ids that the session has read into a slot."""
-        self.cached_ids[slot_id] += ids
+    def read(self, chunks: Sequence[TokensToRun]) -> list[Logits]:
+        """Append ids to their slots; return the logits of each chunk."""
+        logits = self.session.read(
+            [tokens.slot_id for tokens in chunks],
+            [tokens.ids for tokens in chunks],
+            all_logits={tokens.slot_id for tokens in chunks if tokens.all_logits},
+        )
+        for tokens in chunks:
+            self.cached_ids[tokens.slot_id] += tokens.ids
+        return logits
 
     def truncate(self, slot_id: int, length: int) -> None:
         """Forget all but the first `length` positions of a slot."""
