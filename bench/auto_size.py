@@ -31,7 +31,7 @@ import torch
 from tiedgpt.train.distributed import Processes
 from tiedgpt.train.events import Ended
 from tiedgpt.train.loop import Trainer
-from tiedgpt.train.machine import SpeedMeasurement, find_facts, measure_machine, training_device
+from tiedgpt.train.machine import SpeedMeasurement, measure_machine, training_device
 from tiedgpt.train.machine import resize as resize_run
 from tiedgpt.train.options import TrainOptions
 from tiedgpt.train.planning import (
@@ -80,7 +80,7 @@ def trained(options: TrainOptions, run: RunDirectory, scratch: Path) -> float:
             os.symlink(run.path / name, fresh.path / name)
         pair = prepare_fresh(options, fresh)
         machine, _ = measure_machine(options, *pair, Processes(training_device()))
-        config, plan = plan_run(options, pair[0].config, find_facts(*pair), machine)
+        config, plan = plan_run(options, pair[0].config, pair[1], machine)
         pair = resize_run(*pair, config)
         *_, ended = Trainer(fresh, *pair, plan, training_device()).run()
     assert isinstance(ended, Ended)
@@ -98,12 +98,11 @@ def choice(name: str, minutes: float, speeds: dict[str, float], scratch: Path) -
     processes = Processes(training_device())
     machine, _ = measure_machine(options, objective, text, processes)
     measure = SpeedMeasurement(objective, text, processes, MEASURED_SECONDS, load=None)
-    facts = find_facts(objective, text)
     expected, asked = {}, {}
     for size in candidate_sizes(text_tokens):
         whole = with_choices(replace(options, dropout=0.0), size, float("inf"), text_tokens)
         if size not in speeds:
-            config, sized_facts = resize(whole, objective.config, facts)
+            config, sized_facts = resize(whole, objective.config, text)
             speeds[size] = measure(config, draft_plan(whole, config, sized_facts, machine))
         tokens = min(60 * minutes * speeds[size], MAX_AUTO_EPOCHS * text_tokens)
         expected[size] = expected_loss(size, tokens, text_tokens)

@@ -71,7 +71,7 @@ def tuned(path: Path, **options: Any) -> tuple[float, int, int]:
     (*_, ended) = Trainer(run, objective, data, plan, device).run()
     assert isinstance(ended, Ended)
     total = objective.config.parameter_count()
-    trained = objective.n_trained or total
+    trained = data.n_trained or total
     nats = ended.score.nats
     say(f"{path.parent.name}, {path.name}: {nats:.4f} nats, {trained:,} of {total:,} trained")
     return nats, trained, total

@@ -38,10 +38,11 @@ from tiedgpt.errors import DivergedError
 from tiedgpt.plots.figure import save_figure
 from tiedgpt.plots.panel import Line, Panel, usual_most
 from tiedgpt.plots.training import reached
+from tiedgpt.train.dataset import Data
 from tiedgpt.train.events import Ended, Evaluated, Stepped
 from tiedgpt.train.loop import Trainer
 from tiedgpt.train.machine import training_device
-from tiedgpt.train.objective import Data, Objective
+from tiedgpt.train.objective import Objective
 from tiedgpt.train.optim import optimizers, parameter_groups
 from tiedgpt.train.options import SIZES, TrainOptions
 from tiedgpt.train.plan import Plan

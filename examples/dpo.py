@@ -27,7 +27,8 @@ from tiedgpt.data import permutation
 from tiedgpt.errors import UserError
 from tiedgpt.evaluate.perplexity import totals
 from tiedgpt.heads import pad
-from tiedgpt.train.objective import Arrays, Data, ModelSetup, Objective, Sources
+from tiedgpt.train.dataset import Data, Sources
+from tiedgpt.train.objective import Arrays, ModelSetup, Objective
 from tiedgpt.train.options import TrainOptions
 from tiedgpt.train.storage import RunDirectory
 

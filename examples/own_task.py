@@ -21,8 +21,9 @@ from torch import Tensor, nn
 from tiedgpt import GPT, GPTConfig, Tokenizer
 from tiedgpt.heads import Head, pad
 from tiedgpt.train import Trainer
+from tiedgpt.train.dataset import Data
 from tiedgpt.train.events import Ended, Evaluated
-from tiedgpt.train.objective import Arrays, Data, Objective
+from tiedgpt.train.objective import Arrays, Objective
 from tiedgpt.train.plan import Plan
 from tiedgpt.train.storage import RunDirectory
 

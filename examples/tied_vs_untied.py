@@ -37,9 +37,10 @@ from tiedgpt.plots.figure import save_figure
 from tiedgpt.plots.panel import Line, Panel
 from tiedgpt.tie import untie
 from tiedgpt.train import Trainer
+from tiedgpt.train.dataset import Data
 from tiedgpt.train.events import Evaluated
 from tiedgpt.train.metrics import read_history
-from tiedgpt.train.objective import Arrays, Data, Objective
+from tiedgpt.train.objective import Arrays, Objective
 from tiedgpt.train.plan import Plan
 from tiedgpt.train.storage import RunDirectory
 

@@ -16,7 +16,7 @@ from tiedgpt.errors import NoRoomError
 from tiedgpt.train import train
 from tiedgpt.train.distributed import Processes
 from tiedgpt.train.events import Note, Replanned, Stepped
-from tiedgpt.train.machine import SpeedMeasurement, find_facts, measure_machine
+from tiedgpt.train.machine import SpeedMeasurement, measure_machine
 from tiedgpt.train.objectives.language import LanguageModelling
 from tiedgpt.train.optim import make_optimizers
 from tiedgpt.train.options import TrainOptions
@@ -53,12 +53,11 @@ def test_the_estimate_is_within_a_quarter_of_what_a_step_allocates(trial, tmp_pa
             train_step(model, optimizers, batch, plan, objective=run.objective)
 
     machine, _ = measure_machine(TrainOptions(), run.objective, run.data, Processes(CPU))
-    facts = find_facts(run.objective, run.data)
-    parts = estimate_memory(run.objective.config, plan, facts, machine)
+    parts = estimate_memory(run.objective.config, plan, run.data, machine)
     expected = sum(parts.values()) - parts["allocator"]
     assert measure_peak(two_steps, tmp_path / "trace.json") == pytest.approx(expected, rel=0.25)
     again = dataclasses.replace(plan, recompute="blocks")
-    recomputed = estimate_memory(run.objective.config, again, facts, machine)
+    recomputed = estimate_memory(run.objective.config, again, run.data, machine)
     assert sum(recomputed.values()) < sum(parts.values())
 
 

@@ -13,9 +13,10 @@ from torch.nn.utils import parametrize
 from tests.train.conftest import CPU, PLAN, Trial, assert_same
 from tiedgpt import GPT, GPTConfig
 from tiedgpt.errors import DivergedError
+from tiedgpt.train.dataset import Data
 from tiedgpt.train.distributed import Processes
 from tiedgpt.train.events import Ended, Evaluated, Started
-from tiedgpt.train.objective import Data, Loss, Objective
+from tiedgpt.train.objective import Loss, Objective
 from tiedgpt.train.step import train_step
 from tiedgpt.train.storage import RunDirectory
 from tiedgpt.weights.containers import SafetensorsFile

@@ -211,8 +211,31 @@ def test_every_size_is_a_possible_model(size):
 def test_batches_and_models_too_large_for_the_data_have_a_warning(asked, tokens, warning):
     options = TrainOptions(**asked)
     config, made = plan(options, tokens=tokens)
-    warnings = find_warnings(options, config, text(tokens, config.n_positions), made)
+    facts = text(tokens, config.n_positions)
+    warnings = find_warnings(options, config, facts, machine(), made)
     assert any(re.search(warning, line) for line in warnings) if warning else not warnings
+
+
+@pytest.mark.parametrize(
+    ("asked", "device", "unit", "missing", "compiles"),
+    [
+        ("auto", "cpu", "tokens", None, "off"),
+        ("auto", "cuda:0", "tokens", None, "on"),
+        ("auto", "cuda:0", "examples", None, "off"),
+        ("auto", "cuda:0", "tokens", "no C++ compiler", "off"),
+        ("on", "cpu", "tokens", None, "on"),
+        ("on", "cpu", "tokens", "no C++ compiler", "off"),
+        ("off", "cuda:0", "tokens", None, "off"),
+    ],
+)
+def test_blocks_are_compiled_on_request_and_on_gpus(asked, device, unit, missing, compiles):
+    options = TrainOptions(size="tiny", steps=200, compile=asked)
+    on = machine(device=device, missing_compiler=missing)
+    facts = dataclasses.replace(text(10**7), unit=unit)
+    config, made = plan(options, facts=facts, on=on)
+    assert made.compile == compiles
+    warnings = find_warnings(options, config, facts, on, made)
+    assert warnings == ([f"--compile {asked}: {missing}; blocks are not compiled"] * bool(missing))
 
 
 # Memory

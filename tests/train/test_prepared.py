@@ -11,7 +11,7 @@ from tiedgpt.cli.main import main
 from tiedgpt.data import plan_preparation, prepare_data
 from tiedgpt.data import prepare as preparation
 from tiedgpt.errors import CorruptInputError, UserError
-from tiedgpt.train import TrainOptions, dataset, train
+from tiedgpt.train import TrainOptions, texts, train
 from tiedgpt.train.events import AlreadyFinished, Ended
 
 TEXTS = [f"Document {n} says that {n} times {n} is {n * n}." for n in range(400)]
@@ -30,9 +30,9 @@ def text(tmp_path, monkeypatch) -> Path:
 @pytest.fixture
 def large(text, monkeypatch) -> Path:
     """The same text, which counts as large."""
-    for module in (preparation, dataset):
+    for module in (preparation, texts):
         monkeypatch.setattr(module, "LARGE_BYTES", 1)
-    monkeypatch.setattr(dataset, "count_cores", lambda: 1)
+    monkeypatch.setattr(texts, "count_cores", lambda: 1)
     return text
 
 
@@ -122,7 +122,7 @@ def test_an_interrupted_preparation_continues_with_the_same_options(large, tmp_p
     assert Tokenizer.from_pretrained("other/data/tokenizer").kind == "char"
     interrupt("small", large)
     Path("small.txt").write_text("\n".join(TEXTS))
-    dataset.LARGE_BYTES = 10**9
+    texts.LARGE_BYTES = 10**9
     assert isinstance(run("small", "small.txt"), Ended)
     assert (tmp_path / "small" / "data" / "counts.json").exists()
 

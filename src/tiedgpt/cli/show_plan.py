@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import json
 import math
-from typing import Any
 
 from tiedgpt.cli.console import bar, console, fact, note, table
 from tiedgpt.cli.train import RunArguments
 from tiedgpt.files import format_bytes
 from tiedgpt.train.options import TrainOptions, format_count
+from tiedgpt.train.planning import estimate_memory, memory_limit
 from tiedgpt.train.run import DryRun, dry_run
 
 
@@ -18,39 +18,46 @@ def show_plan(options: TrainOptions, args: RunArguments) -> None:
     note("reading the text and measuring this machine")
     with bar("reading text") as progress:
         run = dry_run(options, threads=args.threads, progress=progress)
+    memory = estimate_memory(run.objective.config, run.plan, run.data, run.machine)
+    limit = memory_limit(run.plan, run.machine)
+    units = run.plan.steps * run.plan.batch_size * run.data.row_units
+    seconds = None if run.tokens_per_second is None else units / run.tokens_per_second
     if args.format == "json":
-        print(json.dumps(to_data(run)))
+        _print_json(run, memory, limit, units, seconds)
     else:
-        _print_plan(run)
+        _print_plan(run, memory, limit, units, seconds)
     if run.problem is not None:
         raise run.problem
 
 
-def to_data(run: DryRun) -> dict[str, Any]:
-    """Return the plan as plain data."""
-    config, plan = run.objective.config, run.plan
+def _print_json(
+    run: DryRun, memory: dict[str, int], limit: float, units: int, seconds: float | None
+) -> None:
+    plan, data, count = run.plan, run.data, run.objective.config.parameter_count()
     names = ("steps", "batch_size", "micro_batch", "optimizer", "dtype", "recompute", "threads")
-    has_limit = math.isfinite(run.memory_limit)
-    return {
-        "parameters": config.parameter_count(),
-        "trained": run.objective.n_trained or config.parameter_count(),
-        run.data.unit: run.units,
-        "epochs": run.epochs,
+    values = {
+        "parameters": count,
+        "trained": data.n_trained or count,
+        data.unit: units,
+        "epochs": plan.steps * plan.batch_size / data.epoch_rows,
         "plan": {name: getattr(plan, name) for name in names},
-        "memory": run.memory,
-        "memory_bytes": sum(run.memory.values()),
-        "memory_limit_bytes": int(run.memory_limit) if has_limit else None,
+        "memory": memory,
+        "memory_bytes": sum(memory.values()),
+        "memory_limit_bytes": int(limit) if math.isfinite(limit) else None,
         "fits": run.problem is None,
-        f"{run.data.unit}_per_second": run.tokens_per_second,
-        "seconds": run.seconds,
+        f"{data.unit}_per_second": run.tokens_per_second,
+        "seconds": seconds,
         "warnings": run.warnings,
     }
+    print(json.dumps(values))
 
 
-def _print_plan(run: DryRun) -> None:
+def _print_plan(
+    run: DryRun, memory: dict[str, int], limit: float, units: int, seconds: float | None
+) -> None:
     plan, data, objective = run.plan, run.data, run.objective
     config = objective.config
-    trained = "" if objective.n_trained is None else f"; {objective.n_trained:,} are trained"
+    trained = "" if data.n_trained is None else f"; {data.n_trained:,} are trained"
     note(*data.notes, *run.warnings)
     fact(*next(iter(data.description.items())))
     fact("tokens", data.description["tokens"])
@@ -61,23 +68,25 @@ def _print_plan(run: DryRun) -> None:
         fact(
             "training",
             f"{format_count(plan.steps, 'step')} of {plan.batch_size} x {data.row_units} "
-            f"{data.unit}: {run.units:,} {data.unit}, {run.epochs:,.2f} epochs",
+            f"{data.unit}: {units:,} {data.unit}, "
+            f"{plan.steps * plan.batch_size / data.epoch_rows:,.2f} epochs",
         )
     mode = ", blocks recomputed in backward" if plan.recompute == "blocks" else ""
-    at_a_time = format_count(plan.micro_batch, "sequence")
-    fact("computed", f"in {plan.dtype}, {at_a_time} at a time{mode}")
-    total = format_bytes(sum(run.memory.values()))
-    rows = [(name, format_bytes(n_bytes)) for name, n_bytes in run.memory.items()]
+    fact(
+        "computed", f"in {plan.dtype}, {format_count(plan.micro_batch, 'sequence')} at a time{mode}"
+    )
+    total = format_bytes(sum(memory.values()))
+    rows = [(name, format_bytes(n_bytes)) for name, n_bytes in memory.items()]
     rows.append(("together", total))
     console().print()
     table(("memory", ">bytes"), rows, bold=[len(rows) - 1])
     console().print()
     fits = "fits in" if run.problem is None else "does not fit in"
-    fact("memory", f"{total} {fits} {format_bytes(run.memory_limit)}")
-    if run.seconds is not None:
+    fact("memory", f"{total} {fits} {format_bytes(limit)}")
+    if seconds is not None:
         fact(
             "time",
-            f"{format_seconds(run.seconds)} at {run.tokens_per_second:,.0f} {data.unit}/s, "
+            f"{format_seconds(seconds)} at {run.tokens_per_second:,.0f} {data.unit}/s, "
             "measured here; evaluations not counted",
         )
 

@@ -23,9 +23,7 @@ from tiedgpt.cli.console import console, fact, note
 from tiedgpt.cli.source import program
 from tiedgpt.core.config import GPTConfig
 from tiedgpt.train import events
-from tiedgpt.train.blocks import decide_compile
-from tiedgpt.train.distributed import Processes
-from tiedgpt.train.objective import Data, Objective
+from tiedgpt.train.objective import Objective
 from tiedgpt.train.options import format_count
 from tiedgpt.train.plan import Plan
 from tiedgpt.train.planning import describe_memory
@@ -72,7 +70,7 @@ class Display:
     def _show_plan(self, event: events.Planned) -> None:
         """Show what is trained, and how long that will take."""
         self.planned, self.steps = event, event.plan.steps
-        options, plan, data, processes = event.options, event.plan, event.data, event.processes
+        options, plan, data = event.options, event.plan, event.data
         self.say(*data.notes)
         self._unit, self._batch_units = data.unit, plan.batch_size * data.row_units
         objective, config = event.objective, event.objective.config
@@ -83,9 +81,9 @@ class Display:
             "tokens": data.description["tokens"],
             "model": f"{options.start or plan.size}: "
             + _count_parameters(config, objective)
-            + ("" if objective.n_trained is None else f"; {objective.n_trained:,} are trained"),
+            + ("" if data.n_trained is None else f"; {data.n_trained:,} are trained"),
             "chosen": plan.reason,
-            "training": self._describe_training(plan, data, processes),
+            "training": self._describe_training(event),
             "run": f"{event.directory.path}; Ctrl-C saves and stops, the same command resumes",
             "memory": "" if plan.memory is None else describe_memory(plan),
         }
@@ -102,22 +100,18 @@ class Display:
         for label, text in facts.items():
             if text:
                 fact(label, text, to=self.err)
-        one_shape = data.unit == "tokens"
-        _, lacks = decide_compile(options.compile, processes.device, one_shape=one_shape)
-        if lacks is not None:
-            self.say(lacks)
 
-    def _describe_training(self, plan: Plan, data: Data, processes: Processes) -> str:
-        """Return in words how long is trained, on what, and what is unusual about it."""
-        where = str(processes.device)
-        if processes.device.type == "cpu":
+    def _describe_training(self, event: events.Planned) -> str:
+        """Describe the duration, the device and the micro-batches of a training."""
+        plan, data, where = event.plan, event.data, str(event.device)
+        if event.device.type == "cpu":
             where = format_count(torch.get_num_threads(), "CPU thread")
-        if processes.size > 1:
-            where += f" in each of {processes.size} processes"
+        if event.n_processes > 1:
+            where += f" in each of {event.n_processes} processes"
         rows = f" x {data.row_units}" if data.row_units > 1 else ""
         takes = "" if plan.minutes is None else f", about {format_count(plan.minutes, 'minute')}"
         epochs = plan.steps * plan.batch_size / data.epoch_rows
-        parts = math.ceil(processes.share(plan.batch_size) / plan.micro_batch)
+        parts = math.ceil(math.ceil(plan.batch_size / event.n_processes) / plan.micro_batch)
         changes = {
             f"each batch in {parts} micro-batches": parts > 1,
             "activation checkpointing": plan.recompute == "blocks",
@@ -209,7 +203,7 @@ class Display:
 
     def show_end(self, ended: events.Ended | events.AlreadyFinished) -> None:
         """Show how good the model is, samples, its size, and what to do next."""
-        if isinstance(ended, events.AlreadyFinished) or not self.planned.processes.is_main:
+        if isinstance(ended, events.AlreadyFinished):
             return
         directory, options = self.planned.directory, self.planned.options
         objective, data = self.planned.objective, self.planned.data
@@ -217,7 +211,7 @@ class Display:
         if self.show.format == "json":
             where = {"run": str(directory.path), "model": str(directory.model), "steps": ended.step}
             counts = {"parameters": config.parameter_count()}
-            counts["trained"] = objective.n_trained or config.parameter_count()
+            counts["trained"] = data.n_trained or config.parameter_count()
             print(json.dumps(where | counts | ended.metrics))
             return
         showcase = objective.show(directory, data, options)

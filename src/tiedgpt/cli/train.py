@@ -142,7 +142,8 @@ def show_run(options: TrainOptions, args: RunArguments, verb: str, arguments: li
     if isinstance(event, Ended) and not event.finished:
         display.show_stop(event, f"{program()} {shlex.join([verb, *arguments])}")
         return EXIT_INTERRUPTED
-    display.show_end(event)
+    if is_main():
+        display.show_end(event)
     return EXIT_OK
 
 

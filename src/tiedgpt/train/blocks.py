@@ -118,20 +118,6 @@ def compile_for_shape(function: types.FunctionType, shape: torch.Size) -> Callab
     return torch.compile(own, dynamic=False)
 
 
-def decide_compile(asked: str, device: torch.device, *, one_shape: bool) -> tuple[bool, str | None]:
-    """Return whether to compile here, and where that cannot be, why not.
-
-    "auto" compiles on a GPU, where all batches are of one shape. On CPUs the blocks' own products
-    and attention are faster, measured by `bench/train.py --compile`.
-    """
-    if asked == "off" or (asked == "auto" and not (one_shape and device.type == "cuda")):
-        return False, None
-    lacks = find_missing(device)
-    if lacks is None:
-        return True, None
-    return False, f"--compile {asked}: {lacks}; the blocks run as they are"
-
-
 def find_missing(device: torch.device) -> str | None:
     """Return what torch.compile lacks on this machine, or None."""
     if device.type == "cuda" and importlib.util.find_spec("triton") is None:

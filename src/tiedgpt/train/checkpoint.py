@@ -85,7 +85,7 @@ def save_checkpoint(
         if processes.n_shards > 1:
             _write_shards(temporary, {**weights, **held}, processes)
         else:
-            processes.on_main(lambda: _write_files(temporary, weights, held))
+            processes.on_main(_write_files, temporary, weights, held)
         processes.on_main(finish)
 
 

@@ -1,73 +1,82 @@
-"""The data of a run: documents read once, split, and encoded as shards of tokens.
+"""The data of a run: documents read once, a tokenizer, and rows to train on.
 
-`open_texts` returns the texts of some options: held in memory, encoded in parts by all cores if
-they are large, or a directory of `tiedgpt data prepare`. `prepare` makes the tokenizer, encodes
-the data, and returns the objective with the rows to train on. A model to `--start` from is only
-read, and no longer needed once the run has its own first checkpoint.
+    sources = objective_class.open(options)  # reads the documents
+    objective, data = prepare(objective_class, sources, directory, options)
+
+`prepare` makes the tokenizer and encodes the sources in the run's directory. `Data` holds the rows
+and the numbers about them that a plan depends on.
 """
 
 from __future__ import annotations
 
-import functools
-import hashlib
-import json
-import re
-from collections.abc import Callable, Iterable, Iterator
-from dataclasses import asdict, dataclass, replace
-from itertools import chain
-from pathlib import Path
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING, Any
 
 import torch
 
 from tiedgpt.core.config import GPTConfig
-from tiedgpt.data import (
-    Batches,
-    Corpus,
-    Counts,
-    Document,
-    FileCorpus,
-    Shards,
-    Split,
-    documents,
-    encode_corpus,
-    in_order,
-    open_encoded,
-    plan_preparation,
-    plan_split,
-    prepare_data,
-    python_documentation,
-)
-from tiedgpt.data.encode import COUNTS, MANIFEST
-from tiedgpt.data.prepare import (
-    LARGE_BYTES,
-    TOKENIZER,
-    TOKENIZER_CHARACTERS,
-    estimate_bytes,
-    is_begun,
-    read_notes,
-    require_complete,
-)
+from tiedgpt.data.prepare import TOKENIZER_CHARACTERS
 from tiedgpt.errors import CorruptInputError, UserError
-from tiedgpt.files import PREPARED, remove
-from tiedgpt.runtime import count_cores
 from tiedgpt.text import Tokenizer
-from tiedgpt.train.objective import (
-    Arrays,
-    Data,
-    ModelSetup,
-    Objective,
-    Pretrained,
-    Progress,
-    Sources,
-    describe_tokens,
-)
-from tiedgpt.train.options import AUTO, READING, TrainOptions, format_count
-from tiedgpt.train.planning import choose_vocabulary_size
-from tiedgpt.train.storage import RunDirectory
-from tiedgpt.tune.freezing import count_trainable
+from tiedgpt.train.objective import Arrays, ModelSetup, Objective, Pretrained
+from tiedgpt.train.options import TrainOptions
+from tiedgpt.train.planning import Facts
 
-CACHED_CHARACTERS = 100_000_000
-"""A text of more characters is read again wherever it is needed."""
+if TYPE_CHECKING:
+    from tiedgpt.train.storage import RunDirectory
+
+Progress = Callable[[int, int], None]
+"""Function of the number of encoded characters and their total."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Data(Facts):
+    """The rows to train on and to validate on, with the numbers that a plan depends on."""
+
+    batches: Callable[[int, int], Callable[[int], Arrays]]
+    """Function of (batch size, seed) that returns the batch of each step, from 0."""
+    held_out: Callable[[int, int | None], Iterable[Arrays]]
+    """Function of (batch size, number of batches) that returns held-out batches; None: all."""
+    counts: Mapping[str, dict[str, Any]] = field(default_factory=dict)
+    """Tables of run.toml with the sizes of the data."""
+    description: dict[str, str] = field(default_factory=dict)
+    """Sentences about the data by a short name."""
+    notes: Sequence[str] = ()
+    """Facts about the data that the user should know."""
+
+
+class Sources(ABC):
+    """The data of a run before they are encoded; `Objective.make` makes rows of them."""
+
+    tokenizer: Tokenizer | None = None
+    """The tokenizer that the data require, if any."""
+    start: Pretrained | None = None
+    """The model to start from, if the data need rows for new tokens."""
+    memorizes: bool = False
+    """Whether the examples are so few that they are memorized, because none is held out."""
+
+    @abstractmethod
+    def digest(self) -> str:
+        """Return a sha256 of all data, which detects changed data."""
+
+    def texts(self) -> tuple[Iterable[str], Iterable[str]]:
+        """Return the training texts, and all texts, to train a tokenizer on."""
+        return (), ()
+
+    def vocabulary_size(self, options: TrainOptions) -> int:
+        """Return the size of the vocabulary to train on the texts."""
+        return options.vocab_size or options.shape.vocab_size
+
+    def is_encoded(self, run: RunDirectory) -> bool:
+        """Return whether an earlier call made the tokenizer and encoded the texts."""
+        return run.tokenizer.exists()
+
+    def encode(  # noqa: B027
+        self, tokenizer: Tokenizer, run: RunDirectory, progress: Progress | None
+    ) -> None:
+        """Write the texts as tokens, unless they are held in memory."""
 
 
 def prepare(
@@ -78,9 +87,9 @@ def prepare(
     config: GPTConfig | None = None,
     progress: Progress | None = None,
 ) -> tuple[Objective, Data]:
-    """Return the objective and the data of a run; train the tokenizer unless an earlier call did.
+    """Return the objective and the data of a run; train its tokenizer if it has none yet.
 
-    `config` is the one that run.toml has. Raises `UserError` for what cannot be trained.
+    `config` is the config in run.toml. Raises `UserError` for data that cannot be trained on.
     """
     start = None
     if options.start is not None:
@@ -110,10 +119,11 @@ def prepare(
     made, data = objective.make(sources, run, options, setup)
     if options.chooses or not (options.freeze or options.lora):
         return made, data
+    from tiedgpt.tune.freezing import count_trainable
+
     with torch.device("meta"):
         trainable = count_trainable(made.build())
-    data = replace(data, notes=[*data.notes, str(trainable)])
-    return replace(made, n_trained=trainable.moving), data
+    return made, replace(data, n_trained=trainable.moving, notes=[*data.notes, str(trainable)])
 
 
 def _configure_start(config: GPTConfig, options: TrainOptions, memorizes: bool) -> GPTConfig:
@@ -156,270 +166,3 @@ def _take(texts: Iterable[str], characters: int) -> Iterator[str]:
         characters -= len(text)
         if characters <= 0:
             return
-
-
-def is_prepared(data: Iterable[str]) -> bool:
-    """Return whether one of the sources is a directory of `tiedgpt data prepare`."""
-    return any((Path(source) / PREPARED).is_file() for source in data)
-
-
-def open_texts(options: TrainOptions) -> TextSources:
-    """Open texts of any size, or a directory of `tiedgpt data prepare`."""
-    if is_prepared(options.data):
-        return PreparedSources(options)
-    sources = TextSources(options)
-    files = sources.corpus.corpus
-    is_large = isinstance(files, FileCorpus) and estimate_bytes(files) >= LARGE_BYTES
-    return LargeSources(options) if is_large else sources
-
-
-class CachedCorpus:
-    """A corpus that is read once, because its documents are kept if they are few enough."""
-
-    def __init__(self, corpus: Corpus) -> None:
-        self.corpus = corpus
-        self._held: list[Document] | None = None
-
-    def __iter__(self) -> Iterator[Document]:
-        """Yield the documents."""
-        if self._held is not None:
-            yield from self._held
-            return
-        held: list[Document] = []
-        room = CACHED_CHARACTERS
-        for document in self.corpus:
-            room -= len(document.text)
-            if room >= 0:
-                held.append(document)
-            else:
-                held.clear()
-            yield document
-        self._held = held if room >= 0 else None
-
-
-class TextSources(Sources):
-    """The texts of the options, or Python's documentation."""
-
-    def __init__(self, options: TrainOptions) -> None:
-        how, data = options.reading, options.data
-        self.corpus = CachedCorpus(documents(data, **how) if data else python_documentation())
-        validation = None if options.val is None else documents([options.val], **how)
-        self.validation = None if validation is None else CachedCorpus(validation)
-
-    def digest(self) -> str:
-        """Return a sha256 of all documents, which detects a changed text."""
-        total = hashlib.sha256()
-        for document in chain(self.corpus, [Document("", "")], self.validation or ()):
-            total.update(hashlib.sha256(document.text.encode()).digest())
-        return total.hexdigest()
-
-    @functools.cached_property
-    def split(self) -> Split:
-        """The split into documents to train on and to validate on."""
-        return plan_split(self.corpus, self.validation)
-
-    def texts(self) -> tuple[Iterable[str], Iterable[str]]:
-        """Return the training texts, and all texts."""
-        train = (document.text for side, document in self.split if side == "train")
-        return train, (document.text for _, document in self.split)
-
-    def count_characters(self) -> int:
-        """Return the approximate number of characters."""
-        return self.split.characters
-
-    def vocabulary_size(self, options: TrainOptions) -> int:
-        """Return the size of the vocabulary to train on the texts."""
-        if options.size == AUTO and options.vocab_size is None:
-            return choose_vocabulary_size(self.count_characters())
-        return super().vocabulary_size(options)
-
-    def shards(self, run: RunDirectory) -> Path:
-        """Return the directory of the shards of tokens."""
-        return run.data
-
-    def is_encoded(self, run: RunDirectory) -> bool:
-        """Whether an earlier call encoded the texts."""
-        return (run.data / COUNTS).exists()
-
-    def encode(self, tokenizer: Tokenizer, run: RunDirectory, progress: Progress | None) -> None:
-        """Write the texts as shards of tokens."""
-        remove(run.data)  # of a larger text, for which this directory was begun
-        encode_corpus(self.split, tokenizer, run.data, progress=progress)
-
-    def notes(self, run: RunDirectory) -> list[str]:
-        """Return notes on the texts."""
-        corpora = (each.corpus for each in (self.corpus, self.validation) if each is not None)
-        files = [corpus for corpus in corpora if isinstance(corpus, FileCorpus)]
-        return [*self.split.notes(), *(note for part in files for note in part.remarks.notes())]
-
-
-@dataclass(frozen=True, kw_only=True)
-class TextData(Data):
-    """A text in shards, cut into rows of a context."""
-
-    train: Shards
-    held: Shards
-    recut: Callable[[int], TextData]
-
-    def with_context(self, context: int) -> TextData:
-        """Return the same text in other rows; `UserError` where it is too short for them."""
-        data = self.recut(context)
-        data.require_enough()
-        return data
-
-    def require_enough(self) -> None:
-        """Raise `UserError` for text shorter than the context."""
-        tokens, context = len(self.train), self.row_tokens
-        if tokens < context + 1:
-            raise UserError(
-                f"the training text has {tokens:,} tokens and the context is {context}",
-                hint=f"use --context below {tokens} or more text",
-            )
-        if len(self.held) < 2:
-            raise UserError(
-                f"the validation text has {len(self.held)} tokens, too few to predict one",
-                hint="use more text, or give --val",
-            )
-
-    def find_words(self, tokenizer: Tokenizer) -> str:
-        """Return three words that follow each other in the validation text, or its beginning."""
-        text = tokenizer.decode(self.held.read(0, min(2000, len(self.held))).tolist())
-        words = re.search(r"(?<=\s)[^\W\d_]+( [^\W\d_]+){2}(?=\s)", text)
-        return words[0] if words else " ".join(text.split())[:12]
-
-
-def open_text(
-    directory: Path, tokenizer: Tokenizer, context: int, notes: Iterable[str] = ()
-) -> TextData:
-    """Return the shards in a directory as data: rows of ids and targets, each (B, T).
-
-    An evaluation of some batches takes windows spread evenly over the validation text.
-    """
-    encoded = open_encoded(directory)
-    train, held = encoded.open_shards("train"), encoded.open_shards("val")
-    description = {
-        "text": _describe_text(encoded.train, encoded.val),
-        "tokens": f"{describe_tokens(tokenizer)}, "
-        f"{encoded.train.utf8_bytes / max(1, len(train)):.2f} bytes a token",
-    }
-
-    def cut(context: int) -> TextData:
-        def batches(batch_size: int, seed: int) -> Callable[[int], Arrays]:
-            return Batches(train, batch_size=batch_size, n_positions=context, seed=seed).batch
-
-        def held_out(batch_size: int, n_batches: int | None) -> Iterable[Arrays]:
-            at_most = None if n_batches is None else n_batches * batch_size
-            return in_order(held, batch_size=batch_size, n_positions=context, at_most=at_most)
-
-        return TextData(
-            batches=batches,
-            held_out=held_out,
-            unit="tokens",
-            row_units=context,
-            row_tokens=context,
-            epoch_rows=max(1, -(-(len(train) - 1) // context)),
-            held_out_rows=len(held) / context,
-            text_tokens=len(train),
-            counts={"train_text": asdict(encoded.train), "val_text": asdict(encoded.val)},
-            description=description,
-            notes=[*notes],
-            train=train,
-            held=held,
-            recut=cut,
-        )
-
-    return cut(context)
-
-
-def _describe_text(train: Counts, val: Counts) -> str:
-    of = f"{format_count(val.documents, 'document')}, " if train.documents > 1 else ""
-    return (
-        f"{format_count(train.documents, 'document')}, {train.utf8_bytes / 1e6:.2f} MB, "
-        f"{train.tokens:,} tokens; to validate on: {of}{val.tokens:,} tokens"
-    )
-
-
-class LargeSources(TextSources):
-    """Files that are never held in memory, and identified by name, size and date."""
-
-    def __init__(self, options: TrainOptions) -> None:
-        self.plan = plan_preparation(options.data, val=options.val, **options.reading)
-
-    def digest(self) -> str:
-        """Return a sha256 of the names, sizes and dates of the files."""
-        return hashlib.sha256(json.dumps(self.plan.facts("")).encode()).hexdigest()
-
-    def texts(self) -> tuple[Iterable[str], Iterable[str]]:
-        """Return a sample of the training texts, and all texts."""
-        return self.plan.sample(TOKENIZER_CHARACTERS), self.plan.texts()
-
-    def count_characters(self) -> int:
-        """Return the estimated length of the texts."""
-        return self.plan.n_bytes
-
-    def is_encoded(self, run: RunDirectory) -> bool:
-        """Return whether an earlier call encoded the texts."""
-        return (
-            run.tokenizer.is_dir()
-            and (run.data / MANIFEST).exists()
-            and is_begun(run.data, self.plan, Tokenizer.from_pretrained(run.tokenizer))
-        )
-
-    def encode(self, tokenizer: Tokenizer, run: RunDirectory, progress: Progress | None) -> None:
-        """Write the texts as shards of tokens, or continue an interrupted call."""
-        if not is_begun(run.data, self.plan, tokenizer):
-            remove(run.data)
-
-        def show(_: str, done: int, total: int) -> None:
-            if progress is not None:
-                progress(done, total)
-
-        prepare_data(self.plan, run.data, tokenizer, workers=count_cores(), progress=show)
-
-    def notes(self, run: RunDirectory) -> list[str]:
-        """Return notes on the texts."""
-        return read_notes(self.shards(run))
-
-
-class PreparedSources(LargeSources):
-    """A directory of `tiedgpt data prepare`, with its own tokenizer."""
-
-    tokenizer: Tokenizer
-
-    def __init__(self, options: TrainOptions) -> None:
-        if len(options.data) > 1:
-            raise UserError(
-                "a prepared directory is trained on alone",
-                hint="prepare all data in one with `tiedgpt data prepare`",
-            )
-        self.path = Path(options.data[0])
-        for name in ("val", *READING):
-            if getattr(options, name) != getattr(TrainOptions, name):
-                raise UserError(f"was decided when {self.path} was prepared", option=name)
-        require_complete(self.path)
-        self.tokenizer = Tokenizer.from_pretrained(self.path / TOKENIZER)
-        source = options.start if options.tokenizer == "bpe" else options.tokenizer
-        if source is None:
-            return
-        tokenizers = self.tokenizer, Tokenizer.from_pretrained(source)
-        ours, theirs = (json.loads(tokenizer.to_json())["model"] for tokenizer in tokenizers)
-        if ours != theirs:
-            raise UserError(
-                f"{self.path} was prepared with another tokenizer than that of {source}",
-                hint=f"prepare it with --tokenizer {source}",
-            )
-
-    def digest(self) -> str:
-        """Return the sha256 of the manifest, which contains those of all shards."""
-        return hashlib.sha256((self.path / MANIFEST).read_bytes()).hexdigest()
-
-    def shards(self, run: RunDirectory) -> Path:
-        """Return the directory of the shards of tokens."""
-        return self.path
-
-    def is_encoded(self, run: RunDirectory) -> bool:
-        """Return whether an earlier call copied the tokenizer."""
-        return run.tokenizer.exists()
-
-    def encode(self, tokenizer: Tokenizer, run: RunDirectory, progress: Progress | None) -> None:
-        """Do nothing: the texts are encoded."""

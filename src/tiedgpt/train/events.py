@@ -6,14 +6,16 @@ import math
 from dataclasses import asdict, dataclass, field
 from typing import TYPE_CHECKING
 
-from tiedgpt.train.objective import Data, Model, Objective, Score
+from tiedgpt.train.dataset import Data
+from tiedgpt.train.objective import Model, Objective, Score
 from tiedgpt.train.optim import Group
 from tiedgpt.train.plan import Plan
 
 if TYPE_CHECKING:
     from pathlib import Path
 
-    from tiedgpt.train.distributed import Processes
+    import torch
+
     from tiedgpt.train.options import TrainOptions
     from tiedgpt.train.storage import RunDirectory
 
@@ -34,14 +36,15 @@ class AlreadyFinished:
 
 @dataclass(frozen=True)
 class Planned:
-    """The plan is made; the objective, the data and the directory are known."""
+    """The plan of the run, before the model is built."""
 
     directory: RunDirectory
     options: TrainOptions
     objective: Objective
     data: Data
     plan: Plan
-    processes: Processes
+    device: torch.device
+    n_processes: int
 
 
 @dataclass(frozen=True)

@@ -26,6 +26,7 @@ from tiedgpt.train.checkpoint import (
     save_checkpoint,
     verify,
 )
+from tiedgpt.train.dataset import Data, Progress
 from tiedgpt.train.distributed import Processes
 from tiedgpt.train.events import (
     Ended,
@@ -38,7 +39,7 @@ from tiedgpt.train.events import (
 )
 from tiedgpt.train.measures import Measures
 from tiedgpt.train.metrics import PART
-from tiedgpt.train.objective import Arrays, Data, Model, Objective, Progress, Score, body_of
+from tiedgpt.train.objective import Arrays, Model, Objective, Score, body_of
 from tiedgpt.train.optim import make_optimizers, set_rate
 from tiedgpt.train.plan import Plan
 from tiedgpt.train.planning import PaceChecks, halve_micro_batch, replan
@@ -98,7 +99,7 @@ class Trainer:
         self.state = RunState()
         self.batch_units = plan.batch_size * data.row_units
         self.batch_of = data.batches(plan.batch_size, plan.seed)
-        self.processes.on_main(lambda: self.processes.require_work(plan))
+        self.processes.on_main(self.processes.require_work, plan)
         torch.manual_seed(plan.seed)
         model = objective.build().train()
         if not list_checkpoints(run.checkpoints):
@@ -135,21 +136,20 @@ class Trainer:
         """Load the newest checkpoint, or begin at step 0."""
         processes, plan, run = self.processes, self.plan, self.directory
         state, notes = processes.main_first(
-            lambda: load_newest(
-                run.checkpoints,
-                self.objective,
-                self.model,
-                self.optimizers,
-                is_verified=not processes.is_main,
-            )
+            load_newest,
+            run.checkpoints,
+            self.objective,
+            self.model,
+            self.optimizers,
+            is_verified=not processes.is_main,
         )
         if state is not None:
             self.state = RunState.from_saved(state)
             self.step = self.saved_at = state["step"]
-            if (last_loss := processes.on_main(lambda: run.read_end_loss(self.step))) is not None:
+            if (last_loss := processes.on_main(run.read_end_loss, self.step)) is not None:
                 self.state.reopen(self.step, last_loss)
         is_evaluated = not self.state.evaluation_due
-        processes.on_main(lambda: run.cut_metrics(self.step, is_evaluated=is_evaluated))
+        processes.on_main(run.cut_metrics, self.step, is_evaluated=is_evaluated)
         if plan.compile == "on" and processes.size == 1 and self.step < plan.steps:
             seconds = compile_now(self.objective, self.model, self.batch_of(self.step), plan)
             notes.append(f"compiled the blocks in {seconds:.1f} s")
@@ -415,7 +415,7 @@ class Trainer:
         """Write the model card; `last` is the final line of the metrics, not yet written."""
         config = body_of(self.model).config
         described = self.data.description | {"predicts": self.objective.describe(config)}
-        self.processes.on_main(lambda: write_card(self.directory, self.model, described, last))
+        self.processes.on_main(write_card, self.directory, self.model, described, last)
 
     def _write(self, line: Mapping[str, Any]) -> None:
         if self.processes.is_main:

@@ -17,12 +17,13 @@ from tiedgpt.core.config import GPTConfig
 from tiedgpt.errors import UserError
 from tiedgpt.runtime import count_cores, free_memory, has_bf16
 from tiedgpt.train.blocks import find_missing, prepare_blocks
+from tiedgpt.train.dataset import Data
 from tiedgpt.train.distributed import Processes
-from tiedgpt.train.objective import Data, Objective, predicts_tokens
+from tiedgpt.train.objective import Objective
 from tiedgpt.train.optim import make_optimizers
 from tiedgpt.train.options import DEFAULT_MINUTES, TrainOptions, format_count
 from tiedgpt.train.plan import Dtype, Plan
-from tiedgpt.train.planning import MIN_TEXT_BYTES, Facts, Machine
+from tiedgpt.train.planning import Machine
 from tiedgpt.train.step import train_step
 
 MEASURE_TIME_SHARE = 0.005
@@ -99,7 +100,7 @@ def measure_machine(
     device = processes.device
     load = processes.on_main(measure_load) if processes.size == 1 and device.type == "cpu" else None
     speed = SpeedMeasurement(objective, data, processes, _measure_seconds(options), load)
-    free = processes.on_main(lambda: free_memory(device))
+    free = processes.on_main(free_memory, device)
     if free is not None and device.type == "cpu":
         free = (free - LIBRARY_BYTES) // processes.n_local
     used = used_memory(device) + (LIBRARY_BYTES if device.type == "cpu" else 0)
@@ -112,7 +113,7 @@ def measure_machine(
         free_bytes=math.inf if free is None else free,
         used_bytes=processes.broadcast(used),
         threads=threads,
-        can_compile=find_missing(device) is None,
+        missing_compiler=find_missing(device),
         n_processes=processes.size,
         n_shards=processes.n_shards,
     )
@@ -206,26 +207,6 @@ class SpeedMeasurement:
         if self.load is None and len(later) > 2:
             step = statistics.quantiles(later, n=4)[0]
         return plan.batch_size * data.row_units / step
-
-
-def find_facts(objective: Objective, data: Data) -> Facts:
-    """Return the numbers that a plan depends on."""
-    with torch.device("meta"):
-        has_vocabulary_head = predicts_tokens(objective.build())
-    text = data.counts.get("train_text", {})
-    return Facts(
-        unit=data.unit,
-        row_units=data.row_units,
-        row_tokens=data.row_tokens,
-        epoch_rows=data.epoch_rows,
-        held_out_rows=data.held_out_rows,
-        n_examples=data.n_examples,
-        n_held_out=data.n_held_out,
-        text_tokens=data.text_tokens,
-        text_bytes=text.get("utf8_bytes", MIN_TEXT_BYTES),
-        n_trained=objective.n_trained,
-        predicts_tokens=has_vocabulary_head,
-    )
 
 
 def resize(objective: Objective, data: Data, config: GPTConfig) -> tuple[Objective, Data]:

@@ -22,7 +22,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from tiedgpt.runtime import count_cores
-from tiedgpt.train.objective import Data, Model, body_of, predicts_tokens
+from tiedgpt.train.dataset import Data
+from tiedgpt.train.objective import Model, body_of, predicts_tokens
 from tiedgpt.weights.parameters import head_matrix
 
 PEAK_FLOPS = {

@@ -1,27 +1,22 @@
-"""What a run trains, and on what: everything in which one run differs from another.
-
-The trainer is given two values and knows nothing of text, labels or heads: `Data`, the rows to
-train on and those held out, and an `Objective`, a model with its loss and its score. Those of your
-own are a class and a record in your own file:
+"""An objective: a model with its loss, its score, and how it is shown and published.
 
     class Mine(Objective):
         def build(self): return GPT(self.config)
         def score(self, model, batches, autocast): return MyScore(nats=...)
 
-    data = Data(batches=..., held_out=...)
+    data = Data(batches=..., held_out=...)  # train/dataset.py
     for event in Trainer(RunDirectory(path), Mine(config), data, plan, device).run(): ...
 
-A batch is a tuple of arrays of any dtype, a row an example. The trainer knows no more of it: a loss
-says what it is the mean of, and by that the parts of a batch add up to the whole.
+A batch is a tuple of arrays of any dtype, a row an example. A loss reports the number of its
+targets (`n_targets`), so the losses of micro-batches add up to that of the batch.
 """
 
 from __future__ import annotations
 
 import functools
-import math
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple, Protocol, Self
 
@@ -43,12 +38,11 @@ from tiedgpt.weights.formats.transformers.writer import save_tokenizer
 from tiedgpt.weights.sources import open_checkpoint
 
 if TYPE_CHECKING:
+    from tiedgpt.train.dataset import Data, Sources
     from tiedgpt.train.optim import Group
     from tiedgpt.train.options import TrainOptions
     from tiedgpt.train.storage import RunDirectory
 
-Progress = Callable[[int, int], None]
-"""Takes how many characters are encoded, and how many there are."""
 Model = nn.Module
 """A GPT, or a module that has one as `gpt`."""
 Arrays = tuple[NDArray[Any], ...]
@@ -62,7 +56,7 @@ def body_of(model: Model) -> GPT:
 
 
 def predicts_tokens(model: Model) -> bool:
-    """Whether tokens are scored, by W or by a head of its own."""
+    """Return whether a model predicts tokens of the vocabulary."""
     return bool(getattr(model, "predicts_tokens", isinstance(model, GPT)))
 
 
@@ -131,7 +125,7 @@ class Pretrained:
 
     @functools.cached_property
     def gpt(self) -> GPT:
-        """The model, in fp32, read once; with new rows where it has fewer than `n_tokens`."""
+        """The model in fp32, with new rows if it has fewer than `n_tokens`."""
         gpt = load_body(self.source, dtype=torch.float32, keep_head=self.keep_head)
         if (n_new := self.n_tokens - gpt.config.vocab_size) > 0:
             add_tokens(gpt, n_new)
@@ -157,49 +151,8 @@ class Pretrained:
         del self.gpt
 
 
-@dataclass(frozen=True, kw_only=True)
-class Data:
-    """The rows that a run trains on and is scored by, and what a plan must know of them."""
-
-    batches: Callable[[int, int], Callable[[int], Arrays]]
-    """(rows of a batch, seed) -> the batch of each step, from 0: a pure function of the step."""
-    held_out: Callable[[int, int | None], Iterable[Arrays]]
-    """(rows of a batch, number of batches) -> the first of what is held out; None: all of it."""
-    unit: str = "examples"
-    """What is counted: tokens, examples."""
-    row_units: int = 1
-    """Units in a row of a batch."""
-    row_tokens: int = 1
-    """Tokens in the longest row, by which a row's memory is judged."""
-    epoch_rows: int = 1
-    """Rows of an epoch."""
-    held_out_rows: float = 0.0
-    """Rows that the last evaluation takes."""
-    n_examples: int = 0
-    """Examples that are trained on; 0: the data are not examples."""
-    n_held_out: float = math.inf
-    """Examples that are validated on."""
-    text_tokens: int | None = None
-    """Tokens of a text to train on; with it the size of a fresh model can be chosen."""
-    counts: Mapping[str, dict[str, Any]] = field(default_factory=dict)
-    """Tables of run.toml that tell what the data hold."""
-    description: dict[str, str] = field(default_factory=dict)
-    """What is trained on, by short names, for people."""
-    notes: Sequence[str] = ()
-    """What is worth telling of the data."""
-
-    @property
-    def memorizes(self) -> bool:
-        """Whether the examples are so few that none is held out."""
-        return self.n_examples > 0 and self.n_held_out == 0
-
-    def with_context(self, context: int) -> Self:
-        """Return the same data in rows for another context; only a text can be cut anew."""
-        raise NotImplementedError
-
-
 class Score(Protocol):
-    """How good a model is on what is held out."""
+    """The result of an evaluation."""
 
     @property
     def nats(self) -> float:
@@ -227,38 +180,6 @@ class Showcase:
     """Code that uses the model."""
 
 
-class Sources(ABC):
-    """The data of a run as they were read; `Objective.make` makes rows of them."""
-
-    tokenizer: Tokenizer | None = None
-    """The tokenizer of the data, if they need one of their own."""
-    start: Pretrained | None = None
-    """The model to start from, if the data need rows for new tokens."""
-    memorizes: bool = False
-    """Whether the examples are so few that they are memorized, because none is held out."""
-
-    @abstractmethod
-    def digest(self) -> str:
-        """Return a sha256 of all data, which detects changed data."""
-
-    def texts(self) -> tuple[Iterable[str], Iterable[str]]:
-        """Return the training texts, and all texts, to train a tokenizer on."""
-        return (), ()
-
-    def vocabulary_size(self, options: TrainOptions) -> int:
-        """Return the size of the vocabulary to train on the texts."""
-        return options.vocab_size or options.shape.vocab_size
-
-    def is_encoded(self, run: RunDirectory) -> bool:
-        """Return whether an earlier call made the tokenizer and encoded the texts."""
-        return run.tokenizer.exists()
-
-    def encode(  # noqa: B027
-        self, tokenizer: Tokenizer, run: RunDirectory, progress: Progress | None
-    ) -> None:
-        """Write the texts as tokens, unless they are held in memory."""
-
-
 @dataclass(eq=False)
 class Objective(Loss, ABC):
     """A model, its loss, and how it is scored, shown and published.
@@ -267,20 +188,18 @@ class Objective(Loss, ABC):
     """
 
     config: GPTConfig
-    """Of the body."""
+    """Config of the body."""
     tokenizer: Tokenizer | None = None
     start: Pretrained | None = None
-    """The model that is begun with."""
+    """The model to start from."""
     frozen: str = ""
-    """What stays as it is (`--freeze`)."""
-    n_trained: int | None = None
-    """Number of trained parameters; None: all."""
+    """Patterns of frozen parameters (`--freeze`)."""
     keeps_head: ClassVar[bool] = True
     """Whether the head over the vocabulary of a model to start from is needed."""
 
     @classmethod
     def open(cls, options: TrainOptions) -> Sources:
-        """Read the data of the options; `train` and `--objective` call this."""
+        """Read the data of the options."""
         raise UserError(
             f"{cls.__name__} does not say how its data are opened",
             hint="give it a classmethod `open(options)`, and `make` beside it",
@@ -290,7 +209,7 @@ class Objective(Loss, ABC):
     def make(
         cls, sources: Any, run: RunDirectory, options: TrainOptions, setup: ModelSetup
     ) -> tuple[Self, Data]:
-        """Return the objective, and the rows of the sources that `open` returned."""
+        """Return the objective, and the rows of the sources from `open`."""
         raise NotImplementedError
 
     @abstractmethod
@@ -299,7 +218,7 @@ class Objective(Loss, ABC):
 
     @abstractmethod
     def score(self, model: Any, batches: Iterable[Arrays], autocast: torch.dtype | None) -> Score:
-        """Score a model on batches of what is held out."""
+        """Score a model on held-out batches."""
 
     def begin(self, model: Model) -> None:
         """Before the first step: put the weights of `start` into the body."""
@@ -307,29 +226,29 @@ class Objective(Loss, ABC):
             self.start.put_into(body_of(model))
 
     def parameter_groups(self, model: Model, plan: Plan) -> list[Group]:
-        """Return what is trained, and how: every parameter that requires a gradient, once."""
+        """Return the optimizer groups: every parameter that requires a gradient, once."""
         from tiedgpt.train.optim import parameter_groups
 
         decay = plan.weight_decay
         return parameter_groups(model, matrices=plan.optimizer, weight_decay=decay)
 
     def state_to_save(self, model: Model) -> Mapping[str, Tensor]:
-        """Return the tensors by name that a checkpoint holds; resuming copies them back.
+        """Return the tensors that a checkpoint holds, by name.
 
-        What is not among them `build` must make again, the same each time.
+        `build` must make all other tensors, the same each time.
         """
         return dict(model.named_parameters())
 
     def metrics(self, score: Any) -> dict[str, float]:
-        """Return a score as it stands in metrics.jsonl, under names that begin with `val_`."""
+        """Return a score's numbers for metrics.jsonl, with names that begin with `val_`."""
         return {"val_loss": score.nats}
 
     def sample(self, model: Any, data: Any, step: int, seed: int) -> str:
-        """Return something that shows what the model does now; no random stream is touched."""
+        """Return a sample of the model's output, without drawing from torch's global stream."""
         return ""
 
     def describe(self, config: GPTConfig) -> str:
-        """Return in words what predicts in a model of this config; it may have been untied."""
+        """Describe the matrix or head that predicts in a model of this config."""
         return ""
 
     @property
@@ -338,16 +257,11 @@ class Objective(Loss, ABC):
         return None
 
     def show(self, directory: RunDirectory, data: Any, options: TrainOptions) -> Showcase:
-        """Return samples of the published model, and what to do next, for the command line."""
+        """Return samples of the published model and the next commands."""
         return Showcase()
 
     def publish(self, model: Any, directory: Path) -> None:
-        """Write the model as others load it, and the tokenizer."""
+        """Write the model as a Hugging Face directory, with its tokenizer."""
         model.save_pretrained(directory)
         if self.tokenizer is not None:
             save_tokenizer(self.tokenizer, body_of(model).config, directory)
-
-
-def describe_tokens(tokenizer: Tokenizer) -> str:
-    """Return in words what the tokens are."""
-    return f"{tokenizer.kind} vocabulary of {len(tokenizer):,}"

@@ -24,7 +24,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, Self
 
 import torch
 
@@ -131,7 +131,7 @@ class Facts:
         """Whether the examples are so few that none is held out."""
         return self.n_examples > 0 and self.n_held_out == 0
 
-    def with_context(self, context: int) -> Facts:
+    def with_context(self, context: int) -> Self:
         """Return the facts of the same text in rows of another context."""
         assert self.text_tokens is not None
         return replace(
@@ -158,7 +158,8 @@ class Machine:
     """Memory of the program before training."""
     threads: int | None = None
     """CPU threads, if they were asked for or measured to be faster than the default."""
-    can_compile: bool = False
+    missing_compiler: str | None = None
+    """Reason why torch.compile cannot be used, or None."""
     n_processes: int = 1
     n_shards: int = 1
     """Processes that share each matrix (FSDP2)."""
@@ -212,9 +213,7 @@ def resize(options: TrainOptions, config: GPTConfig, facts: Facts) -> tuple[GPTC
 
 def draft_plan(options: TrainOptions, config: GPTConfig, facts: Facts, machine: Machine) -> Plan:
     """Return the plan without the numbers that depend on the number of steps."""
-    compiles = options.compile == "on" or (
-        options.compile == "auto" and machine.device.startswith("cuda") and facts.unit == "tokens"
-    )
+    compiles = wants_compile(options, facts, machine) and machine.missing_compiler is None
     draft = Plan(
         steps=1,
         micro_batch=1,
@@ -229,7 +228,7 @@ def draft_plan(options: TrainOptions, config: GPTConfig, facts: Facts, machine: 
         keep=options.keep,
         schedule=options.schedule,
         memory=None if options.memory is None else parse_bytes(options.memory),
-        compile="on" if compiles and machine.can_compile else "off",
+        compile="on" if compiles else "off",
         threads=machine.threads,
         **options.plan_fields(config, facts),
     )
@@ -239,6 +238,16 @@ def draft_plan(options: TrainOptions, config: GPTConfig, facts: Facts, machine: 
             "or train with a larger --batch-size"
         )
     return fit_micro_batch(draft, options, config, facts, machine)
+
+
+def wants_compile(options: TrainOptions, facts: Facts, machine: Machine) -> bool:
+    """Return whether the blocks should be compiled; `auto`: on a GPU, for rows of one length.
+
+    On a CPU, our own products and attention are faster (`bench/train.py --compile`).
+    """
+    if options.compile == "auto":
+        return machine.device.startswith("cuda") and facts.unit == "tokens"
+    return options.compile == "on"
 
 
 # Size
@@ -391,9 +400,15 @@ def choose_size(
     return replace(best.options, epochs=float(MAX_AUTO_EPOCHS), minutes=None), reason
 
 
-def find_warnings(options: TrainOptions, config: GPTConfig, facts: Facts, plan: Plan) -> list[str]:
-    """Return warnings about short runs, and batches and models too large for the data."""
+def find_warnings(
+    options: TrainOptions, config: GPTConfig, facts: Facts, machine: Machine, plan: Plan
+) -> list[str]:
+    """Return warnings: a missing compiler, a short run, a batch or a model too large."""
     warnings = []
+    if machine.missing_compiler is not None and wants_compile(options, facts, machine):
+        warnings.append(
+            f"--compile {options.compile}: {machine.missing_compiler}; blocks are not compiled"
+        )
     if plan.steps < SHORT_RUN_STEPS:
         warnings.append(
             f"{format_count(plan.steps, 'step')} only: too few to learn much; give more --minutes, "

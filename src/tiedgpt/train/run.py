@@ -25,27 +25,25 @@ import torch
 from tiedgpt.core.config import GPTConfig
 from tiedgpt.errors import NoRoomError, TiedGPTError, UserError
 from tiedgpt.files import missing_run
-from tiedgpt.train.dataset import prepare
+from tiedgpt.train.dataset import Data, Progress, Sources, prepare
 from tiedgpt.train.distributed import Parallel, Processes, join_processes
 from tiedgpt.train.events import AlreadyFinished, Event, Note, Planned
 from tiedgpt.train.loop import Trainer
 from tiedgpt.train.machine import (
     cpu_threads,
-    find_facts,
     measure_machine,
     resize,
     training_device,
 )
-from tiedgpt.train.objective import Data, Objective, Progress, Sources
+from tiedgpt.train.objective import Objective
 from tiedgpt.train.objectives import open_objective
 from tiedgpt.train.options import DURATIONS, TrainOptions
 from tiedgpt.train.plan import Plan
 from tiedgpt.train.planning import (
     SHORT_RUN_STEPS,
+    Machine,
     draft_plan,
-    estimate_memory,
     find_warnings,
-    memory_limit,
     plan_run,
     prolong,
     seconds_left,
@@ -121,7 +119,9 @@ def train(
                 deadline = now + seconds_left(60 * plan.minutes, now - began)
             yield from map(Note, notes)
         stack.enter_context(cpu_threads(threads or plan.threads))
-        yield Planned(run.directory, options, objective, data, plan, processes)
+        yield Planned(
+            run.directory, options, objective, data, plan, processes.device, processes.size
+        )
         yield from Trainer(
             run.directory, objective, data, plan, processes.device,
             stop_requested=stop_requested, track=track, processes=processes, deadline=deadline,
@@ -217,17 +217,16 @@ def plan_new_run(
 ) -> tuple[GPTConfig, Plan, list[str]]:
     """Return the config and the plan of a new run, and notes; equal in all processes."""
     machine, speed = measure_machine(options, objective, data, processes, threads=threads)
-    facts = find_facts(objective, data)
     spent = processes.broadcast(time.perf_counter() - began)
     try:
-        config, plan = plan_run(options, objective.config, facts, machine, seconds_spent=spent)
+        config, plan = plan_run(options, objective.config, data, machine, seconds_spent=spent)
     except TiedGPTError as error:  # in all processes: the first reports it
         processes.leave_to_main(error.exit_code)
         raise
     if speed.compares_threads and plan.steps >= SHORT_RUN_STEPS:
         speed(config, plan)  # the number of steps was given, so no speed was measured
     plan = replace(plan, threads=threads or speed.threads)
-    return config, plan, [*speed.notes, *find_warnings(options, config, facts, plan)]
+    return config, plan, [*speed.notes, *find_warnings(options, config, data, machine, plan)]
 
 
 def prepare_fresh(
@@ -248,7 +247,7 @@ def make_plan(
 ) -> Plan:
     """Return the plan to train an objective on data by these options on this machine."""
     machine, _ = measure_machine(options, objective, data, processes or Processes(device))
-    _, plan = plan_run(options, objective.config, find_facts(objective, data), machine)
+    _, plan = plan_run(options, objective.config, data, machine)
     return plan
 
 
@@ -258,63 +257,37 @@ class DryRun:
 
     objective: Objective
     data: Data
+    machine: Machine
     plan: Plan
-    memory: dict[str, int]
-    """Bytes by part."""
-    memory_limit: float
     tokens_per_second: float | None
     """Measured speed, or None if the run does not fit in memory."""
     warnings: list[str]
     problem: NoRoomError | None
     """The error that the run would end with."""
 
-    @property
-    def epochs(self) -> float:
-        """Number of epochs."""
-        return self.plan.steps * self.plan.batch_size / self.data.epoch_rows
-
-    @property
-    def units(self) -> int:
-        """Number of tokens or examples trained on."""
-        return self.plan.steps * self.plan.batch_size * self.data.row_units
-
-    @property
-    def seconds(self) -> float | None:
-        """Duration of all steps without evaluations."""
-        return None if self.tokens_per_second is None else self.units / self.tokens_per_second
-
 
 def dry_run(
     options: TrainOptions, *, threads: int | None = None, progress: Progress | None = None
 ) -> DryRun:
-    """Return the plan of a run on this machine, with its memory and its speed.
+    """Return the plan of a run on this machine, with its speed.
 
     The text is encoded as in `train`, in a temporary directory.
     """
-    processes = Processes(training_device(options.device))
+    processes, problem = Processes(training_device(options.device)), None
     with tempfile.TemporaryDirectory() as temporary, cpu_threads(threads):
         objective, data = prepare_fresh(options, RunDirectory(Path(temporary) / "run"), progress)
         machine, speed = measure_machine(options, objective, data, processes, threads=threads)
-        config, facts, problem = objective.config, find_facts(objective, data), None
+        config = objective.config
         try:
-            config, plan = plan_run(options, config, facts, machine)
+            config, plan = plan_run(options, config, data, machine)
         except NoRoomError as error:
             problem = error
-            unlimited = replace(machine, free_bytes=math.inf)
             smallest = replace(options, micro_batch=1, memory=None)
-            plan = draft_plan(smallest, config, facts, unlimited)
+            plan = draft_plan(smallest, config, data, replace(machine, free_bytes=math.inf))
         objective, data = resize(objective, data, config)
-        facts = find_facts(objective, data)
-        return DryRun(
-            objective=objective,
-            data=data,
-            plan=plan,
-            memory=estimate_memory(config, plan, facts, machine),
-            memory_limit=memory_limit(plan, machine),
-            tokens_per_second=None if problem else speed(config, plan),
-            warnings=[*speed.notes, *find_warnings(options, config, facts, plan)],
-            problem=problem,
-        )
+        tokens_per_second = None if problem else speed(config, plan)
+        warnings = [*speed.notes, *find_warnings(options, config, data, machine, plan)]
+        return DryRun(objective, data, machine, plan, tokens_per_second, warnings, problem)
 
 
 def _hub_notes(options: TrainOptions) -> Iterator[Note]:

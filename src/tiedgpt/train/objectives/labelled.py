@@ -28,15 +28,13 @@ from tiedgpt.files import parse_json_lines
 from tiedgpt.heads import Head
 from tiedgpt.runtime import eval_mode
 from tiedgpt.text import Tokenizer
+from tiedgpt.train.dataset import Data, Sources
 from tiedgpt.train.objective import (
     Arrays,
-    Data,
     ModelSetup,
     Objective,
     Showcase,
-    Sources,
     body_of,
-    describe_tokens,
     on_device,
 )
 from tiedgpt.train.options import TrainOptions
@@ -289,13 +287,15 @@ def encode_examples(
         held_out_rows=float(len(validation)),
         n_examples=n,
         n_held_out=len(validation),
+        predicts_tokens=objective.head_class.predicts_tokens,
         counts={
             "train_examples": {"examples": n, **labels},
             "val_examples": {"examples": len(validation)},
         },
         description={
             "examples": f"{n:,}; {len(validation):,} more to validate on{more}",
-            "tokens": f"{describe_tokens(objective.tokenizer)}, the longest row has {longest:,}",
+            "tokens": f"{objective.tokenizer.kind} vocabulary of {len(objective.tokenizer):,}, the "
+            f"longest row has {longest:,}",
         },
         notes=notes,
         validation=validation,

@@ -29,20 +29,12 @@ from tiedgpt.errors import UserError
 from tiedgpt.evaluate.perplexity import totals
 from tiedgpt.infer import Engine
 from tiedgpt.text import Tokenizer
-from tiedgpt.train.dataset import is_prepared
-from tiedgpt.train.objective import (
-    Arrays,
-    Data,
-    ModelSetup,
-    Objective,
-    Pretrained,
-    Showcase,
-    Sources,
-    describe_tokens,
-)
+from tiedgpt.train.dataset import Data, Sources
+from tiedgpt.train.objective import Arrays, ModelSetup, Objective, Pretrained, Showcase
 from tiedgpt.train.objectives.language import SAMPLE_TOKENS, Adapters, LanguageModelling
 from tiedgpt.train.options import TrainOptions
 from tiedgpt.train.storage import RunDirectory
+from tiedgpt.train.texts import is_prepared
 from tiedgpt.weights.sources import local_directory
 
 HELD_OUT, AT_LEAST, AT_MOST = 20, 50, 10
@@ -180,7 +172,7 @@ class ReplySources(Sources):
             description={
                 "examples": f"{train['examples']:,}, {train['tokens']:,} tokens, of which "
                 f"{train['trained'] / train['tokens']:.0%} are trained; {more}",
-                "tokens": describe_tokens(self.tokenizer),
+                "tokens": f"{self.tokenizer.kind} vocabulary of {len(self.tokenizer):,}",
             },
             notes=self.notes,
             examples=self.train,
