@@ -28,6 +28,7 @@ from typing import Any
 
 import torch
 
+from tiedgpt.train import fast_training
 from tiedgpt.train.distributed import Processes
 from tiedgpt.train.events import Ended
 from tiedgpt.train.loop import Trainer
@@ -79,10 +80,12 @@ def trained(options: TrainOptions, run: RunDirectory, scratch: Path) -> float:
         for name in ("data", "tokenizer"):
             os.symlink(run.path / name, fresh.path / name)
         pair = prepare_fresh(options, fresh)
-        machine, _ = measure_machine(options, *pair, Processes(training_device()))
+        machine, _ = measure_machine(
+            options, *pair, Processes(training_device()), accelerate=fast_training
+        )
         config, plan = plan_run(options, pair[0].config, pair[1], machine)
         pair = resize_run(*pair, config)
-        *_, ended = Trainer(fresh, *pair, plan, training_device()).run()
+        *_, ended = Trainer(fresh, *pair, plan, training_device(), accelerate=fast_training).run()
     assert isinstance(ended, Ended)
     return ended.metrics["val_bits_per_byte"]
 
@@ -97,7 +100,7 @@ def choice(name: str, minutes: float, speeds: dict[str, float], scratch: Path) -
     assert text_tokens is not None
     processes = Processes(training_device())
     machine, _ = measure_machine(options, objective, text, processes)
-    measure = SpeedMeasurement(objective, text, processes, MEASURED_SECONDS, load=None)
+    measure = SpeedMeasurement(objective, text, processes, MEASURED_SECONDS, None, fast_training)
     expected, asked = {}, {}
     for size in candidate_sizes(text_tokens):
         whole = with_choices(replace(options, dropout=0.0), size, float("inf"), text_tokens)

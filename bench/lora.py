@@ -29,6 +29,7 @@ import torch
 
 from tiedgpt.cli.main import main as tiedgpt
 from tiedgpt.data import python_documentation
+from tiedgpt.train import fast_training
 from tiedgpt.train.events import Ended
 from tiedgpt.train.loop import Trainer
 from tiedgpt.train.machine import training_device
@@ -68,7 +69,7 @@ def tuned(path: Path, **options: Any) -> tuple[float, int, int]:
     objective, data = prepare_fresh(asked, run)
     device = training_device()
     plan = make_plan(asked, objective, data, device)
-    (*_, ended) = Trainer(run, objective, data, plan, device).run()
+    (*_, ended) = Trainer(run, objective, data, plan, device, accelerate=fast_training).run()
     assert isinstance(ended, Ended)
     total = objective.config.parameter_count()
     trained = data.n_trained or total

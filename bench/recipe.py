@@ -38,12 +38,13 @@ from tiedgpt.errors import DivergedError
 from tiedgpt.plots.figure import save_figure
 from tiedgpt.plots.panel import Line, Panel, usual_most
 from tiedgpt.plots.training import reached
+from tiedgpt.train import fast_training
 from tiedgpt.train.dataset import Data
 from tiedgpt.train.events import Ended, Evaluated, Stepped
 from tiedgpt.train.loop import Trainer
 from tiedgpt.train.machine import training_device
 from tiedgpt.train.objective import Objective
-from tiedgpt.train.optim import optimizers, parameter_groups
+from tiedgpt.train.optim.groups import optimizers, parameter_groups
 from tiedgpt.train.options import SIZES, TrainOptions
 from tiedgpt.train.plan import Plan
 from tiedgpt.train.run import make_plan, prepare_fresh
@@ -102,7 +103,9 @@ def trained(pair: Pair, plan: Plan, share: float, scratch: str) -> Run:
     made = Run(f"{plan.optimizer}, {plan.schedule}", plan.seed, plan.lr, share, plan.steps)
     with tempfile.TemporaryDirectory(dir=scratch) as place:
         try:
-            for event in Trainer(RunDirectory(Path(place)), *pair, plan, training_device()).run():
+            for event in Trainer(
+                RunDirectory(Path(place)), *pair, plan, training_device(), accelerate=fast_training
+            ).run():
                 match event:
                     case Stepped():
                         made.seconds += (event.units - made.tokens) / event.units_per_second
@@ -148,12 +151,13 @@ def in_turn(pair: Pair, plans: dict[str, Plan], rounds: int) -> dict[str, list[f
         model = objective.build().to(training_device()).train()
         groups = parameter_groups(model, matrices=plan.optimizer, weight_decay=plan.weight_decay)
         rules = optimizers(groups, lr=1e-5)
-        steppers[name] = partial(train_step, model, rules, plan=plan)
+        steppers[name] = model, partial(train_step, model, rules, plan=plan)
     seconds: dict[str, list[float]] = {name: [] for name in plans}
     for number in range(rounds + 2):
-        for name, step in steppers.items():
+        for name, (model, step) in steppers.items():
             began = time.perf_counter()
-            step(batch_of(number))
+            with fast_training(model):
+                step(batch_of(number))
             if torch.cuda.is_available():
                 torch.cuda.synchronize()
             seconds[name].append(time.perf_counter() - began)

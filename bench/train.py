@@ -25,7 +25,6 @@ import time
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -118,7 +117,8 @@ def ours(
     config: GPTConfig, device: str, compiled: bool, dtype: str, optimizer: str = "adamw"
 ) -> Step:
     """Our own training step, as `tiedgpt train --optimizer adamw` runs it."""
-    from tiedgpt.train.optim import optimizers, parameter_groups
+    from tiedgpt.train import fast_training
+    from tiedgpt.train.optim.groups import optimizers, parameter_groups
     from tiedgpt.train.plan import Plan
     from tiedgpt.train.step import train_step
 
@@ -132,11 +132,12 @@ def ours(
         weight_decay=0.1, grad_clip=1.0, dtype=dtype, seed=0, eval_every=1, eval_batches=1,
         save_every=1,
     )  # fmt: skip
-    return lambda ids, targets: void(train_step(model, rules, (ids.numpy(), targets.numpy()), plan))
 
+    def step(ids: Tensor, targets: Tensor) -> None:
+        with fast_training(model):
+            train_step(model, rules, (ids.numpy(), targets.numpy()), plan)
 
-def void(_: Any) -> None:
-    return None
+    return step
 
 
 def transformers(config: GPTConfig, device: str, compiled: bool, dtype: str) -> Step:

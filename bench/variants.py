@@ -25,7 +25,8 @@ from torch import Tensor
 
 from tiedgpt import GPT, GPTConfig
 from tiedgpt.train import fast_training
-from tiedgpt.train.optim import Optimizers, muon, optimizers, parameter_groups
+from tiedgpt.train.optim import muon
+from tiedgpt.train.optim.groups import Optimizers, optimizers, parameter_groups
 from tiedgpt.train.options import SIZES
 
 CONTEXT, ROWS, WARMUP = 128, 16, 100

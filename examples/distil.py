@@ -19,7 +19,7 @@ from torch.nn import functional as F
 
 from small_model import small_model
 from tiedgpt import GPT
-from tiedgpt.train import Trainer, TrainOptions
+from tiedgpt.train import Trainer, TrainOptions, fast_training
 from tiedgpt.train.events import Ended
 from tiedgpt.train.machine import training_device
 from tiedgpt.train.objectives.language import LanguageModelling
@@ -63,6 +63,7 @@ if __name__ == "__main__":
             values = {field.name: getattr(objective, field.name) for field in fields(objective)}
             objective = Distilled(**values, teacher=teacher)
         plan = make_plan(options, objective, data, training_device())
-        for event in Trainer(run, objective, data, plan, training_device()).run():
+        trainer = Trainer(run, objective, data, plan, training_device(), accelerate=fast_training)
+        for event in trainer.run():
             if isinstance(event, Ended):
                 print(f"{name:<10} {event.score.nats:.4f} nats a token on held-out text")

@@ -36,7 +36,7 @@ from tiedgpt.inspect import gradient_split
 from tiedgpt.plots.figure import save_figure
 from tiedgpt.plots.panel import Line, Panel
 from tiedgpt.tie import untie
-from tiedgpt.train import Trainer
+from tiedgpt.train import Trainer, fast_training
 from tiedgpt.train.dataset import Data
 from tiedgpt.train.events import Evaluated
 from tiedgpt.train.metrics import read_history
@@ -140,7 +140,8 @@ def train(name: str, config: GPTConfig, tokenizer: Tokenizer, seed: int, steps: 
         eval_every=often, eval_batches=4, save_every=often, keep="last",
     )  # fmt: skip
     objective, device = CompareTie(config, tokenizer), torch.device("cpu")
-    for event in Trainer(run, objective, open_data(), plan, device).run():
+    trainer = Trainer(run, objective, open_data(), plan, device, accelerate=fast_training)
+    for event in trainer.run():
         if isinstance(event, Evaluated):
             print(f"{run.path.name}  step {event.step:>5}  loss {event.score.nats:.4f}", flush=True)
     return run.path

@@ -23,7 +23,7 @@ from tiedgpt import GPT, GPTConfig
 from tiedgpt.errors import CorruptInputError
 from tiedgpt.tie import prune, resize_vocab, tie, untie
 from tiedgpt.train.objective import LossModule
-from tiedgpt.train.optim import optimizers, parameter_groups
+from tiedgpt.train.optim.groups import optimizers, parameter_groups
 from tiedgpt.weights.load import CheckpointWarning
 
 N_TINY = 97 * 32 + 24 * 32 + 3 * (12 * 32 * 32 + 13 * 32) + 2 * 32

@@ -16,7 +16,7 @@ from tiedgpt import GPT
 from tiedgpt.core.config import GPTConfig
 from tiedgpt.data import documents, encode_corpus, plan_split
 from tiedgpt.text import Tokenizer
-from tiedgpt.train import Trainer
+from tiedgpt.train import Trainer, fast_training
 from tiedgpt.train.checkpoint import list_checkpoints
 from tiedgpt.train.dataset import Data
 from tiedgpt.train.events import Event, Skipped, Stepped
@@ -62,6 +62,7 @@ class Trial:
         trainer = Trainer(
             self.run, self.objective, self.data, self.plan, CPU,
             **{"stop_requested": lambda: done[0] == stop_after, "clock": self.clock} | options,
+            accelerate=fast_training,
         )  # fmt: skip
         for event in trainer.run():
             events.append(event)

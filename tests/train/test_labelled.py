@@ -19,7 +19,7 @@ from tiedgpt.train.events import Ended, Evaluated
 from tiedgpt.train.objective import ModelSetup
 from tiedgpt.train.objectives import OBJECTIVES, load_objective
 from tiedgpt.train.objectives.labelled import LabelScore, LabelSources, encode_examples
-from tiedgpt.train.optim import parameter_groups
+from tiedgpt.train.optim.groups import parameter_groups
 from tiedgpt.train.options import TrainOptions
 from tiedgpt.train.step import train_step
 from tiedgpt.train.storage import RunDirectory

@@ -18,7 +18,7 @@ from tiedgpt.train.distributed import Processes
 from tiedgpt.train.events import Note, Replanned, Stepped
 from tiedgpt.train.machine import SpeedMeasurement, measure_machine
 from tiedgpt.train.objectives.language import LanguageModelling
-from tiedgpt.train.optim import make_optimizers
+from tiedgpt.train.optim.groups import make_optimizers
 from tiedgpt.train.options import TrainOptions
 from tiedgpt.train.planning import estimate_memory
 from tiedgpt.train.step import train_step

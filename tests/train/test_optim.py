@@ -6,8 +6,8 @@ import torch
 from tests.train.conftest import assert_same
 from tiedgpt import GPT
 from tiedgpt.errors import UserError
-from tiedgpt.train.optim import OPTIMIZERS, optimizers, parameter_groups, scale_lr_to_width
-from tiedgpt.train.optim.spec import OptimizerSpec
+from tiedgpt.train.optim import OPTIMIZERS, OptimizerSpec, scale_lr_to_width
+from tiedgpt.train.optim.groups import optimizers, parameter_groups
 from tiedgpt.weights.containers import SafetensorsFile
 
 
@@ -91,7 +91,8 @@ def build_lion(groups, lr):
 
 
 def test_a_new_optimizer_is_one_record(trial, monkeypatch):
-    lion = OptimizerSpec(name="lion", label="Lion", build=build_lion, moments=1, width_exponent=1.0)
+    home = f"{__name__}:build_lion"
+    lion = OptimizerSpec(label="Lion", home=home, moments=1, width_exponent=1.0)
     monkeypatch.setitem(OPTIMIZERS, "lion", lion)
     whole, parts = (trial(name, optimizer="lion", lr=1e-3) for name in ("whole", "parts"))
     *_, ended = whole.train()

@@ -20,7 +20,7 @@ from tiedgpt.heads import SequenceClassifier
 from tiedgpt.train.distributed import Processes, Shards, is_launched, join_processes
 from tiedgpt.train.events import Ended
 from tiedgpt.train.objective import Loss
-from tiedgpt.train.optim import optimizers, parameter_groups
+from tiedgpt.train.optim.groups import optimizers, parameter_groups
 from tiedgpt.train.plan import Plan
 from tiedgpt.train.step import train_step
 from tiedgpt.train.storage import RunDirectory

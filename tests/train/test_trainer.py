@@ -281,6 +281,27 @@ def test_a_run_ended_by_validation_trains_when_prolonged(trial, options, scores,
     assert run.metrics()[-1]["best_step"] == 6
 
 
+@pytest.mark.parametrize("ends_early", [False, True])
+def test_a_prolonged_run_survives_the_loss_of_its_newest_checkpoint(
+    trial, options, scores, ends_early
+):
+    shape = {"steps": 12, "eval_every": 1, "patience": 3} if ends_early else {}
+    whole, damaged = (trial(name, **shape) for name in ("whole", "damaged"))
+    for run in (whole, damaged):
+        if ends_early:
+            scores([3.0, 2.0, 2.1, 2.1, 2.1, 2.1])
+        end = run.train()[-1].step
+        more = lengthen(run, options).change(eval_every=3)
+        lost = [2.1, 2.1] if run is damaged else []  # the last evaluation and the final one
+        if run is damaged:
+            run.newest("state.json").write_text("{}")
+        if ends_early:
+            scores([*lost, 1.5, *[1.6] * 9])
+        events = more.train()
+        assert events[0].step == (end if run is whole else 4) and events[-1].step > end
+    assert_same(whole, damaged)
+
+
 def find(events, kind):
     return [event for event in events if isinstance(event, kind)]
 

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 from tiedgpt.train.dataset import Data
 from tiedgpt.train.objective import Model, Objective, Score
-from tiedgpt.train.optim import Group
+from tiedgpt.train.optim.groups import Group
 from tiedgpt.train.plan import Plan
 
 if TYPE_CHECKING:

@@ -11,6 +11,7 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import asdict
 from typing import Any, TypeVar
 
@@ -40,7 +41,7 @@ from tiedgpt.train.events import (
 from tiedgpt.train.measures import Measures
 from tiedgpt.train.metrics import PART
 from tiedgpt.train.objective import Arrays, Model, Objective, Score, body_of
-from tiedgpt.train.optim import make_optimizers, set_rate
+from tiedgpt.train.optim.groups import make_optimizers, set_rate
 from tiedgpt.train.plan import Plan
 from tiedgpt.train.planning import PaceChecks, halve_micro_batch, replan
 from tiedgpt.train.step import (
@@ -48,10 +49,16 @@ from tiedgpt.train.step import (
     RunState,
     StepResult,
     find_not_finite,
-    require_finite,
+    find_not_finite_weights,
     train_step,
 )
-from tiedgpt.train.storage import RunDirectory, checkpoint_path, plan_tables
+from tiedgpt.train.storage import (
+    GOES_ON,
+    PROLONGED,
+    RunDirectory,
+    checkpoint_path,
+    plan_tables,
+)
 
 T = TypeVar("T")
 
@@ -69,8 +76,8 @@ class Trainer:
     `track` receives each line of metrics.jsonl. `stop_requested` is called between steps and
     between the batches of an evaluation. `progress` receives the number of scored batches of the
     final score, and their total. Each of several `processes` makes a trainer and sees the same
-    events; rank 0 writes. A plan with minutes ends at the `deadline`, in seconds of the `clock`;
-    default: from now.
+    events; rank 0 writes. A step runs inside `accelerate(model)`, such as `fast_training`. A plan
+    with minutes ends at the `deadline`, in seconds of the `clock`; default: from now.
     """
 
     def __init__(
@@ -86,12 +93,13 @@ class Trainer:
         processes: Processes | None = None,
         deadline: float | None = None,
         progress: Progress | None = None,
+        accelerate: Callable[[Model], AbstractContextManager[None]] = nullcontext,
         clock: Callable[[], float] = time.perf_counter,
     ) -> None:
         self.directory, self.objective, self.data, self.plan = run, objective, data, plan
         self.next_plan: Plan | None = None  # replaces `plan` after its step `since`
         self.stop_requested, self.track, self.progress = stop_requested, track, progress
-        self.clock, self.deadline = clock, deadline
+        self.accelerate, self.clock, self.deadline = accelerate, clock, deadline
         self.checks: PaceChecks | None = None
         self.processes = processes or Processes(device)
         self.step = self.saved_at = 0
@@ -151,7 +159,8 @@ class Trainer:
         is_evaluated = not self.state.evaluation_due
         processes.on_main(run.cut_metrics, self.step, is_evaluated=is_evaluated)
         if plan.compile == "on" and processes.size == 1 and self.step < plan.steps:
-            seconds = compile_now(self.objective, self.model, self.batch_of(self.step), plan)
+            with self.accelerate(self.model):
+                seconds = compile_now(self.objective, self.model, self.batch_of(self.step), plan)
             notes.append(f"compiled the blocks in {seconds:.1f} s")
         yield Started(self.model, self.groups, self.step, notes)
         if state is not None:
@@ -181,6 +190,8 @@ class Trainer:
         before, next_plan, checks = self.plan, self.next_plan, self.checks
         if next_plan is not None and next_plan.since <= self.step:
             self.next_plan = None
+            if self._is_done():
+                self._reopen()
             yield self._set_plan(next_plan, [])
             self._start_clock()
         if checks is None or self._is_done():
@@ -197,6 +208,14 @@ class Trainer:
         if plan.steps > before.steps:
             note = f"faster than planned: {plan.steps:,} steps instead of {before.steps:,}"
         yield self._set_plan(plan, [note])
+
+    def _reopen(self) -> None:
+        """Evaluate as at the end of a run that was prolonged and has lost its last checkpoint."""
+        score = self._evaluate(self.plan.eval_batches)
+        if score is not None:
+            metrics = self.objective.metrics(score)
+            self._write({"step": self.step, **metrics, GOES_ON: PROLONGED})
+            self.state.reopen(self.step, score.nats)
 
     def _set_plan(self, plan: Plan, notes: list[str]) -> Replanned:
         """Go on by another plan: save it in a checkpoint, then in run.toml."""
@@ -239,7 +258,7 @@ class Trainer:
         processes.reseed(self.plan.seed, self.step)
         self.step += 1
         try:
-            with self.measures.watching(self.step):
+            with self.measures.watching(self.step), self.accelerate(self.model):
                 result = train_step(
                     self.model,
                     self.optimizers,
@@ -299,7 +318,7 @@ class Trainer:
 
     def _evaluate(self, n_batches: int | None, progress: Progress | None = None) -> Score | None:
         """Score held-out data, all for None; return None if a stop was requested meanwhile."""
-        require_finite(self.model, self.processes)
+        self._require_finite()
         plan = self.plan
         total = n_batches or math.ceil(self.data.held_out_rows / plan.micro_batch)
 
@@ -322,6 +341,12 @@ class Trainer:
         if score is not None and not math.isfinite(score.nats):
             raise DivergedError(f"the validation loss became {score.nats}")
         return score
+
+    def _require_finite(self) -> None:
+        """Raise `DivergedError` in all processes if weights are not finite in any."""
+        name = find_not_finite_weights(self.model)
+        if self.processes.any(name is not None):
+            raise DivergedError(f"{name or 'a matrix'} is no longer finite")
 
     def _is_done(self) -> bool:
         return self.step >= self.plan.steps or self.state.is_over(self.plan)
@@ -388,7 +413,7 @@ class Trainer:
     def _save(self) -> None:
         """Write a checkpoint, unless this step has one."""
         if self.step > self.saved_at:
-            require_finite(self.model, self.processes)
+            self._require_finite()
             self.processes.on_main(self.directory.sync_metrics)
             self._write_checkpoint()
             self.saved_at = self.step

@@ -6,8 +6,8 @@ import math
 import os
 import statistics
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
@@ -19,8 +19,8 @@ from tiedgpt.runtime import count_cores, free_memory, has_bf16
 from tiedgpt.train.blocks import find_missing, prepare_blocks
 from tiedgpt.train.dataset import Data
 from tiedgpt.train.distributed import Processes
-from tiedgpt.train.objective import Objective
-from tiedgpt.train.optim import make_optimizers
+from tiedgpt.train.objective import Model, Objective
+from tiedgpt.train.optim.groups import make_optimizers
 from tiedgpt.train.options import DEFAULT_MINUTES, TrainOptions, format_count
 from tiedgpt.train.plan import Dtype, Plan
 from tiedgpt.train.planning import Machine
@@ -92,14 +92,18 @@ def measure_machine(
     processes: Processes,
     *,
     threads: int | None = None,
+    accelerate: Callable[[Model], AbstractContextManager[None]] = nullcontext,
 ) -> tuple[Machine, SpeedMeasurement]:
     """Return the machine as a plan sees it, and the measurement of its speed.
 
-    All processes must call this, and get equal numbers.
+    Measured steps run inside `accelerate(model)`. All processes must call this, and get equal
+    numbers.
     """
     device = processes.device
     load = processes.on_main(measure_load) if processes.size == 1 and device.type == "cpu" else None
-    speed = SpeedMeasurement(objective, data, processes, _measure_seconds(options), load)
+    speed = SpeedMeasurement(
+        objective, data, processes, _measure_seconds(options), load, accelerate
+    )
     free = processes.on_main(free_memory, device)
     if free is not None and device.type == "cpu":
         free = (free - LIBRARY_BYTES) // processes.n_local
@@ -136,7 +140,8 @@ class SpeedMeasurement:
     """Duration of one measurement."""
     load: float | None
     """Number of processes that want to run on a busy machine."""
-    compares_threads: bool = False
+    accelerate: Callable[[Model], AbstractContextManager[None]] = nullcontext
+    compares_threads: bool = field(default=False, kw_only=True)
     """Whether the first measurement compares one thread with the default number."""
     threads: int | None = field(default=None, init=False)
     """The number of threads that the comparison chose."""
@@ -198,9 +203,9 @@ class SpeedMeasurement:
 
         while not seconds or not is_enough():
             began = time.perf_counter()
-            train_step(
-                model, optimizers, batch_of(len(seconds)), plan, processes, objective=objective
-            )
+            batch = batch_of(len(seconds))
+            with self.accelerate(model):
+                train_step(model, optimizers, batch, plan, processes, objective=objective)
             seconds.append(processes.on_main(measure_step))
         later = seconds[1:] or seconds  # the first step loads libraries
         step = statistics.median(later)

@@ -39,7 +39,7 @@ from tiedgpt.weights.sources import open_checkpoint
 
 if TYPE_CHECKING:
     from tiedgpt.train.dataset import Data, Sources
-    from tiedgpt.train.optim import Group
+    from tiedgpt.train.optim.groups import Group
     from tiedgpt.train.options import TrainOptions
     from tiedgpt.train.storage import RunDirectory
 
@@ -227,7 +227,7 @@ class Objective(Loss, ABC):
 
     def parameter_groups(self, model: Model, plan: Plan) -> list[Group]:
         """Return the optimizer groups: every parameter that requires a gradient, once."""
-        from tiedgpt.train.optim import parameter_groups
+        from tiedgpt.train.optim.groups import parameter_groups
 
         decay = plan.weight_decay
         return parameter_groups(model, matrices=plan.optimizer, weight_decay=decay)

@@ -24,7 +24,8 @@ from tiedgpt.options import (
     option_of_verb,
 )
 from tiedgpt.train.objectives import ObjectiveRecord, find_record
-from tiedgpt.train.plan import Keep, OptimizerName, Schedule
+from tiedgpt.train.optim import OPTIMIZERS, find_optimizer, scale_lr_to_width
+from tiedgpt.train.plan import Keep, Schedule
 
 if TYPE_CHECKING:
     from tiedgpt.train.planning import Facts
@@ -245,9 +246,10 @@ class OptimizationOptions:
     GROUP: ClassVar = "optimization"
     seed: int = option(0, "Seed of the initial weights and of the order of the data.")
     batch_size: int | None = option(None, "Sequences per step.", short="b")
-    optimizer: Literal["auto", "muon", "adamw"] = option(
-        "auto",
+    optimizer: str = option(
+        AUTO,
         "Optimizer of the blocks' matrices; AdamW trains all other parameters.",
+        choices=lambda: (AUTO, *OPTIMIZERS),
     )
     lr: float | None = option(None, "Peak learning rate.")
     warmup: float = option(0.05, "Share of the steps in which the learning rate rises to its peak.")
@@ -462,6 +464,8 @@ class TrainOptions(  # the help lists the options of the last one first
             raise UserError("DATA is missing", hint="give a .jsonl file of examples, or text")
         if self.size not in (AUTO, *SIZES):
             raise UserError(f"no size {self.size!r}", hint=f"there are {AUTO}, {', '.join(SIZES)}")
+        if self.optimizer != AUTO:
+            find_optimizer(self.optimizer)
         self._check_ranges()
         self._check_recipe()
         self._check_schedule()
@@ -614,11 +618,10 @@ class TrainOptions(  # the help lists the options of the last one first
         return fields | {"size": self.named_size if self.start is None else ""}
 
     def _train_defaults(self, config: GPTConfig) -> dict[str, Any]:
-        from tiedgpt.train.optim import scale_lr_to_width  # torch, which parsing must not load
-
         size, is_fresh = self.shape, self.start is None
-        usual: OptimizerName = "muon" if is_fresh else "adamw"
-        optimizer = usual if self.optimizer == "auto" else self.optimizer
+        optimizer = self.optimizer
+        if optimizer == AUTO:
+            optimizer = "muon" if is_fresh else "adamw"
         lr = size.lr if optimizer == "muon" or size.lr_adamw is None else size.lr_adamw
         lr = scale_lr_to_width(lr, width=size.n_embd, to=config.n_embd, optimizer=optimizer)
         batch = size.batch_size if is_fresh else START_BATCH

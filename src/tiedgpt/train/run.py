@@ -28,6 +28,7 @@ from tiedgpt.files import missing_run
 from tiedgpt.train.dataset import Data, Progress, Sources, prepare
 from tiedgpt.train.distributed import Parallel, Processes, join_processes
 from tiedgpt.train.events import AlreadyFinished, Event, Note, Planned
+from tiedgpt.train.fast import fast_training
 from tiedgpt.train.loop import Trainer
 from tiedgpt.train.machine import (
     cpu_threads,
@@ -125,7 +126,7 @@ def train(
         yield from Trainer(
             run.directory, objective, data, plan, processes.device,
             stop_requested=stop_requested, track=track, processes=processes, deadline=deadline,
-            progress=scoring,
+            progress=scoring, accelerate=fast_training,
         ).run()  # fmt: skip
 
 
@@ -216,7 +217,9 @@ def plan_new_run(
     began: float,
 ) -> tuple[GPTConfig, Plan, list[str]]:
     """Return the config and the plan of a new run, and notes; equal in all processes."""
-    machine, speed = measure_machine(options, objective, data, processes, threads=threads)
+    machine, speed = measure_machine(
+        options, objective, data, processes, threads=threads, accelerate=fast_training
+    )
     spent = processes.broadcast(time.perf_counter() - began)
     try:
         config, plan = plan_run(options, objective.config, data, machine, seconds_spent=spent)
@@ -246,7 +249,8 @@ def make_plan(
     processes: Processes | None = None,
 ) -> Plan:
     """Return the plan to train an objective on data by these options on this machine."""
-    machine, _ = measure_machine(options, objective, data, processes or Processes(device))
+    processes = processes or Processes(device)
+    machine, _ = measure_machine(options, objective, data, processes, accelerate=fast_training)
     _, plan = plan_run(options, objective.config, data, machine)
     return plan
 
@@ -276,7 +280,9 @@ def dry_run(
     processes, problem = Processes(training_device(options.device)), None
     with tempfile.TemporaryDirectory() as temporary, cpu_threads(threads):
         objective, data = prepare_fresh(options, RunDirectory(Path(temporary) / "run"), progress)
-        machine, speed = measure_machine(options, objective, data, processes, threads=threads)
+        machine, speed = measure_machine(
+            options, objective, data, processes, threads=threads, accelerate=fast_training
+        )
         config = objective.config
         try:
             config, plan = plan_run(options, config, data, machine)

@@ -19,12 +19,11 @@ from torch.utils.hooks import RemovableHandle
 
 from tiedgpt.errors import CorruptInputError, DivergedError, NoRoomError
 from tiedgpt.train.distributed import Processes, local_shard
-from tiedgpt.train.fast import fast_training
 from tiedgpt.train.objective import OWN_LOSS, Arrays, Loss, Model, body_of
 from tiedgpt.train.plan import Plan
 
 MAX_SKIPPED_STEPS, SKIP_WINDOW_STEPS = 10, 200
-"""So many skipped steps among the last `SKIP_WINDOW_STEPS` end a run."""
+"""Number of skipped steps among the last `SKIP_WINDOW_STEPS` that ends a run."""
 RECENT_STEPS = 100
 """Number of losses and gradient norms in a `RunState`."""
 SHOWN_STEPS = 5
@@ -32,8 +31,8 @@ SHOWN_STEPS = 5
 WORSE_RATIO = 1.01
 """Ratio to the best validation loss above which a loss counts as worse."""
 STALE_EVALUATIONS = 3
-"""So many evaluations without improvement end a run if the newest loss is `WORSE_RATIO` times the
-best."""
+"""Number of evaluations without improvement that ends a run, if the newest loss is `WORSE_RATIO`
+times the best."""
 
 
 @dataclass(frozen=True)
@@ -70,13 +69,12 @@ def train_step(
     model.zero_grad(set_to_none=True)
     if not any(objective.n_targets(batch)):
         raise DivergedError("the batch has no targets")
-    with fast_training(model):
-        for part in processes.micro_batches(objective, batch, plan.micro_batch):
-            with processes.gradient_sync(part):
-                with torch.autocast(device.type, plan.autocast, enabled=plan.autocast is not None):
-                    part_loss = module(*part.rows, objective=objective, shares=part.shares)
-                part_loss.backward()
-            loss += part_loss.detach()
+    for part in processes.micro_batches(objective, batch, plan.micro_batch):
+        with processes.gradient_sync(part):
+            with torch.autocast(device.type, plan.autocast, enabled=plan.autocast is not None):
+                part_loss = module(*part.rows, objective=objective, shares=part.shares)
+            part_loss.backward()
+        loss += part_loss.detach()
     loss = processes.sum(loss) / processes.size
     norm = processes.clip(model.parameters(), plan.grad_clip)
     result = StepResult(float(loss), float(norm))
@@ -184,12 +182,10 @@ class RunState:
         return f"losses before: {losses}; gradient norms before: {norms}"
 
 
-def require_finite(model: Model, processes: Processes) -> None:
-    """Raise `DivergedError` in all processes where weights are not finite in any."""
+def find_not_finite_weights(model: Model) -> str | None:
+    """Return the name of the first parameter whose local shard is not finite, or None."""
     parts = ((name, local_shard(p)) for name, p in model.named_parameters())
-    name = next((name for name, part in parts if not bool(part.isfinite().all())), None)
-    if processes.any(name is not None):
-        raise DivergedError(f"{name or 'a matrix'} is no longer finite")
+    return next((name for name, part in parts if not bool(part.isfinite().all())), None)
 
 
 def find_not_finite(objective: Loss, model: Model, batch: Arrays, plan: Plan) -> str:

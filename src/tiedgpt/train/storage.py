@@ -34,7 +34,9 @@ RUNS = Path("runs")
 OPENING = "opening.json"
 """File in the model's directory with the text that the page opens with."""
 GOES_ON = "goes_on"
-"""The key of the line after which a run went on that had ended."""
+"""Key of the line after which a finished run was prolonged."""
+PROLONGED = "by a plan of more steps"
+"""Value of that key."""
 
 
 class RunDirectory:
@@ -135,8 +137,7 @@ class RunDirectory:
         """
         *lines, last = self.read_metrics()
         score = {k.removeprefix(PART): v for k, v in last.items() if k.startswith(PART)}
-        goes_on = {GOES_ON: "by a plan of more steps"}
-        self._replace_metrics([*lines, {"step": last["step"], **score, **goes_on}])
+        self._replace_metrics([*lines, {"step": last["step"], **score, GOES_ON: PROLONGED}])
         return int(last["step"])
 
     def read_end_loss(self, step: int) -> float | None:

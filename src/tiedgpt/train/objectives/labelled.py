@@ -153,7 +153,8 @@ class Labelled(Objective):
         """Return a fresh head on a fresh body."""
         make: Callable[..., Head] = self.head_class
         head = make(GPT(self.config), **({"labels": list(self.labels)} if self.labels else {}))
-        freeze(head, self.frozen)
+        if self.frozen:
+            freeze(head, self.frozen)
         return head
 
     def score(

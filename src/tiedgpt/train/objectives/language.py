@@ -98,7 +98,8 @@ class LanguageModelling(Objective):
         """Return a GPT with fresh weights; under adapters with those of `start`."""
         model = GPT(self.config)
         if self.adapters is None:
-            freeze(model, self.frozen)
+            if self.frozen:
+                freeze(model, self.frozen)
             return model
         assert self.start is not None
         if not model.wte.weight.is_meta:

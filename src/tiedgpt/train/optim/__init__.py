@@ -1,34 +1,66 @@
-"""Optimizers and parameter groups.
+"""The optimizers by name: records that need no torch, and the functions that they name.
 
-Every trainable parameter is in exactly one group. W is a group of its own, because it is an
-embedding and a projection at once. `OPTIMIZERS` holds a record for each optimizer: a new one is one
-file with an `OptimizerSpec`, and its name in this table.
+A new optimizer is one file and one record in `OPTIMIZERS`.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
-import torch
-from torch import nn
-
 from tiedgpt.errors import UserError
-from tiedgpt.train.objective import Model, body_of, predicts_tokens
-from tiedgpt.train.optim.adamw import ADAMW
-from tiedgpt.train.optim.muon import MUON
-from tiedgpt.train.optim.spec import OptimizerSpec
-from tiedgpt.train.plan import OptimizerName, Plan
+from tiedgpt.train.plan import OptimizerName
 
 if TYPE_CHECKING:
-    from tiedgpt.train.objective import Objective
+    import torch
 
-OPTIMIZERS: dict[OptimizerName, OptimizerSpec] = {spec.name: spec for spec in (ADAMW, MUON)}
-Optimizers = list[torch.optim.Optimizer]
+
+@dataclass(frozen=True, kw_only=True)
+class OptimizerSpec:
+    """An optimizer of the blocks' matrices, and the numbers that planning needs."""
+
+    label: str
+    """Name in the paper."""
+    home: str
+    """Module and function of (parameter groups, lr), as `my_module:build`."""
+    home_sharded: str = ""
+    """The same for parameters that FSDP2 shards; default: `home`."""
+    moments: int
+    """Tensors of optimizer state of each parameter's shape."""
+    width_exponent: float
+    """The peak learning rate is proportional to 1 / width ** width_exponent."""
+    splits_attention: bool = False
+    """Whether Q, K and V are updated as three matrices (`n_matrices` of a parameter group)."""
+
+    def build(
+        self, groups: list[dict[str, Any]], lr: float, *, is_sharded: bool = False
+    ) -> torch.optim.Optimizer:
+        """Return an optimizer of torch's parameter groups."""
+        home = self.home_sharded if is_sharded and self.home_sharded else self.home
+        module, _, name = home.partition(":")
+        optimizer: torch.optim.Optimizer = getattr(import_module(module), name)(groups, lr)
+        return optimizer
+
+
+HOME = "tiedgpt.train.optim"
+OPTIMIZERS: dict[OptimizerName, OptimizerSpec] = {
+    # AdamW's updates of elements add up over the inputs: Yang et al. 2022, arXiv 2203.03466,
+    # table 8. Muon's update has AdamW's size (Liu et al. 2025, arXiv 2502.16982) and a spectral
+    # norm that grows with the root of the width (Yang et al. 2023, arXiv 2310.17813).
+    "adamw": OptimizerSpec(
+        label="AdamW", home=f"{HOME}.groups:build_adamw", moments=2, width_exponent=1.0
+    ),
+    "muon": OptimizerSpec(
+        label="Muon", home=f"{HOME}.muon:build", home_sharded=f"{HOME}.muon:build_sharded",
+        moments=1, width_exponent=0.5, splits_attention=True,
+    ),
+}  # fmt: skip
+"""The optimizers by the value of --optimizer."""
 
 
 def find_optimizer(name: OptimizerName) -> OptimizerSpec:
-    """Return the record of an optimizer; `UserError` if there is none."""
+    """Return the record of an optimizer; `UserError` for an unknown name."""
     if name not in OPTIMIZERS:
         raise UserError(f"no optimizer {name!r}: there are {', '.join(OPTIMIZERS)}")
     return OPTIMIZERS[name]
@@ -41,89 +73,3 @@ def scale_lr_to_width(lr: float, *, width: int, to: int, optimizer: OptimizerNam
     blocks' matrices; all groups have the same learning rate.
     """
     return lr * (width / to) ** find_optimizer(optimizer).width_exponent
-
-
-@dataclass(frozen=True)
-class Group:
-    """Parameters with the same optimizer and weight decay."""
-
-    name: str
-    parameters: dict[str, nn.Parameter]
-    optimizer: OptimizerName
-    weight_decay: float
-    n_matrices: int = 1
-    """Number of matrices stacked in each parameter; Muon updates them one by one."""
-
-    def __str__(self) -> str:
-        count = sum(parameter.numel() for parameter in self.parameters.values())
-        decay = f"decay {self.weight_decay:g}" if self.weight_decay else "no decay"
-        return f"{self.name}: {count:,} parameters, {OPTIMIZERS[self.optimizer].label}, {decay}"
-
-
-def parameter_groups(model: Model, *, matrices: OptimizerName, weight_decay: float) -> list[Group]:
-    """Sort the trainable parameters into groups: W, a head, positions, matrices, the rest.
-
-    `matrices` is the optimizer of the blocks' matrices. AdamW updates W: its gradient is dense from
-    predicting and a few rows from reading, not the product that Muon is made for. W has no weight
-    decay: the norm of a row grows with the frequency of its token, which decay would flatten.
-    """
-    splits_attention = find_optimizer(matrices).splits_attention
-    gpt = body_of(model)
-    both = gpt.config.tie_word_embeddings and predicts_tokens(model)
-    shared = Group("W, which reads and predicts" if both else "W, which reads", {}, "adamw", 0.0)
-    head = Group("head", {}, "adamw", weight_decay)
-    positions = Group("positions", {}, "adamw", 0.0)
-    products = Group("matrices of the blocks", {}, matrices, weight_decay)
-    attention = Group("queries, keys and values", {}, matrices, weight_decay, n_matrices=3)
-    rest = Group("norms and biases", {}, "adamw", 0.0)
-    in_w = {id(parameter) for parameter in gpt.wte.parameters()}  # an adapter's, too
-    in_body = {id(parameter) for part in (gpt.h, gpt.ln_f) for parameter in part.parameters()}
-    for name, parameter in model.named_parameters():
-        if not parameter.requires_grad:
-            continue
-        if id(parameter) in in_w:
-            group = shared
-        elif parameter is gpt.wpe.weight:
-            group = positions
-        elif id(parameter) in in_body:
-            is_attention = name.endswith(".attn.c_attn.weight")
-            matrix = attention if is_attention and splits_attention else products
-            group = matrix if parameter.ndim == 2 else rest
-        else:
-            group = head
-        group.parameters[name] = parameter
-    every = (shared, head, positions, attention, products, rest)
-    return [group for group in every if group.parameters]
-
-
-def optimizers(groups: list[Group], *, lr: float, is_sharded: bool = False) -> Optimizers:
-    """Return one optimizer for each name in use, in the order of `OPTIMIZERS`."""
-    result: Optimizers = []
-    for name, spec in OPTIMIZERS.items():
-        torch_groups: list[dict[str, Any]] = [
-            {
-                "params": list(group.parameters.values()),
-                "weight_decay": group.weight_decay,
-                **({"n_matrices": group.n_matrices} if spec.splits_attention else {}),
-            }
-            for group in groups
-            if group.optimizer == name
-        ]
-        if torch_groups:
-            build = spec.build_sharded if is_sharded and spec.build_sharded else spec.build
-            result.append(build(torch_groups, lr))
-    return result
-
-
-def set_rate(optimizers: Optimizers, rate: float) -> None:
-    """Set the learning rate of every parameter group."""
-    for group in (group for optimizer in optimizers for group in optimizer.param_groups):
-        group["lr"] = rate
-
-
-def make_optimizers(
-    objective: Objective, model: Model, plan: Plan, *, is_sharded: bool = False
-) -> tuple[list[Group], Optimizers]:
-    """Return the parameter groups of a model and fresh optimizers over them."""
-    groups = objective.parameter_groups(model, plan)
-    return groups, optimizers(groups, lr=plan.lr, is_sharded=is_sharded)

@@ -26,13 +26,12 @@ from torch import Tensor, nn
 
 from tiedgpt.runtime import has_bf16
 from tiedgpt.train.distributed import distribute_like, full_tensor
-from tiedgpt.train.optim.spec import OptimizerSpec
 
 MOMENTUM = 0.95
 ParameterInGroup = tuple[Tensor, dict[str, Any]]
 """A parameter and its group of the optimizer."""
 A, B, C = 3.4445, -4.7750, 2.0315
-"""Of Newton-Schulz's polynomial a x + b x^3 + c x^5, after Jordan et al. 2024."""
+"""Coefficients of Newton-Schulz's a x + b x^3 + c x^5: Jordan et al. 2024."""
 MIN_NORM = 1e-7
 STEPS_LONG = {torch.bfloat16: (2, 2, 1)}
 """Steps on one Gram matrix, for matrices at least 1.5 times as long as wide. In fp32 and wider all
@@ -40,7 +39,7 @@ five; in bf16 an error of a small eigenvalue grows tenfold a step, and after thr
 STEPS_SQUARE = (1, 1, 1, 1, 1)
 """For others X X^T costs no more than a step on it: this is the plain form."""
 STACK_BYTES = 4 << 20
-"""Of the matrices that are orthogonalized at a time; larger stacks are not faster."""
+"""Bytes of the matrices that are orthogonalized at a time; larger stacks are not faster."""
 
 
 class Muon(torch.optim.Optimizer):
@@ -162,16 +161,3 @@ def build(groups: list[dict[str, Any]], lr: float) -> torch.optim.Optimizer:
 def build_sharded(groups: list[dict[str, Any]], lr: float) -> torch.optim.Optimizer:
     """Return Muon for sharded parameters."""
     return ShardedMuon(groups, lr=lr, momentum=MOMENTUM)
-
-
-MUON = OptimizerSpec(
-    name="muon",
-    label="Muon",
-    build=build,
-    build_sharded=build_sharded,
-    moments=1,
-    width_exponent=0.5,
-    splits_attention=True,
-)
-"""With the size of AdamW's update (Liu et al. 2025, arXiv 2502.16982), Muon's has a spectral norm
-that grows with the root of the width (Yang et al. 2023, arXiv 2310.17813)."""
