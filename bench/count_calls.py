@@ -3,8 +3,8 @@
     python bench/count_calls.py [--list]
 
 Runs `tiedgpt train TEXT --size tiny --steps 2` in this process and counts each function of `src`
-once: properties, validators and generators too, and what a module calls when it is imported apart.
-A change of file is a call into another file than the one that was entered last.
+once, with properties, validators and generators. Functions that only imports call are counted
+apart. A change of file is a call into another file than the previous call.
 """
 
 from __future__ import annotations

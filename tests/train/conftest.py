@@ -5,7 +5,7 @@ import json
 import re
 import shutil
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -42,6 +42,17 @@ PLAN = Plan(
 )  # fmt: skip
 
 
+class GivenScores(LanguageModelling):
+    """A language model whose evaluations of a part have these losses."""
+
+    losses: Iterator[float]
+
+    def score(self, model, batches, autocast):
+        batches = list(batches)
+        score = super().score(model, batches, autocast)
+        return dataclasses.replace(score, nats=next(self.losses)) if len(batches) == 2 else score
+
+
 @dataclasses.dataclass
 class Trial:
     """A run: its directory, objective, data and plan, and its results."""
@@ -56,13 +67,17 @@ class Trial:
         """Return the same with other numbers in its plan."""
         return dataclasses.replace(self, plan=dataclasses.replace(self.plan, **plan))
 
-    def train(self, stop_after: int | None = None, **options: Any) -> list[Event]:
-        """Train, up to a step; return what happened."""
-        events, done = [], [0]
+    def train(
+        self, stop_after: int | None = None, losses: Iterable[float] | None = None, **options: Any
+    ) -> list[Event]:
+        """Train, up to a step, with these validation losses; return the events."""
+        events, done, objective = [], [0], self.objective
+        if losses is not None:
+            objective = GivenScores(objective.config, objective.tokenizer)
+            objective.losses = iter(losses)
         trainer = Trainer(
-            self.run, self.objective, self.data, self.plan, CPU,
+            self.run, objective, self.data, self.plan, CPU, accelerate=fast_training,
             **{"stop_requested": lambda: done[0] == stop_after, "clock": self.clock} | options,
-            accelerate=fast_training,
         )  # fmt: skip
         for event in trainer.run():
             events.append(event)
@@ -179,23 +194,6 @@ def trial(tmp_path, encoded):
         return open_trial(tmp_path / name, changed, dataclasses.replace(PLAN, **plan))
 
     return make
-
-
-@pytest.fixture
-def scores(monkeypatch):
-    """Replace the losses of the sampled evaluations."""
-    score = LanguageModelling.score
-
-    def of(losses):
-        found = iter(losses)
-
-        def fake(objective, model, batches, autocast):
-            real = score(objective, model, batches := list(batches), autocast)
-            return dataclasses.replace(real, nats=next(found)) if len(batches) == 2 else real
-
-        monkeypatch.setattr(LanguageModelling, "score", fake)
-
-    return of
 
 
 @pytest.fixture(scope="session")

@@ -33,7 +33,7 @@ def test_recomputed_blocks_have_the_same_gradients_bit_for_bit(dtype, changes):
     prepare_blocks(model, dataclasses.replace(PLAN, recompute="blocks"))
     assert all(map(torch.equal, gradients(model, dtype), kept))
     assert list(model.state_dict()) == names
-    assert "computed again in backward" in repr(model)
+    assert "recomputed in backward" in repr(model)
 
 
 def saved_for_backward(model) -> int:
@@ -90,23 +90,21 @@ def test_a_missing_compiler_is_named(monkeypatch, trial, options):
 
 
 @pytest.mark.parametrize("most, sizes", [(2**31, [1 << 30]), (32 << 20, [1 << 30, 32 << 20])])
-def test_freed_memory_is_kept_as_far_as_the_c_library_allows(monkeypatch, most, sizes):
+def test_freed_memory_is_kept_as_far_as_the_c_library_allows(most, sizes):
     asked = []
 
     def set_malloc(option, value):
         asked.append((option, value))
         return value <= most or option == blocks.M_TRIM_THRESHOLD
 
-    monkeypatch.setattr(blocks, "_set_malloc", set_malloc)
-    blocks.keep_memory()
+    blocks.keep_memory(set_malloc)
     mapped = [(blocks.M_MMAP_THRESHOLD, size) for size in sizes]
     assert asked == [*mapped, (blocks.M_TRIM_THRESHOLD, 2**31 - 1)]
 
 
-def test_memory_is_left_to_a_library_that_takes_no_size(monkeypatch):
+def test_memory_is_left_to_a_library_that_takes_no_size():
     asked = []
-    monkeypatch.setattr(blocks, "_set_malloc", lambda *one: asked.append(one))
-    blocks.keep_memory()
+    blocks.keep_memory(lambda *option: asked.append(option))
     assert {option for option, _ in asked} == {blocks.M_MMAP_THRESHOLD}
 
 

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.train.conftest import TEXT, write_lines
+from tests.train.conftest import TEXT
 from tiedgpt.cli.main import main
 from tiedgpt.train import TrainOptions, train
 from tiedgpt.train.metrics import read_history
@@ -69,17 +69,6 @@ def test_the_card_names_a_base_model_of_the_hub_alone(trial, trained, start, bas
     run.train()
     front = re.search("base_model: (.*)", read_card(run.run.path))
     assert (front and front[1]) == base_model
-
-
-def test_the_card_of_a_memorized_tune_marks_its_score_as_training_data(trained, tmp_path):
-    lines = [{"prompt": f"line {n}", "completion": f" the {n}"} for n in range(9)]
-    data = write_lines(tmp_path / "lines.jsonl", lines)
-    run = tmp_path / "run"
-    command = ["tune", data, "--from", str(trained), "--steps", "2", "--out", str(run)]
-    assert main(command) == 0
-    card = read_card(run)
-    assert "on the examples that it was trained on" in card and "memorization" in card
-    assert "held-out" not in card
 
 
 def test_a_users_card_is_not_overwritten(trial, trained):

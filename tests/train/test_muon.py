@@ -5,8 +5,8 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from torch.overrides import TorchFunctionMode
 
-from tiedgpt.train.optim import muon
 from tiedgpt.train.optim.muon import Muon, newton_schulz
 
 SHAPES = [(24, 8), (8, 24), (8, 8), (12, 8), (24, 8), (40, 8)]
@@ -118,6 +118,19 @@ def test_an_update_has_the_size_of_the_learning_rate():
         assert math.isfinite(float(moved))
 
 
+class ProductDtypes(TorchFunctionMode):
+    """Record the dtypes of batched products inside the block."""
+
+    def __init__(self):
+        super().__init__()
+        self.dtypes = set()
+
+    def __torch_function__(self, function, types, args=(), kwargs=None):
+        if function is torch.bmm:
+            self.dtypes.add(args[0].dtype)
+        return function(*args, **kwargs or {})
+
+
 @pytest.mark.parametrize(
     ("features", "expected"),
     [
@@ -130,11 +143,7 @@ def test_an_update_has_the_size_of_the_learning_rate():
 )
 def test_newton_schulz_runs_in_bf16_only_on_cpus_that_support_it(features, expected, monkeypatch):
     monkeypatch.setattr(torch.cpu, "get_capabilities", lambda: features)
-    dtypes = []
-    run = muon.newton_schulz
-    monkeypatch.setattr(muon, "newton_schulz", lambda x: dtypes.append(x.dtype) or run(x))
-    after_steps(lambda p: Muon(p), drawn(1, dtype=torch.float32), n_steps=1)
-    assert set(dtypes) == {expected}
-    dtypes.clear()
-    after_steps(lambda p: Muon(p), drawn(1), n_steps=1)
-    assert set(dtypes) == {torch.float64}
+    for parameters, dtype in ((drawn(1, dtype=torch.float32), expected), (drawn(1), torch.float64)):
+        with ProductDtypes() as products:
+            after_steps(lambda p: Muon(p), parameters, n_steps=1)
+        assert products.dtypes == {dtype}

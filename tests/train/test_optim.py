@@ -12,15 +12,15 @@ from tiedgpt.weights.containers import SafetensorsFile
 
 
 @pytest.mark.parametrize("tied", [True, False])
-@pytest.mark.parametrize("rule", ["adamw", "muon"])
-def test_every_parameter_is_in_exactly_one_group(tiny_config, tied, rule):
+@pytest.mark.parametrize("optimizer_name", ["adamw", "muon"])
+def test_every_parameter_is_in_exactly_one_group(tiny_config, tied, optimizer_name):
     model = GPT(dataclasses.replace(tiny_config, tie_word_embeddings=tied))
-    groups = parameter_groups(model, matrices=rule, weight_decay=0.1)
+    groups = parameter_groups(model, matrices=optimizer_name, weight_decay=0.1)
     grouped = [parameter for group in groups for parameter in group.parameters.values()]
     assert len(grouped) == len(set(grouped)) == len(list(model.parameters()))
-    made = optimizers(groups, lr=1e-3)
-    held = [p for optimizer in made for g in optimizer.param_groups for p in g["params"]]
-    assert len(held) == len(set(held)) == len(grouped)
+    built = optimizers(groups, lr=1e-3)
+    updated = [p for optimizer in built for g in optimizer.param_groups for p in g["params"]]
+    assert len(updated) == len(set(updated)) == len(grouped)
 
 
 def test_the_shared_matrix_is_a_separate_group_with_a_described_policy(tiny):
@@ -61,15 +61,15 @@ def test_frozen_parameters_are_left_out(tiny):
 
 def test_a_step_moves_the_shared_matrix_once(tiny, ids):
     groups = parameter_groups(tiny, matrices="muon", weight_decay=0.0)
-    made = optimizers(groups, lr=1e-2)
+    built = optimizers(groups, lr=1e-2)
     before = tiny.wte.weight.detach().clone()
     tiny.loss(ids, ids).backward()
-    for optimizer in made:
+    for optimizer in built:
         optimizer.step()
     # AdamW's first step moves each element by lr, sign of its gradient, whatever its size.
     moved = (tiny.wte.weight.detach() - before).abs()
     assert moved.max().item() == pytest.approx(1e-2, rel=1e-3)
-    (holder,) = (optimizer for optimizer in made if tiny.wte.weight in optimizer.state)
+    (holder,) = (optimizer for optimizer in built if tiny.wte.weight in optimizer.state)
     assert holder.state[tiny.wte.weight]["step"] == 1
 
 

@@ -210,14 +210,14 @@ def test_every_size_is_a_possible_model(size):
 )
 def test_batches_and_models_too_large_for_the_data_have_a_warning(asked, tokens, warning):
     options = TrainOptions(**asked)
-    config, made = plan(options, tokens=tokens)
+    config, planned = plan(options, tokens=tokens)
     facts = text(tokens, config.n_positions)
-    warnings = find_warnings(options, config, facts, machine(), made)
+    warnings = find_warnings(options, config, facts, machine(), planned)
     assert any(re.search(warning, line) for line in warnings) if warning else not warnings
 
 
 @pytest.mark.parametrize(
-    ("asked", "device", "unit", "missing", "compiles"),
+    ("requested", "device", "unit", "missing", "compiles"),
     [
         ("auto", "cpu", "tokens", None, "off"),
         ("auto", "cuda:0", "tokens", None, "on"),
@@ -228,14 +228,16 @@ def test_batches_and_models_too_large_for_the_data_have_a_warning(asked, tokens,
         ("off", "cuda:0", "tokens", None, "off"),
     ],
 )
-def test_blocks_are_compiled_on_request_and_on_gpus(asked, device, unit, missing, compiles):
-    options = TrainOptions(size="tiny", steps=200, compile=asked)
+def test_blocks_are_compiled_on_request_and_on_gpus(requested, device, unit, missing, compiles):
+    options = TrainOptions(size="tiny", steps=200, compile=requested)
     on = machine(device=device, missing_compiler=missing)
     facts = dataclasses.replace(text(10**7), unit=unit)
-    config, made = plan(options, facts=facts, on=on)
-    assert made.compile == compiles
-    warnings = find_warnings(options, config, facts, on, made)
-    assert warnings == ([f"--compile {asked}: {missing}; blocks are not compiled"] * bool(missing))
+    config, planned = plan(options, facts=facts, on=on)
+    assert planned.compile == compiles
+    warnings = find_warnings(options, config, facts, on, planned)
+    assert warnings == (
+        [f"--compile {requested}: {missing}; blocks are not compiled"] * bool(missing)
+    )
 
 
 # Memory
@@ -355,7 +357,7 @@ def test_invalid_sizes_of_memory_are_refused(words):
 def test_steps_fill_the_time_and_scoring_takes_little_of_it(seconds, held_out_rows, step_seconds):
     made = dataclasses.replace(PLAN, batch_size=16, micro_batch=16)
     steps = count_steps(seconds, step_seconds, held_out_rows, made)
-    final = step_seconds / 3 * count_final_rows(seconds, step_seconds, held_out_rows, made) / 16
+    final = step_seconds / 3 * count_final_rows(seconds / step_seconds, held_out_rows, made) / 16
     assert final <= max(0.02 * seconds, 4 * step_seconds / 3) + 1e-9
     assert 0.93 * seconds < steps * step_seconds + final < seconds
 

@@ -2,6 +2,8 @@
 
 import hashlib
 import json
+import os
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -28,12 +30,14 @@ def text(tmp_path, monkeypatch) -> Path:
 
 
 @pytest.fixture
-def large(text, monkeypatch) -> Path:
+def large(text, monkeypatch) -> Iterator[Path]:
     """The same text, which counts as large."""
     for module in (preparation, texts):
         monkeypatch.setattr(module, "LARGE_BYTES", 1)
-    monkeypatch.setattr(texts, "count_cores", lambda: 1)
-    return text
+    cores = os.sched_getaffinity(0)
+    os.sched_setaffinity(0, {min(cores)})
+    yield text
+    os.sched_setaffinity(0, cores)
 
 
 def run(out: str, *data: object, **options) -> object:

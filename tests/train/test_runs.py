@@ -180,11 +180,6 @@ def test_impossible_options_are_refused_in_one_line(folder, capfd, wrong, says):
     assert not Path("runs").exists() or not list(Path("runs").iterdir())
 
 
-def test_a_file_is_refused_as_the_directory_of_a_run(folder, capfd):
-    assert train("--steps", "2", "--out", "cats.txt") == 1
-    assert "cats.txt is a file" in capfd.readouterr().err
-
-
 @pytest.mark.parametrize("tokenizer", ["char", "bpe"])
 @pytest.mark.parametrize("text", ["one line of text, and no more, " * 99, "x" * 4000])
 def test_texts_of_one_line_and_of_one_character_train(folder, capfd, text, tokenizer):
@@ -206,11 +201,3 @@ def test_unusable_training_data_is_refused_in_one_line(folder, capfd, content, c
     assert train("--steps", "2", "--context", "64") == code
     said = " ".join(capfd.readouterr().err.split())
     assert says in said and "Traceback" not in said
-
-
-def test_a_row_without_its_label_is_named(folder, capfd):
-    lines = ['{"text": "a cat", "label": "cat"}', '{"text": "a dog", "label": "dog"}'] * 9
-    lines.insert(11, '{"text": "a cow"}')
-    Path("x.jsonl").write_text("\n".join(lines))
-    assert main(["train", "x.jsonl", "--task", "classify", "--steps", "2"]) == 3
-    assert "x.jsonl:12: the label None" in capfd.readouterr().err

@@ -5,13 +5,13 @@ import numpy as np
 import pytest
 import torch
 
-from tests.train.conftest import PLAN, assert_same, open_trial
-from tiedgpt import GPT
+from tests.train.conftest import CPU, PLAN, assert_same, open_trial
 from tiedgpt.errors import CorruptInputError, DivergedError, UserError
 from tiedgpt.infer import Engine
-from tiedgpt.train import loop as trainer_module
+from tiedgpt.train import Trainer, fast_training
 from tiedgpt.train.checkpoint import list_checkpoints, verify
 from tiedgpt.train.events import Ended, Evaluated, Replanned, Skipped, Started, Stepped
+from tiedgpt.train.objectives.language import LanguageModelling
 from tiedgpt.train.planning import prolong
 from tiedgpt.train.step import train_step
 from tiedgpt.train.storage import RunDirectory, read_plan
@@ -54,8 +54,8 @@ def test_a_resumed_run_equals_an_uninterrupted_one(trial, stop_after, dropout, r
 def test_a_killed_run_resumes_from_its_last_checkpoint_without_repeated_metrics(trial):
     whole, killed = trial("whole"), trial("killed")
     whole.train()
-    for event in trainer_module.Trainer(
-        killed.run, killed.objective, killed.data, killed.plan, torch.device("cpu")
+    for event in Trainer(
+        killed.run, killed.objective, killed.data, killed.plan, CPU, accelerate=fast_training
     ).run():
         if isinstance(event, Stepped) and event.step == 5:
             break  # as if the process had been killed: nothing more is written
@@ -194,12 +194,11 @@ def test_a_far_too_high_learning_rate_ends_the_run(trial):
         run.train()
 
 
-def test_patience_ends_the_run_and_the_best_weights_become_the_model(trial, scores):
+def test_patience_ends_the_run_and_the_best_weights_become_the_model(trial):
     plan = {"steps": 40, "eval_every": 2, "save_every": 3, "patience": 2}
     losses = [3.0, 2.5, 2.6, 2.7, 2.7]  # after steps 2, 4, 6, 8, and 8 again
     run, again = (trial(name, **plan) for name in ("run", "stopped"))
-    scores(losses)
-    events = run.train()
+    events = run.train(losses=losses)
     assert events[-1].finished and events[-1].step == 8 and run.run.is_finished()
     ended, best = events[-1].notes
     assert "after step 8 of 40" in ended and "step 4" in ended and "step 4 (2.5000" in best
@@ -209,18 +208,16 @@ def test_patience_ends_the_run_and_the_best_weights_become_the_model(trial, scor
     best = SafetensorsFile.open(kept["step-000004"] / "model.safetensors")
     assert torch.equal(best.read("wte.weight"), run.model().wte.weight)
 
-    scores(losses[:3])  # stopped between the best and the end
-    assert not again.train(stop_after=7)[-1].finished
-    scores(losses[3:])
-    again.train()
+    # stopped between the best and the end
+    assert not again.train(stop_after=7, losses=losses[:3])[-1].finished
+    again.train(losses=losses[3:])
     assert_same(run, again)
 
 
 @pytest.mark.parametrize("keep", ["best", "last"])
-def test_the_best_weights_are_published_unless_told_to_keep_the_last(trial, scores, keep):
+def test_the_best_weights_are_published_unless_told_to_keep_the_last(trial, keep):
     run = trial(eval_every=2, keep=keep)
-    scores([2.0, 2.1, 2.2])
-    ended = run.train()[-1]
+    ended = run.train(losses=[2.0, 2.1, 2.2])[-1]
     step = {"best": 2, "last": 6}[keep]
     kept = SafetensorsFile.open(run.run.checkpoints / f"step-{step:06d}" / "model.safetensors")
     assert torch.equal(run.model().wte.weight, kept.read("wte.weight"))
@@ -229,12 +226,11 @@ def test_the_best_weights_are_published_unless_told_to_keep_the_last(trial, scor
     assert ("--keep best" in ended.notes[0]) == (keep == "last")
 
 
-def test_a_run_ends_when_the_validation_loss_rises_steadily_not_on_noise(trial, scores):
+def test_a_run_ends_when_the_validation_loss_rises_steadily_not_on_noise(trial):
     turned = [3.0, 2.0, 2.015, 2.01, 2.015, 2.03]  # more than 1 % above the best, at the last
     for keep, losses, steps in (("best", [*turned, 2.03], 6), ("last", [*turned, *[2.1] * 6], 12)):
-        scores(losses)
         run = trial(keep, steps=12, eval_every=1, save_every=3, keep=keep)
-        ended = run.train()[-1]
+        ended = run.train(losses=losses)[-1]
         assert ended.finished and ended.step == steps
 
 
@@ -246,19 +242,15 @@ def lengthen(run, options, **plan):
     return dataclasses.replace(run, plan=prolong(before, longer, run.run.reopen(), 2.0))
 
 
-def test_the_best_weights_of_a_prolonged_run_are_kept(trial, options, scores):
-    losses = [3.0, 2.9, 2.0], [2.01] * 9
+def test_the_best_weights_of_a_prolonged_run_are_kept(trial, options):
     once, twice = (trial(name, eval_every=2) for name in ("once", "twice"))
     for run, stop_after in (once, None), (twice, 7):
-        scores(losses[0])
-        run.train()
+        run.train(losses=[3.0, 2.9, 2.0])
         more = lengthen(run, options)
-        scores(losses[1])
+        n_scored = 0 if stop_after is None else 1
         if stop_after is not None:
-            scores(losses[1][:1])
-            assert not more.train(stop_after)[-1].finished
-            scores(losses[1][1:])
-        ended = more.train()[-1]
+            assert not more.train(stop_after, [2.01])[-1].finished
+        ended = more.train(losses=[2.01] * (9 - n_scored))[-1]
         assert (ended.step, ended.sample_nats) == (12, 2.0)
         assert run.metrics()[-1]["best_step"] == 6
     assert_same(once, twice)
@@ -272,32 +264,26 @@ def test_a_prolonged_plan_reports_its_time_and_not_the_choice_of_size(trial, opt
 
 
 @pytest.mark.parametrize("patience", [None, 3])
-def test_a_run_ended_by_validation_trains_when_prolonged(trial, options, scores, patience):
+def test_a_run_ended_by_validation_trains_when_prolonged(trial, options, patience):
     run = trial(steps=12, eval_every=1, patience=patience)
-    scores([3.0, 2.0, 2.1, 2.1, 2.1, 2.1])
-    assert run.train()[-1].step == 5
-    scores([1.5, *[1.6] * 9])
-    assert lengthen(run, options).change(eval_every=1).train()[-1].step == 9
+    assert run.train(losses=[3.0, 2.0, 2.1, 2.1, 2.1, 2.1])[-1].step == 5
+    more = lengthen(run, options).change(eval_every=1)
+    assert more.train(losses=[1.5, *[1.6] * 9])[-1].step == 9
     assert run.metrics()[-1]["best_step"] == 6
 
 
 @pytest.mark.parametrize("ends_early", [False, True])
-def test_a_prolonged_run_survives_the_loss_of_its_newest_checkpoint(
-    trial, options, scores, ends_early
-):
+def test_a_prolonged_run_survives_the_loss_of_its_newest_checkpoint(trial, options, ends_early):
     shape = {"steps": 12, "eval_every": 1, "patience": 3} if ends_early else {}
     whole, damaged = (trial(name, **shape) for name in ("whole", "damaged"))
     for run in (whole, damaged):
-        if ends_early:
-            scores([3.0, 2.0, 2.1, 2.1, 2.1, 2.1])
-        end = run.train()[-1].step
+        end = run.train(losses=[3.0, 2.0, 2.1, 2.1, 2.1, 2.1] if ends_early else None)[-1].step
         more = lengthen(run, options).change(eval_every=3)
-        lost = [2.1, 2.1] if run is damaged else []  # the last evaluation and the final one
+        later = [1.5, *[1.6] * 9]
         if run is damaged:
             run.newest("state.json").write_text("{}")
-        if ends_early:
-            scores([*lost, 1.5, *[1.6] * 9])
-        events = more.train()
+            later = [2.1, 2.1, *later]  # the last evaluation and the final one
+        events = more.train(losses=later if ends_early else None)
         assert events[0].step == (end if run is whole else 4) and events[-1].step > end
     assert_same(whole, damaged)
 
@@ -367,13 +353,12 @@ def test_a_slow_replanned_run_trains_its_whole_warmup(trial):
     assert event.plan.cooldown == 0
 
 
-def test_a_run_ends_well_if_the_best_weights_are_lost(trial, scores, monkeypatch):
-    scores([2.0, 2.1, 2.2])
+def test_a_run_ends_well_if_the_best_weights_are_lost(trial):
     run = trial(eval_every=2)
     lost = run.run.checkpoints / "step-000002" / "model.safetensors"
     lines = []
     track = {"track": lambda line: lines.append(line["step"] == 6 and lost.write_bytes(b"gone"))}
-    assert "of step 2, are lost" in run.train(**track)[-1].notes[0]
+    assert "of step 2, are lost" in run.train(losses=[2.0, 2.1, 2.2], **track)[-1].notes[0]
     assert run.run.is_finished()
 
 
@@ -402,16 +387,18 @@ def test_a_foreign_directory_is_refused_as_a_run(tmp_path):
             pass
 
 
-def test_a_run_killed_while_it_publishes_is_not_finished(locked, monkeypatch):
-    locked.train(stop_after=3)  # publishes the model of step 3
+class KilledInPublish(LanguageModelling):
+    """A language model whose run is killed before the model is written."""
 
-    def killed(self, directory):
+    def publish(self, model, directory):
         raise KeyboardInterrupt
 
-    with monkeypatch.context() as patch:
-        patch.setattr(GPT, "save_pretrained", killed)
-        with pytest.raises(KeyboardInterrupt):
-            locked.train()
+
+def test_a_run_killed_while_it_publishes_is_not_finished(locked):
+    locked.train(stop_after=3)  # publishes the model of step 3
+    objective = KilledInPublish(locked.objective.config, locked.objective.tokenizer)
+    with pytest.raises(KeyboardInterrupt):
+        dataclasses.replace(locked, objective=objective).train()
     assert not locked.run.is_finished()
     locked.train()
     assert locked.run.is_finished()

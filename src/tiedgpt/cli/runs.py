@@ -13,7 +13,7 @@ from tiedgpt.cli.options import parse
 from tiedgpt.cli.plot import format_duration, format_validation
 from tiedgpt.errors import UserError
 from tiedgpt.options import argument, option
-from tiedgpt.train.storage import RUNS, Standing, list_runs
+from tiedgpt.train.storage import RUNS, RunSummary, list_runs
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -54,7 +54,7 @@ def run(arguments: list[str]) -> None:
     table(["run", "task", ">steps", ">time", ">validation", ">changed"], rows)
 
 
-def _to_dict(summary: Standing) -> dict[str, object]:
+def _to_dict(summary: RunSummary) -> dict[str, object]:
     history = summary.history
     scores = {k: history.last(k) for k in history.columns if k.startswith("val_")}
     return {

@@ -5,7 +5,9 @@ times and holds one document in memory at a time. `readers.py` reads each format
 """
 
 import contextlib
+import functools
 import glob
+import hashlib
 import io
 import os
 import re
@@ -55,13 +57,18 @@ PEEK_BYTES = 65536
 """Bytes read from the beginning of a file to decide whether it is text."""
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class Document:
     """One text, independent of all others."""
 
     name: str
     """Origin for messages: a path, `path:line` or `<stdin>`."""
     text: str
+
+    @functools.cached_property
+    def digest(self) -> bytes:
+        """SHA-256 of the text's UTF-8 bytes."""
+        return hashlib.sha256(self.text.encode()).digest()
 
 
 Corpus = Iterable[Document]

@@ -5,7 +5,6 @@
 validation set, so their losses can be compared.
 """
 
-import hashlib
 from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -57,7 +56,7 @@ class Split:
         for document in self.corpus:
             if self.is_cut:
                 yield from _cut(document)
-            elif digest(document.text) not in self.held_out:
+            elif document.digest not in self.held_out:
                 yield "train", document
             elif self.validation is None:
                 yield "val", document
@@ -97,7 +96,7 @@ def plan_split(
             return Split(corpus, validation, digests, is_cut=False, characters=0)
         total, left_out = 0, list[str]()
         for document in corpus:
-            if digest(document.text) in digests:
+            if document.digest in digests:
                 left_out.append(document.name)
             else:
                 total += len(document.text)
@@ -125,16 +124,11 @@ def plan_split(
     return Split(corpus, None, frozenset() if is_cut else frozenset(chosen), is_cut, total)
 
 
-def digest(text: str) -> bytes:
-    """Return the SHA-256 of a text's UTF-8 bytes."""
-    return hashlib.sha256(text.encode()).digest()
-
-
 def _sizes(corpus: Corpus) -> Counter[bytes]:
     """Return the number of characters of each distinct text, all its copies together."""
     sizes = Counter[bytes]()
     for document in corpus:
-        sizes[digest(document.text)] += len(document.text)
+        sizes[document.digest] += len(document.text)
     return sizes
 
 

@@ -97,7 +97,7 @@ A GPT of {config.n_layer} blocks of width {config.n_embd} with {config.n_head} h
 
 
 def _describe_scores(tables: Mapping[str, Any], scores: Mapping[str, Any] | None) -> str:
-    """Return the final scores and what they were measured on."""
+    """Return a sentence with the final scores and the data that they were measured on."""
     if scores is None:
         return f"Not scored: training was stopped (planned: {tables['training']['steps']:,} steps)."
     measured = (
@@ -125,7 +125,7 @@ def _without_paths(options: Mapping[str, Any]) -> dict[str, Any]:
         if named.get(name) and not _is_hub_name(named[name]):
             named[name] = PurePath(named[name]).name
     sources = [*options.get("data", ()), *filter(None, [options.get("val")])]
-    names = [each if each.startswith("hf:") else PurePath(each).name for each in sources]
+    names = [source if source.startswith("hf:") else PurePath(source).name for source in sources]
     if options.get("val"):
         named["val"] = names.pop()
     return named | {"data": names}

@@ -1,12 +1,12 @@
-"""A run's state on disk: a directory that appears whole, with a sum for each of its files.
+"""Checkpoints: a run's state in a directory that appears by one rename.
 
 checkpoints/step-000400/ holds model.safetensors, optimizer.safetensors, state.json and
-manifest.json (size and sha256 of the others). Of a model that is sharded, each process writes its
-own parts of both, as `torch.distributed.checkpoint` lays them out in safetensors. The directory is
-written under a temporary name, synced, renamed; then `latest` is replaced; then older ones are
-deleted. A damaged one is set aside under another name and never deleted.
+manifest.json (size and sha256 of the others). Each process of a sharded model writes its own parts,
+in the safetensors layout of `torch.distributed.checkpoint`. The directory is written under a
+temporary name, synced and renamed; then `latest` is replaced; then older checkpoints are deleted.
+Damaged checkpoints are renamed and never deleted.
 
-Either kind is read by any number of processes: each reads the rows that it holds.
+Any number of processes can read a checkpoint: each reads the rows that it holds.
 """
 
 from __future__ import annotations
@@ -34,8 +34,8 @@ from tiedgpt.weights.torch_file import stored_tensor
 if TYPE_CHECKING:
     from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
-KEPT = 2
-"""Checkpoints that stay; older ones are deleted after a new one is safely there."""
+MAX_CHECKPOINTS = 2
+"""Number of checkpoints that are kept."""
 
 NAME = re.compile(r"step-(\d{6,})")
 RANDOM = {"random/cpu", "random/cuda"}
@@ -54,18 +54,18 @@ def save_checkpoint(
 ) -> None:
     """Write the state after `step` steps under `directory`.
 
-    `state` is plain data that must come back; torch's random stream is added to it. Older ones are
-    deleted, other than the newest before it and that of the step `spared`. All processes must call
-    this. The first writes, and of a sharded model each its parts.
+    `state` is plain data; torch's random state is saved with it. Older checkpoints are deleted,
+    except the one before and that of the step `spared`. All processes must call this: rank 0
+    writes, or each process its parts of a sharded model.
     """
     weights, moments = processes.state(objective, model, optimizers)
-    held = {**moments, **(_random_state(model) if processes.is_main else {})}
+    tensors = {**moments, **(_random_state(model) if processes.is_main else {})}
     path = checkpoint_path(directory, step)
     with contextlib.ExitStack() as stack:
 
         def begin() -> Path:
-            tensors = (*weights.values(), *held.values())
-            require_room(directory, sum(t.numel() * t.element_size() for t in tensors))
+            together = (*weights.values(), *tensors.values())
+            require_room(directory, sum(t.numel() * t.element_size() for t in together))
             if path.exists():
                 set_aside(path)
             temporary = stack.enter_context(replacing(path))
@@ -77,23 +77,23 @@ def save_checkpoint(
             write_json(temporary / "manifest.json", _identify(temporary.iterdir()))
             stack.close()
             _point_to(path)
-            for old in list_checkpoints(directory)[:-KEPT]:
+            for old in list_checkpoints(directory)[:-MAX_CHECKPOINTS]:
                 if spared is None or old != checkpoint_path(directory, spared):
                     remove(old)
 
         temporary = processes.on_main(begin)
         if processes.n_shards > 1:
-            _write_shards(temporary, {**weights, **held}, processes)
+            _write_shards(temporary, {**weights, **tensors}, processes)
         else:
-            processes.on_main(_write_files, temporary, weights, held)
+            processes.on_main(_write_files, temporary, weights, tensors)
         processes.on_main(finish)
 
 
 def _write_files(
-    directory: Path, weights: Mapping[str, Tensor], held: Mapping[str, Tensor]
+    directory: Path, weights: Mapping[str, Tensor], moments: Mapping[str, Tensor]
 ) -> None:
     """Write whole tensors."""
-    for name, values in (("model", weights), ("optimizer", held)):
+    for name, values in (("model", weights), ("optimizer", moments)):
         stored = {key: stored_tensor(key, value) for key, value in values.items()}
         metadata = {"format": "tiedgpt"} if name == "model" else {}
         write_safetensors(directory / f"{name}.safetensors", stored, metadata)
@@ -102,7 +102,7 @@ def _write_files(
 def _write_shards(directory: Path, tensors: dict[str, Any], processes: Processes) -> None:
     """Write the shards of this process; if one process fails, all do.
 
-    The first process must see what all have written: a directory of its own machine is refused.
+    Raises `CorruptInputError` if rank 0 does not see the files of all: the disk is not shared.
     """
     from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageWriter
     from torch.distributed.checkpoint.state_dict_saver import save
@@ -135,8 +135,8 @@ def set_aside(path: Path) -> Path:
 
 def list_checkpoints(directory: Path) -> list[Path]:
     """Return the checkpoints under `directory`, oldest first."""
-    found = [path for path in directory.glob("step-*") if NAME.fullmatch(path.name)]
-    return sorted(found, key=read_step)
+    paths = [path for path in directory.glob("step-*") if NAME.fullmatch(path.name)]
+    return sorted(paths, key=read_step)
 
 
 def load_newest(
@@ -147,9 +147,9 @@ def load_newest(
     *,
     is_verified: bool = False,
 ) -> tuple[dict[str, Any] | None, list[str]]:
-    """Load the newest good checkpoint; return its state (None: there is none) and notes.
+    """Load the newest good checkpoint; return its state, or None without checkpoints, and notes.
 
-    A damaged one is renamed, with a note. `is_verified` says that another process has just verified
+    Damaged checkpoints are renamed, with a note. `is_verified`: another process has just verified
     the newest. Raises `CorruptInputError` if all are damaged.
     """
     damaged: dict[Path, str] = {}
@@ -223,8 +223,8 @@ def _read_shapes(path: Path) -> dict[str, TensorStorageMetadata]:
     shapes: dict[str, Any] = {}
     with reading(path, "checkpoint"):
         shapes |= HuggingFaceStorageReader(str(path)).read_metadata().state_dict_metadata
-    for name, known in shapes.items():
-        if sum(chunk.sizes.numel() for chunk in known.chunks) != known.size.numel():
+    for name, metadata in shapes.items():
+        if sum(chunk.sizes.numel() for chunk in metadata.chunks) != metadata.size.numel():
             raise CorruptInputError(f"{path} lacks a part of {name}")
     return shapes
 
@@ -253,11 +253,11 @@ def _first_failure() -> Iterator[None]:
         raise cause from None
 
 
-def _empty_like(known: TensorStorageMetadata, parameter: Tensor) -> Tensor:
+def _empty_like(metadata: TensorStorageMetadata, parameter: Tensor) -> Tensor:
     """Return a tensor to read into, which lies as the parameter does if it has its shape."""
-    if known.size == parameter.shape:
-        return torch.empty_like(parameter, dtype=known.properties.dtype, requires_grad=False)
-    return torch.empty(known.size, dtype=known.properties.dtype, device=parameter.device)
+    if metadata.size == parameter.shape:
+        return torch.empty_like(parameter, dtype=metadata.properties.dtype, requires_grad=False)
+    return torch.empty(metadata.size, dtype=metadata.properties.dtype, device=parameter.device)
 
 
 def _random_state(model: nn.Module) -> dict[str, Tensor]:

@@ -116,14 +116,14 @@ def prepare(
             f"must be from 1 to the width {config.n_embd}, got {options.lora}", option="lora"
         )
     setup = ModelSetup(config, tokenizer, start, options.freeze or "")
-    made, data = objective.make(sources, run, options, setup)
+    trained, data = objective.make(sources, run, options, setup)
     if options.chooses or not (options.freeze or options.lora):
-        return made, data
+        return trained, data
     from tiedgpt.tune.freezing import count_trainable
 
     with torch.device("meta"):
-        trainable = count_trainable(made.build())
-    return made, replace(data, n_trained=trainable.moving, notes=[*data.notes, str(trainable)])
+        trainable = count_trainable(trained.build())
+    return trained, replace(data, n_trained=trainable.moving, notes=[*data.notes, str(trainable)])
 
 
 def _configure_start(config: GPTConfig, options: TrainOptions, memorizes: bool) -> GPTConfig:

@@ -71,14 +71,14 @@ class Processes:
         return {"number": self.size, "parallel": parallel} if self.size > 1 else {}
 
     def place(self, model: Model) -> Model:
-        """Move a model to its device, before optimizers are made of its parameters."""
+        """Move a model to its device; optimizers must be built afterwards."""
         self.release()
         return model.to(self.device)
 
     def loss_module(self, model: Model) -> nn.Module:
-        """Return the callable `LossModule` of a model that was placed here.
+        """Return the `LossModule` of a placed model.
 
-        DDP's is made once; call `release` before the model gets other parameters.
+        DDP wraps it once; call `release` before the model gets other parameters.
         """
         if self.size == 1:
             return LossModule(model)
@@ -102,13 +102,13 @@ class Processes:
         """
         n_rows = len(batch[0])
         start, end = (n_rows * rank // self.size for rank in (self.rank, self.rank + 1))
-        whole, own = objective.n_targets(batch), []
+        totals, parts = objective.n_targets(batch), []
         for at in range(start, end, micro_batch):
             rows = slice(at, min(at + micro_batch, end))
             counts = objective.n_targets(tuple(array[rows] for array in batch))
             if any(counts):
-                shares = zip(counts, whole, strict=True)
-                own.append((rows, [self.size * n / max(1, total) for n, total in shares]))
+                shares = zip(counts, totals, strict=True)
+                parts.append((rows, [self.size * n / max(1, total) for n, total in shares]))
         if self.size > 1:
             singles = (slice(n, n + 1) for n in range(n_rows))
             counted = (
@@ -116,11 +116,11 @@ class Processes:
             )
             again = next(counted, slice(0, 1))
             n_parts = -(-self.share(n_rows) // micro_batch)
-            own += [(again, [0.0] * len(whole))] * (n_parts - len(own))
+            parts += [(again, [0.0] * len(totals))] * (n_parts - len(parts))
         tensors = on_device(batch, self.device)
         return [
-            MicroBatch(tuple(tensor[rows] for tensor in tensors), shares, number == len(own))
-            for number, (rows, shares) in enumerate(own, start=1)
+            MicroBatch(tuple(tensor[rows] for tensor in tensors), shares, number == len(parts))
+            for number, (rows, shares) in enumerate(parts, start=1)
         ]
 
     def share(self, n: int) -> int:
@@ -173,10 +173,10 @@ class Processes:
             raise
         finally:
             dist.broadcast_object_list(sent, device=torch.device("cpu"))
-        found, exit_code = sent
+        result, exit_code = sent
         if exit_code is not None:
             self.leave_to_main(exit_code)
-        return found
+        return result
 
     def leave_to_main(self, exit_code: int) -> None:
         """Exit this process after rank 0 has reported the error; on rank 0, do nothing."""
@@ -190,9 +190,11 @@ class Processes:
         self.on_main(lambda: results.append(act(*args, **options)))
         return results[0] if self.is_main else act(*args, **options)
 
-    def with_full_model(self, model: Model, objective: Objective, act: Callable[[Model], T]) -> T:
-        """Run `act` on rank 0 on the model with all its weights; return its result."""
-        return self.on_main(lambda: act(model))
+    def with_full_model(
+        self, model: Model, objective: Objective, act: Callable[..., T], *arguments: Any
+    ) -> T:
+        """Return `act(model, *arguments)` of rank 0, whose model has all weights."""
+        return self.on_main(act, model, *arguments)
 
     def state(
         self, objective: Objective, model: Model, optimizers: Iterable[torch.optim.Optimizer]
@@ -251,15 +253,17 @@ class Shards(Processes):
         """Reduce gradients in every micro-batch; unsharded ones would take a model's memory."""
         return nullcontext()
 
-    def with_full_model(self, model: Model, objective: Objective, act: Callable[[Model], T]) -> T:
-        """Run `act` on rank 0 on an unsharded copy of the model; return its result."""
+    def with_full_model(
+        self, model: Model, objective: Objective, act: Callable[..., T], *arguments: Any
+    ) -> T:
+        """Return `act(copy, *arguments)` of rank 0 with an unsharded copy of the model."""
         weights = self.full_state_dict(model.state_dict())
 
         def act_on_copy() -> T:
             with torch.device("meta"):
                 copy = objective.build().train(model.training)
             copy.load_state_dict(weights, assign=True)
-            return act(copy.to(self.device))
+            return act(copy.to(self.device), *arguments)
 
         return self.on_main(act_on_copy)
 
@@ -292,12 +296,12 @@ def full_tensor(tensor: Tensor) -> Tensor:
 
 
 def is_launched() -> bool:
-    """Whether torchrun has started this process beside others."""
+    """Whether torchrun has started several processes."""
     return dist.is_torchelastic_launched() and int(os.environ.get("WORLD_SIZE", "1")) > 1
 
 
 def require_launch(parallel: Parallel | None) -> None:
-    """Raise `UserError` where this process was not started for the parallelism asked for."""
+    """Raise `UserError` if this process was not started for the requested parallelism."""
     if parallel is not None and not dist.is_torchelastic_launched():
         raise UserError(
             f"--parallel {parallel} is for several processes: torchrun --nproc-per-node N -m "

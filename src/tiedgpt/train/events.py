@@ -22,14 +22,14 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Note:
-    """Something that a person should know before the first step."""
+    """A message for the user before the first step."""
 
     text: str
 
 
 @dataclass(frozen=True)
 class AlreadyFinished:
-    """The run at `path` was finished by an earlier call; nothing is left to do."""
+    """An earlier call finished the run at `path`."""
 
     path: Path
 
@@ -49,7 +49,7 @@ class Planned:
 
 @dataclass(frozen=True)
 class Started:
-    """The model stands; `step` steps were done by earlier calls."""
+    """The model is built; earlier calls trained `step` steps."""
 
     model: Model
     groups: list[Group]
@@ -59,20 +59,20 @@ class Started:
 
 @dataclass(frozen=True)
 class Stepped:
-    """A step was done: its number counts from 1."""
+    """A training step, counted from 1."""
 
     step: int
     loss: float
     grad_norm: float
     lr: float
     units: int
-    """Tokens, or examples, trained on so far."""
+    """Number of tokens or examples trained on so far."""
     units_per_second: float
     measured: dict[str, float] = field(default_factory=dict)
-    """Results of `measures.py`, in the steps that it watches."""
+    """Results of `measures.py`, in the steps that it measures."""
 
     def metrics(self, unit: str) -> dict[str, float]:
-        """Return it as it stands in metrics.jsonl."""
+        """Return the line of metrics.jsonl."""
         line = asdict(self)
         units, speed = line.pop("units"), line.pop("units_per_second")
         measured = line.pop("measured")
@@ -81,7 +81,7 @@ class Stepped:
 
 @dataclass(frozen=True)
 class Skipped:
-    """A step left weights and optimizer as they were: its loss or gradient was not finite."""
+    """A step without an update, because its loss or gradient was not finite."""
 
     step: int
     why: str
@@ -90,7 +90,7 @@ class Skipped:
 
 @dataclass(frozen=True)
 class Replanned:
-    """The steps that are left were planned again, by the pace so far."""
+    """A new plan for the remaining steps."""
 
     step: int
     plan: Plan
@@ -99,30 +99,30 @@ class Replanned:
 
 @dataclass(frozen=True)
 class Evaluated:
-    """The model was scored on held-out data and wrote a sample."""
+    """An evaluation on held-out data, with a sample."""
 
     step: int
     score: Score
     metrics: dict[str, float]
-    """The score as it stands in metrics.jsonl."""
+    """The score in metrics.jsonl."""
     sample: str
 
 
 @dataclass(frozen=True)
 class Ended:
-    """No more steps: all are done, or it was asked to stop and the state was saved."""
+    """The end of the run, or a requested stop after the state was saved."""
 
     step: int
     finished: bool
     score: Score | None
     """Final score of the weights in model/; None if the run was stopped."""
     metrics: dict[str, float] = field(default_factory=dict)
-    """The score as it stands in metrics.jsonl."""
+    """The score in metrics.jsonl."""
     sample_nats: float = math.nan
-    """The loss of these weights on the fixed sample that was scored between steps."""
+    """Loss of these weights on the part of the data that evaluations score."""
     notes: list[str] = field(default_factory=list)
     scored: int | None = None
-    """Tokens or examples of the final score; None: all held-out data."""
+    """Number of tokens or examples in the final score; None: all held-out data."""
 
 
 Event = (

@@ -1,9 +1,8 @@
 """The training loop: steps, evaluations, samples and checkpoints.
 
 `Trainer.run` yields events, and its caller shows them. The model, the optimizers, the `RunState`,
-the plan and the step number are the whole state, so a run that stops and resumes equals one that
-never stopped. The trainer knows an `Objective` and its `Data` (`objective.py`), but no text, labels
-or heads.
+the plan and the step number are the whole state, so a resumed run equals an uninterrupted one. The
+trainer knows an `Objective` and its `Data`, but no text, labels or heads.
 """
 
 from __future__ import annotations
@@ -11,7 +10,7 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import nullcontext
 from dataclasses import asdict
 from typing import Any, TypeVar
 
@@ -39,13 +38,14 @@ from tiedgpt.train.events import (
     Stepped,
 )
 from tiedgpt.train.measures import Measures
-from tiedgpt.train.metrics import PART
+from tiedgpt.train.metrics import PART_PREFIX
 from tiedgpt.train.objective import Arrays, Model, Objective, Score, body_of
 from tiedgpt.train.optim.groups import make_optimizers, set_rate
 from tiedgpt.train.plan import Plan
 from tiedgpt.train.planning import PaceChecks, halve_micro_batch, replan
 from tiedgpt.train.step import (
     WORSE_RATIO,
+    Accelerate,
     RunState,
     StepResult,
     find_not_finite,
@@ -93,7 +93,7 @@ class Trainer:
         processes: Processes | None = None,
         deadline: float | None = None,
         progress: Progress | None = None,
-        accelerate: Callable[[Model], AbstractContextManager[None]] = nullcontext,
+        accelerate: Accelerate = nullcontext,
         clock: Callable[[], float] = time.perf_counter,
     ) -> None:
         self.directory, self.objective, self.data, self.plan = run, objective, data, plan
@@ -200,8 +200,8 @@ class Trainer:
         pace = checks.measure(before, self.step, now)
         if pace is None:
             return
-        left, n_processes = checks.deadline - now, self.processes.size
-        plan = replan(before, self.data.held_out_rows, self.step, left, pace, n_processes)
+        seconds, n_processes = checks.deadline - now, self.processes.size
+        plan = replan(before, self.data.held_out_rows, self.step, seconds, pace, n_processes)
         if plan is None:
             return
         note = f"slower than planned: {plan.steps:,} of {before.steps:,} steps fit into the time"
@@ -293,8 +293,8 @@ class Trainer:
     def _skip_step(self, why: str) -> Skipped:
         self.state.add_skip(self.step)
         units = {self.data.unit: self.step * self.batch_units}
-        rate = self.plan.rate(self.step - 1)
-        self._write({"step": self.step, "skipped": why, "lr": rate, **units})
+        lr = self.plan.rate(self.step - 1)
+        self._write({"step": self.step, "skipped": why, "lr": lr, **units})
         return Skipped(self.step, why, self.state.skipped_in_all)
 
     def _pause(self) -> Iterator[Evaluated | Replanned]:
@@ -305,9 +305,7 @@ class Trainer:
             self.state.evaluation_due = score is None
             if score is None:
                 return
-            sample = self._on_full_model(
-                lambda model: self.objective.sample(model, self.data, self.step, plan.seed)
-            )
+            sample = self._on_full_model(self.objective.sample, self.data, self.step, plan.seed)
             metrics = self.objective.metrics(score)
             self._write({"step": self.step, **metrics, "sample": sample})
             improved = self.state.add_evaluation(self.step, score.nats)
@@ -361,11 +359,13 @@ class Trainer:
         """Publish the best weights, or the last if the plan keeps those; then score them."""
         line: dict[str, Any] = {"step": self.step, "final": True}
         best, best_loss = self.state.best_step, self.state.best_loss
-        part = self._evaluate(self.plan.eval_batches)  # comparable with the evaluations before
-        if part is None:
+        last = self._evaluate(self.plan.eval_batches)  # comparable with the earlier ones
+        if last is None:
             return self._stop()
-        line |= {f"{PART}{name}": value for name, value in self.objective.metrics(part).items()}
-        nats = part.nats
+        line |= {
+            f"{PART_PREFIX}{name}": value for name, value in self.objective.metrics(last).items()
+        }
+        nats = last.nats
         if self.step < self.plan.steps:
             self.notes.append(
                 f"ended after step {self.step:,} of {self.plan.steps:,}: validation was best after "
@@ -432,8 +432,7 @@ class Trainer:
 
     def _publish(self) -> None:
         """Write the model and its card."""
-        model_directory = self.directory.model
-        self._on_full_model(lambda model: self.objective.publish(model, model_directory))
+        self._on_full_model(self.objective.publish, self.directory.model)
         self._write_card(None)
 
     def _write_card(self, last: Mapping[str, Any] | None) -> None:
@@ -448,21 +447,19 @@ class Trainer:
             if self.track is not None:
                 self.track(line)
 
-    def _on_full_model(self, act: Callable[[Model], T]) -> T:
-        """Run `act` on the unsharded model on rank 0; return its result."""
-        return self.processes.with_full_model(self.model, self.objective, act)
+    def _on_full_model(self, act: Callable[..., T], *arguments: Any) -> T:
+        """Return `act(model, *arguments)` of rank 0 on the unsharded model."""
+        return self.processes.with_full_model(self.model, self.objective, act, *arguments)
 
     def _diagnose(self, error: DivergedError) -> DivergedError:
         """Add the step, the last losses and a remedy to the error."""
         run, before = self.directory, max(0, self.step - 1)
-        batch, rate = self.batch_of(before), self.plan.rate(before)
-        where = self._on_full_model(
-            lambda model: find_not_finite(self.objective, model, batch, self.plan)
-        )
-        kept = "nothing was saved yet"
+        batch, lr = self.batch_of(before), self.plan.rate(before)
+        where = self._on_full_model(find_not_finite, self.objective, batch, self.plan)
+        saved = "nothing was saved yet"
         if self.saved_at:
-            kept = f"the state after step {self.saved_at} is kept in {run.checkpoints}"
+            saved = f"the state after step {self.saved_at} is kept in {run.checkpoints}"
         return DivergedError(
-            f"{error} at step {self.step}{where}; rate {rate:.3g}, {self.state}; {kept}",
+            f"{error} at step {self.step}{where}; learning rate {lr:.3g}, {self.state}; {saved}",
             hint="train again with a lower --lr in another --out",
         )

@@ -6,8 +6,8 @@ import math
 import os
 import statistics
 import time
-from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
@@ -19,12 +19,12 @@ from tiedgpt.runtime import count_cores, free_memory, has_bf16
 from tiedgpt.train.blocks import find_missing, prepare_blocks
 from tiedgpt.train.dataset import Data
 from tiedgpt.train.distributed import Processes
-from tiedgpt.train.objective import Model, Objective
+from tiedgpt.train.objective import Objective
 from tiedgpt.train.optim.groups import make_optimizers
 from tiedgpt.train.options import DEFAULT_MINUTES, TrainOptions, format_count
 from tiedgpt.train.plan import Dtype, Plan
 from tiedgpt.train.planning import Machine
-from tiedgpt.train.step import train_step
+from tiedgpt.train.step import Accelerate, train_step
 
 MEASURE_TIME_SHARE = 0.005
 """Share of --minutes that one measurement of the speed takes, if its steps are not longer."""
@@ -41,7 +41,7 @@ LIBRARY_BYTES = 60_000_000
 
 
 def training_device(name: str = "auto") -> torch.device:
-    """Return the device of that name; auto is the GPU where there is one, else the CPU."""
+    """Return the device of that name; auto: the GPU if available, or the CPU."""
     if name == "auto":
         name = "cuda" if torch.cuda.is_available() else "cpu"
     try:
@@ -92,7 +92,7 @@ def measure_machine(
     processes: Processes,
     *,
     threads: int | None = None,
-    accelerate: Callable[[Model], AbstractContextManager[None]] = nullcontext,
+    accelerate: Accelerate = nullcontext,
 ) -> tuple[Machine, SpeedMeasurement]:
     """Return the machine as a plan sees it, and the measurement of its speed.
 
@@ -140,7 +140,7 @@ class SpeedMeasurement:
     """Duration of one measurement."""
     load: float | None
     """Number of processes that want to run on a busy machine."""
-    accelerate: Callable[[Model], AbstractContextManager[None]] = nullcontext
+    accelerate: Accelerate = nullcontext
     compares_threads: bool = field(default=False, kw_only=True)
     """Whether the first measurement compares one thread with the default number."""
     threads: int | None = field(default=None, init=False)

@@ -74,11 +74,11 @@ class Measures:
 
 
 class GradientNorms:
-    """The norms of W's two gradients, from reading and from predicting, in one backward pass.
+    """Norms of W's two gradients, from reading and from predicting, in one backward pass.
 
-    dL/dW = (from reading: a sum over the batch's tokens, each into its row) + (from predicting:
-    dense). The first is dL/d(output of the embedding), summed by id; the second is the difference.
-    In a model with a head of its own, W only reads, and the second norm is that of the head.
+    dL/dW is the sum of a gradient from reading (each token of the batch adds to its row) and a
+    dense gradient from predicting. The first is dL/d(output of the embedding), summed by id; the
+    second is the difference. In an untied model, W only reads, and the second norm is the head's.
     """
 
     def __init__(self, model: Model) -> None:
@@ -135,11 +135,11 @@ class GradientNorms:
 
 def _sum_by_id(ids: Tensor, rows: Tensor) -> tuple[Tensor, Tensor]:
     """Sum the rows (N, D) of equal ids (N,); return the ids (U,) and the sums (U, D)."""
-    unique, place = torch.unique(ids, return_inverse=True)
+    unique, indices = torch.unique(ids, return_inverse=True)
     sums = rows.new_zeros(len(unique), rows.shape[1])
     if rows.is_cuda:  # each device has one function with a fixed order of addition
-        return unique, sums.index_put_((place,), rows, accumulate=True)
-    return unique, sums.index_add_(0, place, rows)
+        return unique, sums.index_put_((indices,), rows, accumulate=True)
+    return unique, sums.index_add_(0, indices, rows)
 
 
 def model_flops(model: Model, n_positions: int) -> float:
@@ -163,7 +163,7 @@ def peak_flops(device: torch.device, dtype: str) -> float | None:
     """
     if device.type == "cuda":
         name = torch.cuda.get_device_name(device)
-        matches = [flops for part, flops in PEAK_FLOPS.items() if part in name]
+        matches = [flops for model, flops in PEAK_FLOPS.items() if model in name]
         return matches[0] if matches and dtype == "bf16" else None
     n = 1024
     x = torch.ones(n, n, dtype=torch.bfloat16 if dtype == "bf16" else torch.float32, device=device)

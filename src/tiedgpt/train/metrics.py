@@ -23,7 +23,7 @@ from tiedgpt.train.options import TrackerName
 
 Axis = Literal["tokens", "steps", "seconds"]
 UNITS = ("tokens", "examples")
-PART = "part_"
+PART_PREFIX = "part_"
 """Prefix of the last evaluation's keys on the data that the evaluations before it took."""
 
 
@@ -79,7 +79,7 @@ class History:
 
 
 def read_history(run: Path, name: str | None = None) -> History:
-    """Read a run's metrics.jsonl, also during training; `UserError` if there is none."""
+    """Read a run's metrics.jsonl, also during training; `UserError` if it is missing."""
     path = run / "metrics.jsonl"
     try:
         text = path.read_text(encoding="utf-8", errors="replace")
@@ -102,8 +102,12 @@ def parse_history(name: str, text: str) -> History:
         finished = line.pop("final", False) is True
         if finished:
             numbers = {k: v for k, v in line.items() if isinstance(v, (int, float))}
-            final = {k: v for k, v in numbers.items() if not k.startswith(PART)}
-            parts = {k.removeprefix(PART): v for k, v in numbers.items() if k.startswith(PART)}
+            final = {k: v for k, v in numbers.items() if not k.startswith(PART_PREFIX)}
+            parts = {
+                k.removeprefix(PART_PREFIX): v
+                for k, v in numbers.items()
+                if k.startswith(PART_PREFIX)
+            }
             line = final | parts
         skipped += "skipped" in line
         if isinstance(sample := line.pop("sample", None), str):
@@ -124,13 +128,13 @@ def parse_history(name: str, text: str) -> History:
 
 def read_metrics(text: str) -> list[dict[str, Any]]:
     """Return the objects in the text of a metrics.jsonl, without a truncated line."""
-    found = []
+    lines = []
     for line in text.split("\n"):
         with contextlib.suppress(ValueError, RecursionError):
             value = json.loads(line)
             if isinstance(value, dict) and type(value.get("step")) is int:
-                found.append(value)
-    return found
+                lines.append(value)
+    return lines
 
 
 PROJECT = "tiedgpt"
@@ -156,10 +160,10 @@ def open_tracker(name: TrackerName) -> Start:
         ) from None
 
     def start(run: Path, tables: Mapping[str, Any], step: int) -> tuple[Log, Callable[[], None]]:
-        own: dict[str, Any] = {"id": _identity(run), "name": run.name}
+        names: dict[str, Any] = {"id": _identity(run), "name": run.name}
         if name == "trackio":  # which knows a run by its name
-            own = {"name": f"{run.name}-{_identity(run)}", "embed": False}
-        package.init(project=PROJECT, config=_flat(tables), resume="allow", **own)
+            names = {"name": f"{run.name}-{_identity(run)}", "embed": False}
+        package.init(project=PROJECT, config=_flat(tables), resume="allow", **names)
         return lambda values, texts, step: package.log(
             {**values, **texts}, step=step
         ), package.finish

@@ -50,14 +50,14 @@ Arrays = tuple[NDArray[Any], ...]
 
 def body_of(model: Model) -> GPT:
     """Return the GPT, or the one under a head."""
-    gpt = getattr(model, "gpt", model)
+    gpt = model if isinstance(model, GPT) else model.gpt
     assert isinstance(gpt, GPT)
     return gpt
 
 
 def predicts_tokens(model: Model) -> bool:
     """Return whether a model predicts tokens of the vocabulary."""
-    return bool(getattr(model, "predicts_tokens", isinstance(model, GPT)))
+    return isinstance(model, GPT) or bool(getattr(model, "predicts_tokens", False))
 
 
 def on_device(batch: Arrays, device: torch.device) -> tuple[Tensor, ...]:
@@ -113,8 +113,8 @@ class LossModule(nn.Module):
         loss = objective.loss(self.model, batch)
         terms = loss if isinstance(loss, tuple) else (loss,)
         weights = shares or [1.0] * len(terms)
-        kept = [t * w for t, w in zip(terms, weights, strict=True) if w or not any(weights)]
-        return torch.stack(kept).sum() if len(kept) > 1 else kept[0]
+        summands = [t * w for t, w in zip(terms, weights, strict=True) if w or not any(weights)]
+        return torch.stack(summands).sum() if len(summands) > 1 else summands[0]
 
 
 class Pretrained:
@@ -141,13 +141,13 @@ class Pretrained:
 
     def put_into(self, gpt: GPT) -> None:
         """Copy its weights into a model of its shape, and let go of them."""
-        theirs, ours = self.gpt.state_dict(), gpt.state_dict()
-        if {n: t.shape for n, t in theirs.items()} != {n: t.shape for n, t in ours.items()}:
+        state, expected = self.gpt.state_dict(), gpt.state_dict()
+        if {n: t.shape for n, t in state.items()} != {n: t.shape for n, t in expected.items()}:
             raise UserError(
                 f"{self.source} is another model than when this run began",
                 hint="give another --out",
             )
-        gpt.load_state_dict(theirs)
+        gpt.load_state_dict(state)
         del self.gpt
 
 

@@ -33,7 +33,7 @@ if TYPE_CHECKING:
 MAX_VOCABULARY = 1 << 16
 AUTO = "auto"
 DEFAULT_SIZE = "mini"
-"""Size for --steps and --task, where no size is chosen."""
+"""Size for --steps and --task, which do not choose one."""
 DEFAULT_MINUTES = 3.0
 DEFAULT_COOLDOWN = 0.4
 """Hägele et al. 2024 (arXiv 2405.18392), section 4: longer falls gain little."""
@@ -152,8 +152,8 @@ BYTES = {"": 1e9, "k": 1e3, "m": 1e6, "g": 1e9, "t": 1e12}
 
 def parse_bytes(text: str) -> int:
     """Return the bytes in "2" (GB), "2GB", "800MB" or "1.5 g"; `UserError` for anything else."""
-    found = re.fullmatch(r"(\d+(?:\.\d+)?|\.\d+)\s*([kmgt]?)b?", text.strip().lower())
-    size = int(float(found[1]) * BYTES[found[2]]) if found else 0
+    match = re.fullmatch(r"(\d+(?:\.\d+)?|\.\d+)\s*([kmgt]?)b?", text.strip().lower())
+    size = int(float(match[1]) * BYTES[match[2]]) if match else 0
     if size < 1:
         raise UserError(
             f"--memory must be a size, got {text!r}",

@@ -25,7 +25,7 @@ COSINE_FLOOR = 0.1
 
 @dataclass(frozen=True, kw_only=True)
 class Plan:
-    """A run's numbers; with the data and the seed they decide every weight."""
+    """The numbers of a run; with the data and the seed they decide every weight."""
 
     steps: int
     batch_size: int
@@ -44,21 +44,21 @@ class Plan:
     eval_every: int
     """Steps between evaluations on a part of the validation text."""
     eval_batches: int
-    """Batches of that part."""
+    """Number of micro-batches in that part."""
     save_every: int
     patience: int | None = None
-    """Evaluations without improvement that end the run; None: it ends when validation has risen."""
+    """Number of evaluations without improvement that ends the run; None: a rising loss ends it."""
     can_end_early: bool = True
     """Whether validation may end the run before its last step."""
     keep: Keep = "best"
     """Which weights are published."""
     schedule: Schedule = "linear"
     cooldown: int = 0
-    """Last steps, in which the rate of wsd falls."""
+    """Number of last steps in which the rate of wsd decays."""
     memory: int | None = None
     """Memory limit of the process in bytes (--memory)."""
     recompute: Recompute = "off"
-    """Whether "blocks" are computed again in backward; the same bits."""
+    """"blocks": activation checkpointing, with the same bits."""
     compile: Literal["on", "off"] = "off"
     """Whether blocks are compiled."""
     threads: int | None = None
@@ -68,7 +68,7 @@ class Plan:
     final_batches: int | None = None
     """Micro-batches of the final score, or None for all held-out data."""
     size: str = ""
-    """The name of the shape, of a fresh model."""
+    """Name of the size of a fresh model."""
     reason: str = ""
     """Reason for the chosen size or number of steps."""
     since: int = 0
@@ -93,13 +93,13 @@ class Plan:
             ) from None
 
     def rate(self, step: int) -> float:
-        """Return the learning rate of a step, from 0: it rises linearly to `lr` in `warmup` steps.
+        """Return the learning rate of a step, counted from 0.
 
-        Then it goes by `schedule`:
-        - linear: falls to 0 after the last step (Bergsma et al. 2025, arXiv 2502.15938);
-        - wsd: stays, and falls linearly to 0 over the last `cooldown` steps (Hägele et al. 2024,
-          arXiv 2405.18392);
-        - cosine: falls along half a wave to a tenth of the peak (Brown et al. 2020).
+        It rises linearly to `lr` in `warmup` steps. Then `schedule` decides:
+        - linear: decays to 0 after the last step (Bergsma et al. 2025, arXiv 2502.15938);
+        - wsd: stays constant, then decays linearly to 0 over the last `cooldown` steps (Hägele et
+          al. 2024, arXiv 2405.18392);
+        - cosine: decays along half a cosine wave to a tenth of the peak (Brown et al. 2020).
         """
         if step < self.warmup:
             return self.lr * (step + 1) / self.warmup

@@ -1,4 +1,4 @@
-"""Planning: pure functions from the options, facts about the data, and the machine to a plan.
+"""Pure functions from the options, facts about the data, and the machine to a plan.
 
     config, plan = plan_run(options, config, facts, machine)
 
@@ -99,7 +99,7 @@ CLOSING_SECONDS = 1.0
 REPLAN_CHECKS = (0.1, 0.25, 0.5, 0.75, 0.9)
 """Shares of the steps, or of the time, at which the plan is compared with the clock."""
 REPLAN_TOLERANCE = 0.05
-"""Relative change of the number of steps below which a plan stays as it is."""
+"""Smallest relative change of the number of steps for a new plan."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -193,9 +193,9 @@ def plan_run(
     if unit == "minutes":
         speed = machine.tokens_per_second(config, draft)  # with its own batch size
         step_seconds = draft.batch_size * facts.row_units / speed
-        left = seconds_left(60 * amount, seconds_spent)
-        steps = count_steps(left, step_seconds, facts.held_out_rows, draft, machine.n_processes)
-        plan = set_steps(draft, options, steps, count_evaluations(left, options.evaluations))
+        seconds = seconds_left(60 * amount, seconds_spent)
+        steps = count_steps(seconds, step_seconds, facts.held_out_rows, draft, machine.n_processes)
+        plan = set_steps(draft, options, steps, count_evaluations(seconds, options.evaluations))
         plan = replace(plan, minutes=amount, reason=reason)
     else:
         plan = plan_steps(draft, options, facts, reason)
@@ -294,7 +294,7 @@ def choose_context(size: str, text_tokens: int) -> int:
 def with_choices(options: TrainOptions, size: str, tokens: float, text_tokens: int) -> TrainOptions:
     """Return the options with a size and its context, batch size and dropout.
 
-    Options that were given stay as they are. `tokens` is the number of tokens trained on.
+    Given options stay unchanged. `tokens` is the number of tokens trained on.
     """
     epochs, excess = tokens / text_tokens, count_block_parameters(size) / text_tokens
     repeats = epochs >= DROPOUT_MIN_EPOCHS and excess >= DROPOUT_MIN_PARAMETERS_PER_TOKEN
@@ -594,7 +594,7 @@ def describe_memory(plan: Plan) -> str:
 
 
 def seconds_left(seconds: float, spent: float) -> float:
-    """Return the seconds for training: what is left of the time, but at least half of it."""
+    """Return the remaining seconds for training, at least half of all."""
     return max(seconds - spent, MIN_TIME_SHARE * seconds)
 
 
@@ -650,7 +650,7 @@ def count_steps(
 ) -> int:
     """Return the number of steps that fit into the time, with all evaluations."""
     forward = step_seconds / FORWARDS_PER_STEP * n_processes  # one process evaluates
-    final_rows = count_final_rows(seconds, step_seconds, held_out_rows, plan)
+    final_rows = count_final_rows(seconds / step_seconds, held_out_rows, plan)
     final = forward * final_rows / plan.batch_size
     closing = min(CLOSING_SECONDS, seconds / 10)
     return max(1, int((seconds - final - closing) / (step_seconds + forward * SAMPLE_SHARE)))
@@ -661,18 +661,16 @@ def count_evaluations(seconds: float, most: int) -> int:
     return max(1, min(most, round(seconds * PAUSE_SHARE / PAUSE_SECONDS)))
 
 
-def count_final_rows(
-    seconds: float, step_seconds: float, held_out_rows: float, plan: Plan
-) -> float:
-    """Return the number of rows in the final evaluation of a run of some seconds."""
-    rows = FINAL_SHARE * FORWARDS_PER_STEP * seconds / step_seconds * plan.batch_size
+def count_final_rows(steps: float, held_out_rows: float, plan: Plan) -> float:
+    """Return the number of rows in the final evaluation of a run of so many steps."""
+    rows = FINAL_SHARE * FORWARDS_PER_STEP * steps * plan.batch_size
     return min(held_out_rows, max(rows, MIN_SCORED_BATCHES * plan.micro_batch))
 
 
 def count_final_batches(plan: Plan, facts: Facts, machine: Machine) -> int | None:
     """Return the number of micro-batches of the final score; None for all held-out data."""
-    rows = FINAL_SHARE * FORWARDS_PER_STEP * plan.steps * plan.batch_size / machine.n_processes
-    n_batches = max(MIN_SCORED_BATCHES, math.ceil(rows / plan.micro_batch))
+    rows = count_final_rows(plan.steps / machine.n_processes, facts.held_out_rows, plan)
+    n_batches = math.ceil(rows / plan.micro_batch)
     return n_batches if n_batches * plan.micro_batch < facts.held_out_rows else None
 
 

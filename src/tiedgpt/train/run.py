@@ -1,4 +1,4 @@
-"""Train a model from options to the published directory.
+"""Train a model: from options to the published directory.
 
     from tiedgpt.train import TrainOptions, train
 
@@ -74,23 +74,24 @@ def train(
     scoring: Progress | None = None,
     began: float | None = None,
 ) -> Iterator[Event]:
-    """Train in the directory `out`, or resume there, and yield each event as it happens.
+    """Train in the directory `out`, or resume there, and yield events.
 
-    Without `out` it is the newest run in runs/ with these options, or a new one. If
+    `out` is by default the newest run in runs/ with these options, or a new one. If
     `stop_requested` returns true after a step, the run is saved and ends; the same call resumes it.
     `threads` is the number of CPU threads. `track` is called with each line of metrics.jsonl,
     `progress` with the number of encoded characters, `scoring` with the number of batches of the
     final score. The time of `minutes` runs from `began`, in seconds of `time.perf_counter`, or from
     now; at least half of it is trained.
 
-    Raises `UserError` or `CorruptInputError` for what cannot be trained, `NoRoomError` for what
-    does not fit in memory or on the disk, `DivergedError` if loss or weights are not finite.
+    Raises `UserError` or `CorruptInputError` for invalid options or data, `NoRoomError` if memory
+    or disk are too small, `DivergedError` if loss or weights are not finite.
     """
     called = time.perf_counter()
     began = called if began is None else began
     with contextlib.ExitStack() as stack:
         processes = stack.enter_context(join_processes(parallel, training_device(options.device)))
-        processes.on_main(compare_options, options, out)
+        if out is not None:  # before the data are read
+            processes.on_main(compare_options, options, out)
         objective_class = processes.main_first(open_objective, options)
         sources = processes.main_first(objective_class.open, options)
         run = stack.enter_context(open_run(options, sources, out, processes))
@@ -171,30 +172,28 @@ def _read_run(options: TrainOptions, directory: RunDirectory, digest: str | None
     tables = directory.read_record()
     if not tables:
         return Run(directory, digest, RunStatus.NEW)
+    factor = compare_options(options, directory.path)
     if digest != tables.get("text", {}).get("sha256"):
         raise UserError(
             f"the text has changed since {directory.path} began",
             hint="give another --out, or the same text",
         )
-    factor = compare_options(options, directory.path)
     config, plan = read_plan(tables)
     if factor is None:
         status = RunStatus.FINISHED if directory.is_finished() else RunStatus.RESUMED
         return Run(directory, digest, status, config, plan)
     plan = prolong(plan, options, directory.reopen(), factor)
     durations = {name: getattr(options, name) for name in DURATIONS}
-    asked = {"options": tables["options"] | durations}
-    directory.write_record({**tables, **asked, **plan_tables(plan)})
+    requested = {"options": tables["options"] | durations}
+    directory.write_record({**tables, **requested, **plan_tables(plan)})
     return Run(directory, digest, RunStatus.PROLONGED, config, plan)
 
 
-def compare_options(options: TrainOptions, out: str | Path | None) -> float | None:
+def compare_options(options: TrainOptions, out: str | Path) -> float | None:
     """Raise `UserError` if the run in `out` has other options.
 
     Returns the factor by which a finished run is prolonged, or None.
     """
-    if out is None:
-        return None
     directory = RunDirectory(Path(out))
     tables = directory.read_record()
     differences = options.differences(tables.get("options", {})) if tables else []
@@ -297,7 +296,7 @@ def dry_run(
 
 
 def _hub_notes(options: TrainOptions) -> Iterator[Note]:
-    """Yield a note for each model or tokenizer that is no path on this machine."""
+    """Yield a note for each model or tokenizer that is read from the hub."""
     for source in (options.tokenizer, options.start):
         if source in (None, "bpe", "char") or Path(source).exists():
             continue

@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import contextlib
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
@@ -33,6 +34,10 @@ WORSE_RATIO = 1.01
 STALE_EVALUATIONS = 3
 """Number of evaluations without improvement that ends a run, if the newest loss is `WORSE_RATIO`
 times the best."""
+
+
+Accelerate = Callable[[Model], AbstractContextManager[Any]]
+"""Function that makes steps on a model faster inside its block, such as `fast_training`."""
 
 
 @dataclass(frozen=True)
@@ -188,22 +193,22 @@ def find_not_finite_weights(model: Model) -> str | None:
     return next((name for name, part in parts if not bool(part.isfinite().all())), None)
 
 
-def find_not_finite(objective: Loss, model: Model, batch: Arrays, plan: Plan) -> str:
+def find_not_finite(model: Model, objective: Loss, batch: Arrays, plan: Plan) -> str:
     """Compute the batch again; return the first tensor that is not finite as a clause, or ""."""
     for name, parameter in model.named_parameters():
         if n := _count_not_finite(parameter):
             return f"; first not finite: the weights {name} ({n:,} of {parameter.numel():,})"
-    found: list[str] = []
+    tensors: list[str] = []
 
     def look(what: str, tensor: Any) -> None:
         if isinstance(tensor, Tensor) and (n := _count_not_finite(tensor)):
-            found.append(f"{what} ({n:,} of {tensor.numel():,})")
+            tensors.append(f"{what} ({n:,} of {tensor.numel():,})")
 
     def watch(name: str, part: nn.Module | nn.Parameter) -> RemovableHandle:
         if isinstance(part, nn.Module):
             return part.register_forward_hook(lambda *args: look(f"the output of {name}", args[-1]))
         return part.register_post_accumulate_grad_hook(
-            lambda held: look(f"the gradient of {name}", held.grad)
+            lambda parameter: look(f"the gradient of {name}", parameter.grad)
         )
 
     with contextlib.ExitStack() as watched:
@@ -213,7 +218,7 @@ def find_not_finite(objective: Loss, model: Model, batch: Arrays, plan: Plan) ->
         with contextlib.suppress(DivergedError):
             train_step(model, [], batch, plan, objective=objective)
     model.zero_grad(set_to_none=True)
-    return f"; first not finite: {found[0]}" if found else ""
+    return f"; first not finite: {tensors[0]}" if tensors else ""
 
 
 @torch.no_grad()

@@ -1,4 +1,4 @@
-"""Runs on disk: a run's directory, its record in run.toml, and which run a command means. No torch.
+"""Runs on disk: directories, records in run.toml, and the choice of a run. No torch.
 
 model/            the trained model, a Hugging Face directory with its tokenizer
 tokenizer/        the tokenizer, made before the first step
@@ -25,7 +25,7 @@ import tiedgpt
 from tiedgpt.core.config import GPTConfig
 from tiedgpt.errors import CorruptInputError, TiedGPTError, UserError
 from tiedgpt.files import PREPARED, lock_file, remove, remove_leftovers, replacing, sync, writing
-from tiedgpt.train.metrics import PART, History, read_history, read_metrics
+from tiedgpt.train.metrics import PART_PREFIX, History, read_history, read_metrics
 from tiedgpt.train.objectives import find_record
 from tiedgpt.train.options import AUTO, DURATIONS, TrainOptions
 from tiedgpt.train.plan import Plan
@@ -40,7 +40,7 @@ PROLONGED = "by a plan of more steps"
 
 
 class RunDirectory:
-    """The paths of a run, and what is read and written line by line."""
+    """The paths of a run, its record and its metrics."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -54,10 +54,9 @@ class RunDirectory:
 
     @contextlib.contextmanager
     def lock(self) -> Iterator[None]:
-        """Keep other trainings out while the block runs; `UserError` if one is in it already.
+        """Lock the directory inside the block; `UserError` if another training has it.
 
-        What an attempt left that never came to its first step is cleared away, before the block
-        and after it.
+        Files of an attempt without a first step are removed, before the block and after it.
         """
         with writing(self.path):
             existed = self.path.exists()
@@ -99,7 +98,7 @@ class RunDirectory:
                             self.path.rmdir()
 
     def is_in_use(self) -> bool:
-        """Whether a training is in it now."""
+        """Return whether another process is training in it."""
         try:
             with self.lock_file.open("a+") as lock:
                 return not lock_file(lock)
@@ -107,9 +106,9 @@ class RunDirectory:
             return True
 
     def _clear_unless_planned(self) -> None:
-        """Without run.toml there was no first step, and data may be of other options.
+        """Remove the tokenizer and the data of an attempt without run.toml.
 
-        Data that are prepared in units say of which, and are kept: they may have taken hours.
+        Prepared data record their options, and are kept: they may have taken hours.
         """
         if self.record.exists():
             return
@@ -123,7 +122,7 @@ class RunDirectory:
             remove(self.data)
 
     def is_finished(self) -> bool:
-        """Whether the last step was done, whichever that was, and the model was written."""
+        """Return whether the run has its final line, its last checkpoint and its model."""
         latest, lines = self.checkpoints / "latest", self.read_metrics()
         if not (latest.exists() and (self.model / "config.json").exists() and lines):
             return False
@@ -131,12 +130,11 @@ class RunDirectory:
         return "final" in lines[-1] and latest.read_text(errors="replace").strip() == last
 
     def reopen(self) -> int:
-        """Let a run that is finished go on; return its last step.
-
-        Its last line becomes that of an evaluation like the others.
-        """
+        """Prolong a finished run: make its final line an evaluation; return its last step."""
         *lines, last = self.read_metrics()
-        score = {k.removeprefix(PART): v for k, v in last.items() if k.startswith(PART)}
+        score = {
+            k.removeprefix(PART_PREFIX): v for k, v in last.items() if k.startswith(PART_PREFIX)
+        }
         self._replace_metrics([*lines, {"step": last["step"], **score, GOES_ON: PROLONGED}])
         return int(last["step"])
 
@@ -163,7 +161,7 @@ class RunDirectory:
         return tables
 
     def read_metrics(self) -> list[dict[str, Any]]:
-        """Return the lines of metrics.jsonl so far, without what a crash cut off."""
+        """Return the lines of metrics.jsonl, without a truncated one."""
         if not self.metrics.exists():
             return []
         return read_metrics(self.metrics.read_text(encoding="utf-8", errors="replace"))
@@ -174,7 +172,7 @@ class RunDirectory:
             file.write(json.dumps(line) + "\n")
 
     def sync_metrics(self) -> None:
-        """Write the lines through to the disk: no checkpoint may be newer than they are."""
+        """Sync the lines to the disk, before a checkpoint is written."""
         if self.metrics.exists():
             with writing(self.metrics):
                 sync(self.metrics)
@@ -193,7 +191,7 @@ class RunDirectory:
 
 
 def checkpoint_path(directory: Path, step: int) -> Path:
-    """Return where the checkpoint of a step is."""
+    """Return the directory of a step's checkpoint."""
     return directory / f"step-{step:06d}"
 
 
@@ -273,21 +271,23 @@ def _format_value(value: Any) -> str:
 
 
 def name_run(options: TrainOptions) -> str:
-    """Return NAME of the data, with -SIZE, -TASK or -tuned where one of them was given."""
+    """Return the name of the data, with -SIZE, -TASK or -tuned."""
     first = options.data[0] if options.data else "python-docs"
     stem = "stdin" if first == "-" else Path(os.path.abspath(first)).stem
     name = "".join(c if c.isalnum() or c in "-_." else "-" for c in stem).strip("-.") or "data"
     is_fresh_text = options.objective_record.reads_text and options.start is None
-    kind = options.size if is_fresh_text else (options.objective or options.task).partition(":")[0]
-    kind = "tuned" if options.recipe == "tune" else kind
-    return name if kind == AUTO else f"{name}-{kind}"
+    suffix = (
+        options.size if is_fresh_text else (options.objective or options.task).partition(":")[0]
+    )
+    suffix = "tuned" if options.recipe == "tune" else suffix
+    return name if suffix == AUTO else f"{name}-{suffix}"
 
 
 def find_run(options: TrainOptions, digest: str | None, folder: Path = RUNS) -> Path:
-    """Return the run under `folder` that these options on this data mean: NAME-1, NAME-2, ...
+    """Return the run under `folder` of these options on this data: NAME-1, NAME-2, ...
 
-    It is the newest that has the same options, or has ended and is asked to go on longer. Else it
-    is a new one. `digest` is that of the data.
+    The newest run with the same options comes first, then a finished run that these options
+    prolong, then a new one. `digest` is that of the data.
     """
     name = name_run(options)
     numbered = {n: path for path in folder.glob(f"{name}-*") if (n := _number(path, name))}
@@ -307,7 +307,7 @@ def find_run(options: TrainOptions, digest: str | None, folder: Path = RUNS) -> 
 
 
 def find_tune_start(options: TrainOptions, runs: Iterable[Path]) -> str | None:
-    """Return what the newest run of these options was tuned from, whichever `start` they name."""
+    """Return the start model of the newest tuned run with these options, or None."""
     records = [run / "run.toml" for run in runs if (run / "run.toml").exists()]
     for record in sorted(records, key=os.path.getmtime, reverse=True):
         tables = _tables(RunDirectory(record.parent))
@@ -320,7 +320,7 @@ def find_tune_start(options: TrainOptions, runs: Iterable[Path]) -> str | None:
 
 
 def _tables(run: RunDirectory) -> dict[str, Any]:
-    """Return what run.toml says; {} where there is none, or it is damaged."""
+    """Return the tables of run.toml, or {} if it is missing or damaged."""
     try:
         return run.read_record()
     except CorruptInputError:
@@ -333,7 +333,7 @@ def _number(path: Path, name: str) -> int:
 
 
 def compare_duration(options: TrainOptions, tables: dict[str, Any]) -> float | None:
-    """Return how many times as long options ask for as a recorded run; None where more differs."""
+    """Return the factor by which options prolong a recorded run; None if more differs."""
     then = tables.get("options", {})
     as_then = replace(options, **{name: then.get(name) for name in DURATIONS})
     if as_then.differences(then):
@@ -344,19 +344,19 @@ def compare_duration(options: TrainOptions, tables: dict[str, Any]) -> float | N
 
 
 @dataclass(frozen=True)
-class Standing:
-    """How a run stands."""
+class RunSummary:
+    """The progress of a run."""
 
     path: Path
     task: str
     history: History
     steps: int | None
-    """Planned; None where no record says so."""
+    """Planned number of steps, or None without a record."""
     changed: float
-    """When, in seconds since 1970."""
+    """Time of the last change, in seconds since 1970."""
 
 
-def list_runs(folder: Path = RUNS) -> Iterator[Standing]:
+def list_runs(folder: Path = RUNS) -> Iterator[RunSummary]:
     """Yield the runs in a folder that have a metrics.jsonl, the newest last."""
     metrics = [(path.stat().st_mtime, path.parent) for path in folder.glob("*/metrics.jsonl")]
     for changed, path in sorted(metrics):
@@ -364,11 +364,11 @@ def list_runs(folder: Path = RUNS) -> Iterator[Standing]:
         steps = tables.get("training", {}).get("steps")
         options = tables.get("options", {})
         task = str(options.get("objective") or options.get("task", "lm"))
-        yield Standing(path, task, read_history(path), steps, changed)
+        yield RunSummary(path, task, read_history(path), steps, changed)
 
 
 def can_generate(run: Path) -> bool:
-    """Whether a run's model writes texts: by its record, or of one without it by its config."""
+    """Return whether a run's model generates text, by its record or its config."""
     try:
         if tables := RunDirectory(run).read_record():
             return find_record(tables.get("options", {})).pipeline == "text-generation"

@@ -77,23 +77,23 @@ class CachedCorpus:
 
     def __init__(self, corpus: Corpus) -> None:
         self.corpus = corpus
-        self._held: list[Document] | None = None
+        self._documents: list[Document] | None = None
 
     def __iter__(self) -> Iterator[Document]:
         """Yield the documents."""
-        if self._held is not None:
-            yield from self._held
+        if self._documents is not None:
+            yield from self._documents
             return
-        held: list[Document] = []
+        documents: list[Document] = []
         room = CACHED_CHARACTERS
         for document in self.corpus:
             room -= len(document.text)
             if room >= 0:
-                held.append(document)
+                documents.append(document)
             else:
-                held.clear()
+                documents.clear()
             yield document
-        self._held = held if room >= 0 else None
+        self._documents = documents if room >= 0 else None
 
 
 class TextSources(Sources):
@@ -109,7 +109,7 @@ class TextSources(Sources):
         """Return a sha256 of all documents, which detects a changed text."""
         total = hashlib.sha256()
         for document in chain(self.corpus, [Document("", "")], self.validation or ()):
-            total.update(hashlib.sha256(document.text.encode()).digest())
+            total.update(document.digest)
         return total.hexdigest()
 
     @functools.cached_property
@@ -147,9 +147,9 @@ class TextSources(Sources):
 
     def notes(self, run: RunDirectory) -> list[str]:
         """Return notes on the texts."""
-        corpora = (each.corpus for each in (self.corpus, self.validation) if each is not None)
+        corpora = (cached.corpus for cached in (self.corpus, self.validation) if cached)
         files = [corpus for corpus in corpora if isinstance(corpus, FileCorpus)]
-        return [*self.split.notes(), *(note for part in files for note in part.remarks.notes())]
+        return [*self.split.notes(), *(note for corpus in files for note in corpus.remarks.notes())]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -157,11 +157,13 @@ class TextData(Data):
     """A text in shards, cut into rows of a context."""
 
     train: Shards
-    held: Shards
+    validation: Shards
 
     def with_context(self, context: int) -> TextData:
         """Return the same text in rows of another context; `UserError` if it is too short."""
-        data = replace(super().with_context(context), **_cut_rows(self.train, self.held, context))
+        data = replace(
+            super().with_context(context), **_cut_rows(self.train, self.validation, context)
+        )
         data.require_enough()
         return data
 
@@ -173,15 +175,15 @@ class TextData(Data):
                 f"the training text has {tokens:,} tokens and the context is {context}",
                 hint=f"use --context below {tokens} or more text",
             )
-        if len(self.held) < 2:
+        if len(self.validation) < 2:
             raise UserError(
-                f"the validation text has {len(self.held)} tokens, too few to predict one",
+                f"the validation text has {len(self.validation)} tokens, too few to predict one",
                 hint="use more text, or give --val",
             )
 
     def find_words(self, tokenizer: Tokenizer) -> str:
         """Return three words that follow each other in the validation text, or its beginning."""
-        text = tokenizer.decode(self.held.read(0, min(2000, len(self.held))).tolist())
+        text = tokenizer.decode(self.validation.read(0, min(2000, len(self.validation))).tolist())
         words = re.search(r"(?<=\s)[^\W\d_]+( [^\W\d_]+){2}(?=\s)", text)
         return words[0] if words else " ".join(text.split())[:12]
 
@@ -194,14 +196,14 @@ def open_text(
     An evaluation of some batches takes windows spread evenly over the validation text.
     """
     encoded = open_encoded(directory)
-    train, held = encoded.open_shards("train"), encoded.open_shards("val")
+    train, validation = encoded.open_shards("train"), encoded.open_shards("val")
     description = {
         "text": _describe_text(encoded.train, encoded.val),
         "tokens": f"{tokenizer.kind} vocabulary of {len(tokenizer):,}, "
         f"{encoded.train.utf8_bytes / max(1, len(train)):.2f} bytes a token",
     }
     return TextData(
-        **_cut_rows(train, held, context),
+        **_cut_rows(train, validation, context),
         unit="tokens",
         text_tokens=len(train),
         text_bytes=encoded.train.utf8_bytes,
@@ -209,11 +211,11 @@ def open_text(
         description=description,
         notes=[*notes],
         train=train,
-        held=held,
+        validation=validation,
     )
 
 
-def _cut_rows(train: Shards, held: Shards, context: int) -> dict[str, Any]:
+def _cut_rows(train: Shards, validation: Shards, context: int) -> dict[str, Any]:
     """Return the fields of a `TextData` that depend on the context."""
 
     def batches(batch_size: int, seed: int) -> Callable[[int], Arrays]:
@@ -221,7 +223,7 @@ def _cut_rows(train: Shards, held: Shards, context: int) -> dict[str, Any]:
 
     def held_out(batch_size: int, n_batches: int | None) -> Iterable[Arrays]:
         at_most = None if n_batches is None else n_batches * batch_size
-        return in_order(held, batch_size=batch_size, n_positions=context, at_most=at_most)
+        return in_order(validation, batch_size=batch_size, n_positions=context, at_most=at_most)
 
     return {
         "batches": batches,
@@ -229,7 +231,7 @@ def _cut_rows(train: Shards, held: Shards, context: int) -> dict[str, Any]:
         "row_units": context,
         "row_tokens": context,
         "epoch_rows": max(1, -(-(len(train) - 1) // context)),
-        "held_out_rows": len(held) / context,
+        "held_out_rows": len(validation) / context,
     }
 
 
@@ -304,8 +306,8 @@ class PreparedSources(LargeSources):
         if source is None:
             return
         tokenizers = self.tokenizer, Tokenizer.from_pretrained(source)
-        ours, theirs = (json.loads(tokenizer.to_json())["model"] for tokenizer in tokenizers)
-        if ours != theirs:
+        ours, required = (json.loads(tokenizer.to_json())["model"] for tokenizer in tokenizers)
+        if ours != required:
             raise UserError(
                 f"{self.path} was prepared with another tokenizer than that of {source}",
                 hint=f"prepare it with --tokenizer {source}",

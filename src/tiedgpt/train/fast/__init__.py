@@ -44,7 +44,7 @@ def fast_training(model: nn.Module) -> Iterator[None]:
     the block lasts; whatever is parametrized, adapted or replaced stays as it is. Inside, second
     derivatives and `torch.func` may raise torch's error. Raises `UserError` for any other module.
     """
-    gpt = getattr(model, "gpt", model)
+    gpt = model if isinstance(model, GPT) else getattr(model, "gpt", None)
     if not isinstance(gpt, GPT):
         raise UserError(f"fast_training takes a GPT or a head on one, got {type(model).__name__}")
     with ExitStack() as stack:

@@ -2,7 +2,7 @@
 
 objective = open_objective(options)      # a class
 sources = objective.open(options)        # its data, as they were read
-made, data = objective.make(sources, run, options, setup)
+objective, data = objective.make(sources, run, options, setup)
 """
 
 from __future__ import annotations

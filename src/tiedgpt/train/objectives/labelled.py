@@ -1,4 +1,4 @@
-"""Training on labelled examples: lines of .jsonl in, a head on a GPT's body out.
+"""Labelled examples: lines of .jsonl train a head on a GPT's body.
 
 `parse` turns a line of .jsonl into an example, `encode` an example into ids with their answer, and
 `collate` several of these into a batch for the head's `losses`. Each objective is a class in a file
@@ -170,9 +170,9 @@ class Labelled(Objective):
                 sums += [float(mean) * n, float(n)]
             return sums
 
-        right, asked, *sums = totals(model, batches, measure, autocast=autocast)
+        n_right, n_examples, *sums = totals(model, batches, measure, autocast=autocast)
         nats = sum(loss / n for loss, n in zip(sums[::2], sums[1::2], strict=True))
-        return LabelScore(nats, right / asked)
+        return LabelScore(nats, n_right / n_examples)
 
     def metrics(self, score: LabelScore) -> dict[str, float]:
         """Return the loss and the accuracy."""

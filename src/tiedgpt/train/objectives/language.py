@@ -72,7 +72,7 @@ class LanguageModelling(Objective):
     template: Template | None = None
     """How messages become text."""
     sample_prompt: str = ""
-    """What samples begin with."""
+    """Prompt of samples."""
 
     @classmethod
     def open(cls, options: TrainOptions) -> TextSources:
@@ -193,7 +193,7 @@ class LanguageModelling(Objective):
         return [generate, f"export {here} page.html", f"tie show {here}"]
 
     def publish(self, model: GPT, directory: Path) -> None:
-        """Write the merged model, its tokenizer and its template; and beside it the adapter."""
+        """Write the merged model, its tokenizer, its template and the adapter."""
         merged = self.merge(model)
         super().publish(merged, directory)
         write_opening(merged, self.tokenizer, directory)

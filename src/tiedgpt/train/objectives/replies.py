@@ -38,12 +38,12 @@ from tiedgpt.train.texts import is_prepared
 from tiedgpt.weights.sources import local_directory
 
 HELD_OUT, AT_LEAST, AT_MOST = 20, 50, 10
-"""One example in 20 is held out, but 50 where that is not more than one in 10."""
+"""One example in 20 is held out, or 50 if these are at most one in 10."""
 FIRST_WORDS = 3
 LONGEST_PROMPT = 60
 """Characters of a question that is proposed unchanged in a further command."""
 FEW = 100
-"""Fewer different examples are all trained on: the score of a handful held out says nothing."""
+"""Fewer different examples are all trained on, and none is held out."""
 
 
 def has_examples(options: TrainOptions) -> bool:
@@ -61,10 +61,10 @@ def has_examples(options: TrainOptions) -> bool:
 
 
 class ReplySources(Sources):
-    """The examples that options name, as ids; without --val a part is held out, by what it says.
+    """The examples of the options, as ids; without --val a part is held out, by content.
 
-    Raises `UserError` or `CorruptInputError`, with file and line, for what is no example, and where
-    nothing is left to train or to validate on.
+    Raises `UserError` or `CorruptInputError`, with file and line, for an invalid example, and if no
+    example is left to train or to validate on.
     """
 
     tokenizer: Tokenizer
@@ -124,11 +124,11 @@ class ReplySources(Sources):
 
     def digest(self) -> str:
         """Return a sha256 of everything, to know changed data by."""
-        whole = hashlib.sha256()
+        total = hashlib.sha256()
         for side in (self.train, self.held_out):
             for array in (side.ends, side.ids, side.counted):
-                whole.update(len(array).to_bytes(8, "little") + array.tobytes())
-        return whole.hexdigest()
+                total.update(len(array).to_bytes(8, "little") + array.tobytes())
+        return total.hexdigest()
 
     def pack(self, packing: bool) -> ReplyData:
         """Return rows of ids, targets and `document_starts`, each (B, T)."""
@@ -183,38 +183,38 @@ class ReplySources(Sources):
 def _split(
     examples: EncodedExamples, held_out: EncodedExamples | None
 ) -> tuple[EncodedExamples, EncodedExamples, bool]:
-    """Return what is trained on, what is validated on, and whether that is held out.
+    """Return the training examples, the validation examples, and whether these are held out.
 
-    Equal examples are on the same side. Of fewer than `FEW` all are on both.
+    Equal examples are on the same side. Fewer than `FEW` are all on both sides.
     """
     digests = _digests(examples)
     order = sorted(set(digests))
     n = len(order)
-    first = {each: number for number, each in reversed([*enumerate(digests)])}
+    first = {digest: number for number, digest in reversed([*enumerate(digests)])}
     if held_out is None and n < FEW:
-        return examples, _select(examples, [first[each] for each in order]), False
+        return examples, _select(examples, [first[digest] for digest in order]), False
     apart = set(order[: max(1, n // HELD_OUT, min(AT_LEAST, n // AT_MOST))])
     if held_out is not None:
         apart = set(_digests(held_out))
-    train = [number for number, each in enumerate(digests) if each not in apart]
+    train = [number for number, digest in enumerate(digests) if digest not in apart]
     if not train:
         raise UserError(
             f"of {n} different examples none is left to train on beside those held out",
             hint="give more",
         )
     if held_out is None:
-        held_out = _select(examples, [first[each] for each in order if each in apart])
+        held_out = _select(examples, [first[digest] for digest in order if digest in apart])
     return _select(examples, train), held_out, True
 
 
 def _digests(examples: EncodedExamples) -> list[bytes]:
-    each = map(examples.example, range(len(examples)))
-    return [hashlib.sha256(ids.tobytes() + mask.tobytes()).digest() for ids, mask in each]
+    pairs = map(examples.example, range(len(examples)))
+    return [hashlib.sha256(ids.tobytes() + mask.tobytes()).digest() for ids, mask in pairs]
 
 
 def _select(examples: EncodedExamples, numbers: Sequence[int]) -> EncodedExamples:
-    each = map(examples.example, numbers)
-    return EncodedExamples.gather(Example("", ids.tolist(), mask.tolist()) for ids, mask in each)
+    pairs = map(examples.example, numbers)
+    return EncodedExamples.gather(Example("", ids.tolist(), mask.tolist()) for ids, mask in pairs)
 
 
 @dataclass(frozen=True, kw_only=True)
