@@ -5,7 +5,7 @@ from functools import partial
 import pytest
 
 from tests.infer.conftest import drain
-from tiedgpt.errors import NoRoomError, UserError
+from tiedgpt.errors import NoRoomError
 from tiedgpt.infer import Engine, GenerationConfig
 from tiedgpt.infer.scheduler import MIN_SHARED, PrefillBudget, Request, Scheduler
 from tiedgpt.infer.scoring import score_text
@@ -221,14 +221,6 @@ def test_the_slots_match_the_pools_records(engine):
         running.step()
         assert list(map(len, running.pool.cached_ids)) == running.session.lengths
     assert sorted(running.pool.free) == [0, 1, 2]
-
-
-def test_logits_without_a_choice_end_their_request_with_its_error(engine):
-    running = scheduler(engine)
-    nothing = dict.fromkeys(range(engine.runner.config.vocab_size), -float("inf"))
-    added = add(running, engine, [1], logit_bias=nothing)
-    drain(running)
-    assert isinstance(added.error, UserError) and "no token is left" in str(added.error)
 
 
 def test_memory_is_checked_for_a_request_before_it_begins(engine, monkeypatch):

@@ -1,6 +1,5 @@
 """The ways to search, as keywords of `Engine.generate` and `Engine.stream`."""
 
-import json
 import math
 import re
 
@@ -35,11 +34,6 @@ def text_of(engine, completion):
     return engine.tokenizer.decode(completion.ids[:-1] if ended else completion.ids)
 
 
-def streamed(engine, prompt, **options):
-    generation = engine.stream(prompt, **options)
-    return "".join(token.text for token in generation), generation.result()
-
-
 def test_the_best_beam_is_the_completion(engine):
     prompts = ["the cat", "sat", "2026"]
     completions = engine.generate(prompts, num_beams=3, max_new_tokens=10, length_penalty=0.5)
@@ -55,27 +49,6 @@ def test_the_best_beam_is_the_completion(engine):
         assert completion.ids == best.ids
         assert completion.logprobs == pytest.approx(best.logprobs, abs=1e-4)
         assert completion.text == text_of(engine, completion)
-
-
-def test_beams_are_at_least_as_likely_as_greedy_text(engine):
-    greedy = engine.generate("the cat", temperature=0, max_new_tokens=4)
-    beam = engine.generate("the cat", num_beams=8, max_new_tokens=4, length_penalty=0)
-    assert sum(beam.logprobs) >= sum(greedy.logprobs)
-
-
-@pytest.mark.parametrize(
-    "options",
-    [
-        {"regex": "(cat|dog){1,3}", "seed": 3},
-        {"json_schema": {"type": "object", "properties": {"a": {"type": "null"}}}, "seed": 3},
-    ],
-    ids=str,
-)
-def test_streamed_pieces_join_to_the_text(engine, options):
-    text, completion = streamed(engine, "the cat", max_new_tokens=20, **options)
-    assert completion == engine.generate("the cat", max_new_tokens=20, **options)
-    assert text == completion.text
-    assert len(completion.logprobs) == len(completion.ids)
 
 
 @pytest.mark.parametrize(
@@ -95,13 +68,6 @@ def test_every_search_follows_the_constraint(engine, options):
         assert completion.finish_reason == "stop"
         assert re.fullmatch("(cat ?|dog,){2,4}", completion.text)
         assert completion.text == text_of(engine, completion)
-
-
-def test_json_can_be_read(engine):
-    schema = {"type": "object", "properties": {"age": {"type": "integer", "maximum": 999}}}
-    schema |= {"required": ["age"], "additionalProperties": False}
-    for completion in engine.generate(["the"] * 4, json_schema=schema, seed=1, max_new_tokens=40):
-        assert type(json.loads(completion.text)["age"]) is int
 
 
 def test_logprobs_under_a_constraint_are_the_models_over_all_rows(engine):
@@ -133,15 +99,6 @@ def test_several_texts_cannot_be_streamed(engine, name):
 def test_a_constraint_needs_a_tokenizer(engine):
     with pytest.raises(UserError, match="need a tokenizer"):
         Engine(engine.model).generate([1, 2], regex="a")
-
-
-def test_prompts_under_one_constraint_give_the_results_of_solo_runs(engine):
-    prompts = ["the cat", "sat", "2026", "the dog sat on the"]
-    options = {"regex": "[a-z ]{12,20}", "seed": 3, "max_new_tokens": 30}
-    together = engine.generate(prompts, **options)
-    alone = [engine.generate(prompt, **options) for prompt in prompts]
-    assert [completion.ids for completion in together] == [completion.ids for completion in alone]
-    assert len({completion.text for completion in together}) == 4
 
 
 def test_a_sliding_context_follows_the_constraint(engine):

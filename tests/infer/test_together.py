@@ -12,6 +12,7 @@ SEARCHES = {
     "beams that end early": {"num_beams": 3, "early_stopping": True, "length_penalty": -1.0},
     "sliding": {"seed": 4, "context_end": "slide"},
     "beams in a form": {"num_beams": 2, "regex": "(cat|dog|sat on ){2,9}"},
+    "drawn in a form": {"seed": 3, "regex": "[a-z ]{12,20}"},
 }
 PROMPTS = ["the cat sat on the mat", "dog", [7] * 40, "dog", "the hat. the hat. the"]
 

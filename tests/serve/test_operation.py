@@ -171,22 +171,6 @@ def test_a_slow_reader_does_not_delay_others(running, engine):
     assert "[DONE]" in read(slow)
 
 
-def test_requests_at_the_same_time_are_served_together(running, engine):
-    found, lock = [], threading.Lock()
-
-    def one():
-        text = read(send(running.port, LONG))
-        with lock:
-            found.append("[DONE]" in text)
-
-    threads = [threading.Thread(target=one) for _ in range(8)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join(20)
-    assert found == [True] * 8
-
-
 @pytest.mark.parametrize("chunked", [False, True])
 def test_a_large_body_is_refused_before_it_is_received(running, chunked):
     size = "Transfer-Encoding: chunked" if chunked else "Content-Length: 10000000000"
