@@ -154,8 +154,27 @@ def test_doctor_names_missing_cpu_features_and_their_cost(monkeypatch):
     monkeypatch.delenv("NUMBA_CPU_NAME", raising=False)
     monkeypatch.setattr("tiedgpt.infer.kernels.simd.FEATURES", {"avx2", "avx512f", "avx512vnni"})
     features = examine()["cpu features"]
-    assert [features[name] for name in ("AVX2", "AVX-512", "VNNI")] == ["yes"] * 3
+    assert [features[name] for name in ("AVX2", "AVX-512")] == ["yes"] * 2
     assert features["bf16"].startswith("no: ") and "fp32" in features["bf16"]
+
+
+@pytest.mark.parametrize(
+    ("features", "byte_class", "better"),
+    [
+        ({"avx2", "avx512f", "avx512vl", "avx512vnni", "avxvnni"}, "avx512-vnni", "fastest"),
+        ({"avx2", "avx512f", "avx512vl"}, "avx2", "AVX-512 VNNI"),
+        ({"avx2", "avxvnni"}, "avx-vnni", "AVX-512 VNNI"),
+        ({"avx2"}, "avx2", "AVX-VNNI"),
+        ({"neon", "dotprod"}, "arm-dotprod", "fastest"),
+        ({"neon"}, "plain", "dotprod"),
+    ],
+)
+def test_doctor_names_the_class_of_kernels_and_what_a_better_cpu_would_use(
+    monkeypatch, features, byte_class, better
+):
+    monkeypatch.setattr("tiedgpt.infer.kernels.simd.FEATURES", features)
+    kernels = examine()["cpu features"]["int8 and int4 kernels"]
+    assert kernels.startswith(f"{byte_class}: ") and better in kernels
 
 
 @pytest.mark.parametrize(

@@ -38,10 +38,17 @@ FEATURES = {
 CPU_FEATURES = {
     "AVX2": ("avx2", "kernels and torch compute 4 numbers at a time"),
     "AVX-512": ("avx512f", "kernels and torch compute 8 numbers at a time"),
-    "VNNI": ("avx512vnni", "int8 and int4 take more instructions"),
     "bf16": ("avx512bf16", "kernels convert bf16 as they read it; train in fp32"),
 }
 """CPU features that speed up kernels on x86, their names in LLVM, and the cost without them."""
+BYTE_CLASSES = {
+    "avx512-vnni": "1 instruction for 64 products, the fastest class",
+    "avx-vnni": "1 instruction for 32 products; AVX-512 VNNI would take 1 for 64",
+    "avx2": "4 instructions for 32 products; AVX-VNNI would take 1, AVX-512 VNNI 1 for 64",
+    "arm-dotprod": "1 instruction for 16 products, the fastest class on ARM",
+    "plain": "several times as slow as with AVX2 or AVX-VNNI (x86) or dotprod (ARM)",
+}
+"""Classes of kernels for int8 and int4 (`simd.BYTE_DOTS`), and the gain of a better CPU."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -95,13 +102,14 @@ def examine() -> dict[str, Any]:
 
 
 def _describe_cpu() -> dict[str, str]:
-    """Return the CPU features that kernels use, and the cost of missing ones."""
-    from tiedgpt.infer.kernels.simd import FEATURES
+    """Return the class of the kernels, the CPU features they use, and the cost of missing ones."""
+    from tiedgpt.infer.kernels.simd import FEATURES, byte_class
 
-    cpu = os.environ.get("NUMBA_CPU_NAME") or platform.machine().lower()
+    cpu, name = os.environ.get("NUMBA_CPU_NAME") or platform.machine().lower(), byte_class(FEATURES)
+    report = {"int8 and int4 kernels": f"{name}: {BYTE_CLASSES[name]}"}
     if cpu not in ("x86_64", "amd64"):
-        return {"those of": cpu}
-    return {
+        return report | {"those of": cpu}
+    return report | {
         name: "yes" if feature in FEATURES else f"no: {cost}"
         for name, (feature, cost) in CPU_FEATURES.items()
     }

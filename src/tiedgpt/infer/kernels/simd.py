@@ -41,7 +41,7 @@ FEATURE_LIST = _feature_list()
 FEATURES = {name[1:] for name in FEATURE_LIST.split(",") if name.startswith("+")}
 
 
-def _byte_class(features: set[str]) -> str:
+def byte_class(features: set[str]) -> str:
     """Return the class of instructions for dot products of bytes: a key of `BYTE_DOTS`."""
     if {"avx512vnni", "avx512vl"} <= features:
         return "avx512-vnni"
@@ -251,7 +251,7 @@ BYTE_DOTS: dict[str, Callable[..., Any]] = {
     "plain": _plain,
 }
 """The dot products of bytes by class; `dot8` calls that of this CPU."""
-BYTE_CLASS = _byte_class(FEATURES)
+BYTE_CLASS = byte_class(FEATURES)
 SIGNED_CLASSES = ("avx2", "arm-dotprod")
 """The classes whose weights are signed, -127 to 127; those of the others are unsigned."""
 TAKES_SIGNED_WEIGHTS = BYTE_CLASS in SIGNED_CLASSES
