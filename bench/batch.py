@@ -1,6 +1,6 @@
 """Tokens a second of 2, 8 and 32 sequences decoded together, ours against the peers.
 
-    python bench/batch.py [--size gpt2] [--batch 2 8 32] [--tokens 64] [--rounds 7]
+    python bench/batch.py [--size gpt2] [--batch 2 8 32] [--tokens 64] [--class avx2]
 
 Everyone in turn: prompts of 64 ids are read, then as many tokens are decoded greedily in each;
 tokens of all sequences are counted. Ratios are medians over rounds, against ours in int8 and in
@@ -11,10 +11,11 @@ from __future__ import annotations
 
 import argparse
 
+from cpu_class import add_class, use_class
 from formats import Files, add_options, files_of
 from peers import open_way
 from turns import better_flash, cores, facts, faster_by, in_turn, keep, per_second, prompts, show
-from ways import Room
+from ways import Room, chosen
 
 OURS = ("ours int8", "ours bf16")
 PEERS = (
@@ -28,7 +29,7 @@ def one_size(batch: int, files: Files, args: argparse.Namespace) -> None:
     """Measure one number of sequences; keep and show it."""
     n = args.tokens
     room = Room(batch, PROMPT + n, args.threads)
-    ways = {way: open_way(way, files, room) for way in (*OURS, *PEERS)}
+    ways = {way: open_way(way, files, room) for way in (*OURS, *chosen(PEERS, args.peers))}
     texts = prompts(batch, PROMPT)
     turns = {name: (lambda way=way: way(texts, n)[1]) for name, way in ways.items()}
     seconds = better_flash(in_turn(turns, args.rounds))
@@ -51,10 +52,13 @@ def one_size(batch: int, files: Files, args: argparse.Namespace) -> None:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     add_options(parser)
+    add_class(parser)
+    parser.add_argument("--peers", nargs="+", help="only these, such as llama.cpp")
     parser.add_argument("--batch", type=int, nargs="+", default=[2, 8, 32])
     parser.add_argument("--tokens", type=int, default=64)
     parser.add_argument("--threads", type=int, default=cores())
     args = parser.parse_args()
+    use_class(args)
     if args.quick:
         args.rounds, args.tokens = 1, 4
     with files_of(args) as files:

@@ -1,6 +1,6 @@
 """Tokens a second of one sequence, ours against llama.cpp, CTranslate2, onnxruntime, transformers.
 
-    python bench/decode.py [--size gpt2] [--classes fp32 bf16 int8 4-bit] [--rounds 7] [--compile]
+    python bench/decode.py [--size gpt2] [--classes fp32 bf16 int8 4-bit] [--class avx2] [--busy 2]
 
 Class by class (fp32; bf16; 8-bit; 4-bit), everyone in turn: a prompt is read, then 128 tokens are
 decoded greedily, at positions 64 to 192, and 120 at 900 to 1,020. Ratios are medians over rounds;
@@ -19,6 +19,7 @@ from typing import Any
 import numpy as np
 
 from bandwidth import Bandwidth
+from cpu_class import add_class, use_class
 from formats import Files, add_options, files_of
 from peers import open_way
 from tiedgpt import GPTConfig
@@ -28,6 +29,7 @@ from tiedgpt.weights.formats.packed.panels import padded
 from turns import (
     Times,
     better_flash,
+    busy,
     cores,
     facts,
     faster_by,
@@ -81,12 +83,14 @@ def one_class(name: str, files: Files, args: argparse.Namespace) -> None:
     bandwidth = Bandwidth(args.threads)
     rows: list[dict[str, Any]] = []
     for length, n in ((16, 8),) if args.quick else SPANS:
-        seconds, read = measure(ways, bandwidth, length, n, args.rounds)
+        with busy(args.busy):
+            seconds, read = measure(ways, bandwidth, length, n, args.rounds)
         streamed = streamed_bytes(config, precision, length + n / 2)
         fractions = [n * streamed / t / b for t, b in zip(seconds[me], read, strict=True)]
         rows.append({
             **facts(args),
             "class": name,
+            "busy processes": args.busy,
             "positions": [length, length + n],
             "tokens/s": per_second(seconds, n),
             "ours is faster by (median of ratios)": faster_by(seconds, me),
@@ -116,9 +120,12 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     add_options(parser)
     add_choice(parser)
+    add_class(parser)
     parser.add_argument("--threads", type=int, default=cores())
+    parser.add_argument("--busy", type=int, default=0, help="processes that compute meanwhile")
     parser.add_argument("--no-memory", action="store_true")
     args = parser.parse_args()
+    use_class(args)
     if args.quick:
         args.rounds = 1
     with files_of(args) as files:

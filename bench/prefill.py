@@ -1,6 +1,6 @@
 """Seconds to read a prompt of 512 tokens, ours against the peers; only the last is predicted from.
 
-    python bench/prefill.py [--size gpt2] [--tokens 512] [--classes fp32 bf16 int8 4-bit]
+    python bench/prefill.py [--size gpt2] [--tokens 512] [--classes int8] [--class avx2]
 
 Class by class, everyone in turn; ratios are medians over rounds; llama.cpp runs with and without
 flash attention, and the faster one counts. onnxruntime's graph gives the logits of all positions,
@@ -12,6 +12,7 @@ from __future__ import annotations
 import argparse
 import statistics
 
+from cpu_class import add_class, use_class
 from formats import Files, add_options, files_of
 from peers import open_way
 from turns import better_flash, cores, facts, faster_by, in_turn, keep, per_second, prompts, show
@@ -47,9 +48,11 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     add_options(parser)
     add_choice(parser)
+    add_class(parser)
     parser.add_argument("--tokens", type=int, default=512)
     parser.add_argument("--threads", type=int, default=cores())
     args = parser.parse_args()
+    use_class(args)
     if args.quick:
         args.rounds, args.tokens = 1, 32
     with files_of(args) as files:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
 import gc
 import importlib.metadata
 import json
@@ -12,7 +13,7 @@ import statistics
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -39,6 +40,19 @@ def in_turn(ways: Mapping[str, Callable[[], float]], rounds: int) -> Times:
             if number:
                 found[name].append(value)
     return found
+
+
+@contextlib.contextmanager
+def busy(processes: int) -> Iterator[None]:
+    """Keep this many other processes computing inside the block."""
+    command = [sys.executable, "-c", "while True: pass"]
+    others = [subprocess.Popen(command) for _ in range(processes)]
+    try:
+        yield
+    finally:
+        for other in others:
+            other.kill()
+            other.wait()
 
 
 def better_flash(seconds: Times) -> Times:
@@ -77,6 +91,7 @@ def facts(args: argparse.Namespace) -> dict[str, Any]:
         "date": time.strftime("%Y-%m-%d"),
         "machine": f"{platform.machine()}, {processor()}, {os.cpu_count()} cores",
         "threads": args.threads,
+        "cpu class": getattr(args, "cpu_class", None) or "native",
         "versions": {name: found for name in PEERS if (found := version(name))},
         "model": f"{args.size}, random weights",
         "rounds": args.rounds,

@@ -92,7 +92,12 @@ def add_choice(parser: argparse.ArgumentParser) -> None:
 def names_of(kind: str, args: argparse.Namespace) -> list[str]:
     """Return the names of a class's ways, ours first."""
     precision, peers = CLASSES[kind]
-    chosen = [peer for peer in peers if not args.peers or peer.split()[0] in args.peers]
+    names = chosen(peers, args.peers)
     if args.compile:
-        chosen += [f"{peer} compiled" for peer in chosen if peer.startswith("transformers")]
-    return [f"ours {precision}", *chosen]
+        names += [f"{peer} compiled" for peer in names if peer.startswith("transformers")]
+    return [f"ours {precision}", *names]
+
+
+def chosen(peers: tuple[str, ...], engines: list[str] | None) -> list[str]:
+    """Return the peers of these engines, or all."""
+    return [peer for peer in peers if not engines or peer.split()[0] in engines]
