@@ -165,7 +165,8 @@ def test_doctor_names_missing_cpu_features_and_their_cost(monkeypatch):
         ({"avx2", "avx512f", "avx512vl"}, "avx2", "AVX-512 VNNI"),
         ({"avx2", "avxvnni"}, "avx-vnni", "AVX-512 VNNI"),
         ({"avx2"}, "avx2", "AVX-VNNI"),
-        ({"neon", "dotprod"}, "arm-dotprod", "fastest"),
+        ({"neon", "dotprod", "i8mm"}, "arm-i8mm", "fastest"),
+        ({"neon", "dotprod"}, "arm-dotprod", "i8mm"),
         ({"neon"}, "plain", "dotprod"),
     ],
 )

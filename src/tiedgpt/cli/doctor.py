@@ -45,7 +45,8 @@ BYTE_CLASSES = {
     "avx512-vnni": "1 instruction for 64 products, the fastest class",
     "avx-vnni": "1 instruction for 32 products; AVX-512 VNNI would take 1 for 64",
     "avx2": "4 instructions for 32 products; AVX-VNNI would take 1, AVX-512 VNNI 1 for 64",
-    "arm-dotprod": "1 instruction for 16 products, the fastest class on ARM",
+    "arm-i8mm": "1 instruction for 16 products, the fastest class on ARM",
+    "arm-dotprod": "1 instruction for 16 products; i8mm would save 1 for 16 int8 weights",
     "plain": "several times as slow as with AVX2 or AVX-VNNI (x86) or dotprod (ARM)",
 }
 """Classes of kernels for int8 and int4 (`simd.BYTE_DOTS`), and the gain of a better CPU."""

@@ -1,5 +1,8 @@
 """The dot products of bytes of every class of CPU give the integers of numpy."""
 
+import subprocess
+import sys
+
 import numpy as np
 import pytest
 from numba import njit, types
@@ -11,6 +14,7 @@ NEEDS = {
     "avx512-vnni": {"avx512vnni", "avx512vl"},
     "avx-vnni": {"avx512vnni", "avx512vl"},  # the same instruction on registers of 256 bits
     "avx2": {"avx2"},
+    "arm-i8mm": {"i8mm"},
     "arm-dotprod": {"dotprod"},
     "plain": set(),
 }
@@ -70,3 +74,32 @@ def test_sums_of_32_products_with_4_bit_weights_fit_into_words():
     for x in (127, -127):
         kernel(sums, weights, np.full(4, x, np.int8))
         np.testing.assert_array_equal(sums, 32 * 15 * x)
+
+
+ARM_SYSTEMS = [
+    ("linux", 1 << 20, 1 << 13, {"dotprod", "i8mm"}),
+    ("linux", 1 << 20, 0, {"dotprod"}),
+    ("linux", 0, 0, set()),
+    ("darwin", 0, 0, {"dotprod"}),
+]
+"""Systems on ARM CPUs, the capabilities that Linux reports (AT_HWCAP, AT_HWCAP2), the features."""
+
+
+@pytest.mark.parametrize(("system", "capabilities", "more_capabilities", "features"), ARM_SYSTEMS)
+def test_features_of_arm_cpus_that_llvm_does_not_report_are_found(
+    system, capabilities, more_capabilities, features
+):
+    program = f"""
+import ctypes, platform, sys, types
+import numba
+words = {{16: {capabilities}, 26: {more_capabilities}}}
+def getauxval(number): return words[number]
+ctypes.CDLL = lambda name: types.SimpleNamespace(getauxval=getauxval)
+platform.machine, sys.platform = lambda: "aarch64", "{system}"
+from tiedgpt.infer.kernels import simd
+print(*sorted(simd.FEATURES & {{"dotprod", "i8mm"}}))
+"""
+    done = subprocess.run(
+        [sys.executable, "-c", program], capture_output=True, check=True, text=True
+    )
+    assert set(done.stdout.split()) == features

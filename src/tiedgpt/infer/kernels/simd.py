@@ -6,6 +6,9 @@ written once for each class of CPU (`BYTE_CLASS`); all classes return the same i
 
 from __future__ import annotations
 
+import ctypes
+import platform
+import sys
 from collections.abc import Callable
 from functools import partial, wraps
 from typing import Any
@@ -19,6 +22,20 @@ from numba.extending import intrinsic
 
 from tiedgpt.infer.kernels.arguments import LANES
 
+ARM_CAPABILITIES = {"dotprod": (16, 20), "i8mm": (26, 13)}
+"""Features of ARM CPUs: the kind of value that Linux's `getauxval` returns, and its bit."""
+
+
+def _arm_features() -> dict[str, bool]:
+    """Return features of this ARM CPU that LLVM reports on Windows alone."""
+    if platform.machine().lower() not in ("aarch64", "arm64") or sys.platform == "win32":
+        return {}
+    if sys.platform == "darwin":
+        return {"dotprod": True}  # all of Apple's
+    read = ctypes.CDLL(None).getauxval
+    read.argtypes, read.restype = [ctypes.c_ulong], ctypes.c_ulong
+    return {name: read(at) >> bit & 1 == 1 for name, (at, bit) in ARM_CAPABILITIES.items()}
+
 
 def _feature_list() -> str:
     """Return the features to compile for: NUMBA_CPU_FEATURES, or those of this CPU.
@@ -31,13 +48,16 @@ def _feature_list() -> str:
     try:
         features = llvm.get_host_cpu_features()
     except RuntimeError:  # LLVM does not know this system
-        return ""
+        features = llvm.FeatureMap()
+    features.update(_arm_features())
     if not getattr(config, "ENABLE_AVX", True):
         features.update({name: False for name in features if name.startswith("avx")})
     return str(features.flatten())
 
 
 FEATURE_LIST = _feature_list()
+if _arm_features():  # Numba compiles for them, too
+    config.CPU_FEATURES = FEATURE_LIST  # type: ignore[attr-defined]
 FEATURES = {name[1:] for name in FEATURE_LIST.split(",") if name.startswith("+")}
 
 
@@ -49,6 +69,8 @@ def byte_class(features: set[str]) -> str:
         return "avx-vnni"
     if "avx2" in features:
         return "avx2"
+    if "i8mm" in features:
+        return "arm-i8mm"
     return "arm-dotprod" if "dotprod" in features else "plain"
 
 
@@ -227,9 +249,9 @@ def add_pairs(builder: Any, words: Any) -> Any:
     return _call_on_parts(builder, "llvm.x86.avx2.pmadd.wd", vector(i32, 8), [words, ones])
 
 
-def _arm(builder: Any, sums: Any, weights: Any, x: Any) -> Any:
-    """`sdot`: 1 instruction a register of 128 bits."""
-    name = "llvm.aarch64.neon.sdot.v4i32.v16i8"
+def _arm(builder: Any, sums: Any, weights: Any, x: Any, name: str) -> Any:
+    """`sdot`, or `usdot` of unsigned weights: 1 instruction a register of 128 bits."""
+    name = f"llvm.aarch64.neon.{name}.v4i32.v16i8"
     return _call_on_parts(builder, name, vector(i32, 4), [sums, weights, x])
 
 
@@ -247,7 +269,8 @@ BYTE_DOTS: dict[str, Callable[..., Any]] = {
     "avx512-vnni": partial(_vnni, bits=512),
     "avx-vnni": partial(_vnni, bits=256),
     "avx2": _avx2,
-    "arm-dotprod": _arm,
+    "arm-i8mm": partial(_arm, name="usdot"),
+    "arm-dotprod": partial(_arm, name="sdot"),
     "plain": _plain,
 }
 """The dot products of bytes by class; `dot8` calls that of this CPU."""
