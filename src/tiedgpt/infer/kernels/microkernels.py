@@ -27,6 +27,8 @@ PANEL = 64
 PARTS = PANEL // LANES
 GROUP_INT4 = 32
 """The 4-bit weights that share a scale."""
+AHEAD_ROWS = 4
+"""Distance from the row of a panel (256 bytes) that is multiplied to the prefetched row."""
 
 
 def _microkernel(n: int) -> Any:
@@ -74,10 +76,13 @@ def split_panel(n: int) -> list[range]:
     return [range(start, start + n_parts) for start in range(0, PARTS, n_parts)]
 
 
-def _prefetch_later_parts(builder: Any, row: Any, parts: range, size: int) -> None:
-    """Prefetch the parts of a row that the next passes read, so that memory is read in order."""
+def _prefetch_ahead(builder: Any, row: Any, parts: range, size: int) -> None:
+    """Prefetch a row that is read soon, in the first pass over its parts; CPUs read less far ahead.
+
+    The later passes find their parts in the cache, so that memory is read in order.
+    """
     if parts.start == 0:
-        for number in range(parts.stop, PARTS):
+        for number in range(AHEAD_ROWS * PARTS, (AHEAD_ROWS + 1) * PARTS):
             simd.prefetch(builder, builder.gep(row, [i64(size * number)]))
 
 
@@ -144,7 +149,7 @@ def _floats(
         row = builder.gep(weights, [builder.mul(loop.index, i64(PANEL))])
         places = [builder.gep(row, [i64(LANES * part)]) for part in parts]
         rows = [simd.load(builder, place, place.type.pointee) for place in places]
-        _prefetch_later_parts(builder, row, parts, LANES)
+        _prefetch_ahead(builder, row, parts, LANES)
         starts = [builder.mul(steps, i64(m)) for m in range(n)]
         numbers = [builder.load(builder.gep(x, [builder.add(s, loop.index)])) for s in starts]
         add_products(builder, sums, rows, numbers, add)
@@ -182,7 +187,7 @@ def _integers(
             step = builder.add(builder.mul(g, i64(steps)), inner.index)
             row = builder.gep(w.weights, [builder.mul(step, i64(4 * PANEL))])
             rows = [simd.load(builder, builder.gep(row, [i64(64 * p)]), i8, 64) for p in parts]
-            _prefetch_later_parts(builder, row, parts, 64)
+            _prefetch_ahead(builder, row, parts, 64)
             if is_signed:
                 rows = [builder.xor(part, constant(i8, -128, 64)) for part in rows]
             for half, its in enumerate([rows] if per_byte == 1 else _halves(builder, rows)):
