@@ -35,7 +35,7 @@ from tiedgpt.weights.formats.packed.panels import PANEL, padded
 DTYPES = {"fp32": np.float32, "bf16": np.uint16, "int8": np.int8, "int4": np.int8}
 """By precision, the dtype of activations and of the KV cache."""
 
-forward = Kernel("forward", "forward")
+forward = Kernel("tiedgpt.infer.kernels.forward", "forward")
 
 
 class PackedRunner:

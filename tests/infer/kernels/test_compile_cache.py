@@ -33,7 +33,7 @@ def _weigh(control, line, array, is_less):
 def kernel(monkeypatch, tmp_path):
     monkeypatch.setenv("NUMBA_CACHE_DIR", str(tmp_path))
     monkeypatch.setattr(sampling_kernels, "weigh", _weigh, raising=False)
-    return lambda: Kernel("sampling_kernels", "weigh")
+    return lambda: Kernel("tiedgpt.infer.kernels.sampling_kernels", "weigh")
 
 
 def weigh(kernel, dtype=np.float64):
@@ -105,7 +105,7 @@ def test_the_cache_file_is_named_after_the_dependencies_of_machine_code(monkeypa
     digests = set()
     for name, value in [("NUMBA_CPU_NAME", ""), ("NUMBA_CPU_NAME", "generic"), ("X", "y")]:
         monkeypatch.setenv(name, value)
-        digests.add(compile_cache._digest.__wrapped__())
+        digests.add(compile_cache._digest.__wrapped__("tiedgpt.infer.kernels.forward"))
     assert len(digests) == 2
 
 

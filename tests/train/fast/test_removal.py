@@ -12,6 +12,7 @@ import tiedgpt
 
 FILES = {
     "attention": "BlockedAttention",
+    "gelu": "VectorMLP",
     "linear": "LeanLinear",
     "loss": "OnePassLoss",
 }

@@ -45,7 +45,7 @@ _on_compilation: list[Callable[[], None]] = [lambda: None]
 
 
 class Kernel:
-    """The function `name` of (control, ...) in a module beside this one, which Numba compiles."""
+    """The function `name` of (control, ...) in a module, which Numba compiles."""
 
     def __init__(self, module: str, name: str) -> None:
         self.module, self.name = module, name
@@ -58,7 +58,7 @@ class Kernel:
         """
         if kinds not in self.functions:
             types = zlib.crc32(repr(kinds).encode())
-            file = f"{self.name}-{types:08x}-{_digest():08x}"
+            file = f"{self.name}-{types:08x}-{_digest(self.module):08x}"
             self.functions[kinds] = _load(file) or self._compile(file, arguments)
         return self.functions[kinds]
 
@@ -73,7 +73,7 @@ class Kernel:
         _on_compilation[-1]()
         from tiedgpt.infer.kernels import compilation
 
-        module = import_module(f"tiedgpt.infer.kernels.{self.module}")
+        module = import_module(self.module)
         callback = compilation.compile_kernel(getattr(module, self.name), arguments)
         _alive.append(callback)
         try:
@@ -108,13 +108,13 @@ class Step:
         self.control, self.arguments = control_for(phases, threads), arguments
         words, kinds = list[int](), list[Any]()
         _flatten((self.control.counters, threads, *arguments), words, kinds)
-        self._function = kernel.function(tuple(kinds), arguments)
+        self.function = kernel.function(tuple(kinds), arguments)
         self._record = array("q", words)
-        self._address = self._record.buffer_info()[0]
+        self.address = self._record.buffer_info()[0]
 
     def __call__(self, me: int) -> None:
         """Take part as thread `me`; the GIL is released."""
-        self._function(self._address, me)
+        self.function(self.address, me)
 
 
 @contextmanager
@@ -199,9 +199,12 @@ def _keep(file: str, data: bytes, suffix: str) -> None:
 
 
 @cache
-def _digest() -> int:
+def _digest(module: str) -> int:
     """Return a digest of everything that machine code depends on except the arguments' types."""
-    sources = [file.read_bytes() for file in sorted(Path(__file__).parent.glob("*.py"))]
+    files = [str(file) for file in sorted(Path(__file__).parent.glob("*.py"))]
+    if (spec := find_spec(module)) and spec.origin:
+        files.append(spec.origin)
+    sources = [Path(file).read_bytes() for file in files]
     numba = [(name, os.stat(spec.origin).st_mtime_ns) for name in ("numba", "llvmlite")
              if (spec := find_spec(name)) and spec.origin]  # fmt: skip
     settings = {name: value for name, value in os.environ.items() if name.startswith("NUMBA_")}

@@ -60,7 +60,7 @@ class Row(NamedTuple):
 
 
 ROW = np.dtype([*get_type_hints(Row).items()])
-fill_rows = Kernel("sampling_kernels", "fill_rows")
+fill_rows = Kernel("tiedgpt.infer.kernels.sampling_kernels", "fill_rows")
 
 
 def sample(pool: ThreadPool, inputs: Sequence[SamplingInput]) -> list[NextToken | UserError]:

@@ -31,7 +31,7 @@ from tiedgpt.train.fast.substitute import Substitute
 from tiedgpt.weights.parameters import head_matrix
 
 CACHED_BYTES = 3 << 20
-"""Of fp32 logits that a CPU's cache holds: 16 rows of V = 50,257."""
+"""Bytes of fp32 logits that fit a CPU's cache: 16 rows of V = 50,257."""
 BLOCK = 2048
 """Rows of W that are cast or given to oneDNN, and of its gradient, at a time on a CPU."""
 
@@ -112,7 +112,7 @@ def _plain_gradients(
     grad_loss: Tensor,
     needed: tuple[bool, bool],
 ) -> list[Tensor | None]:
-    """Return the gradients by the plain loss, where they are differentiated or vectorized."""
+    """Return gradients by the core's loss, which can be differentiated again or vectorized."""
     is_narrow = dtype not in (h.dtype, weight.dtype)
     autocast = torch.autocast(h.device.type, dtype, enabled=True) if is_narrow else nullcontext()
     is_differentiated_again = torch.is_grad_enabled()

@@ -1,4 +1,4 @@
-"""In which precision, and by which library, a device computes products fastest.
+"""Matmuls by the library that is fastest on this CPU.
 
 `F.linear` and `torch.mm` in fp32 call MKL, which does not use AVX-512 on AMD's CPUs. PyTorch gives
 oneDNN only convolutions in fp32: but a linear layer is one, of width 1, over rows that lie as
@@ -21,13 +21,13 @@ from torch.nn.grad import conv2d_weight
 IMAGES = 16
 """The rows are said to be so many images: PyTorch gives oneDNN fewer on several threads only."""
 LEAST_NUMBERS = 20_480
-"""Of the input; PyTorch computes a convolution of fewer by itself."""
+"""Minimum size of the input; PyTorch does not give smaller convolutions to oneDNN."""
 
 
 def linear(
     x: Tensor, weight: Tensor, bias: Tensor | None = None, *, out: Tensor | None = None
 ) -> Tensor:
-    """(N, in) and (out, in) -> (N, out): x W^T + b, in `out` where it is given, without b."""
+    """(N, in) and (out, in) -> (N, out): x W^T + b. With `out`, write x W^T there."""
     if not _is_for_onednn(x):
         return F.linear(x, weight, bias) if out is None else torch.mm(x, weight.T, out=out)
     y = F.conv2d(_images(x), weight[:, :, None, None], bias)
@@ -44,7 +44,7 @@ def weight_gradient(x: Tensor, grad: Tensor) -> Tensor:
 
 
 def add_weight_gradient(sums: Tensor, x: Tensor, grad: Tensor) -> None:
-    """Add the gradient (out, in) of W of `linear(x, W)` to `sums`, at once where they are alike."""
+    """Add the gradient (out, in) of W of `linear(x, W)` to `sums`, in place if dtypes are equal."""
     if sums.dtype == x.dtype and not _is_for_onednn(x):
         sums.addmm_(grad.T, x)
     else:

@@ -14,14 +14,14 @@ class Substitute(nn.Module):
         reduced: Any = super().__reduce_ex__(protocol)
         return _new, (type(self).__bases__[-1],), *reduced[2:]
 
-    def put_back(self, plain: type[nn.Module]) -> None:
-        """Give the module its plain class again, also below what was laid over it meanwhile."""
+    def put_back(self, original: type[nn.Module]) -> None:
+        """Restore the module's original class, also as a base of a class added meanwhile."""
         mine = next((cls for cls in type(self).__mro__ if Substitute in cls.__bases__), None)
         if type(self) is mine:
-            self.__class__ = plain  # type: ignore[assignment]
+            self.__class__ = original  # type: ignore[assignment]
         elif mine is not None:  # parametrized or sharded inside the block
             bases = type(self).__bases__
-            type(self).__bases__ = tuple(plain if base is mine else base for base in bases)
+            type(self).__bases__ = tuple(original if base is mine else base for base in bases)
 
 
 def _new(cls: type[nn.Module]) -> nn.Module:

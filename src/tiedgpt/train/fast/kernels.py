@@ -1,0 +1,77 @@
+"""Kernels for the numbers between matmuls, compiled by Numba: GELU and its gradient."""
+
+from __future__ import annotations
+
+import numpy as np
+from numba import njit, types
+from numba.extending import overload
+
+from tiedgpt.infer.kernels import vectors as vec
+from tiedgpt.infer.kernels.arguments import LANES
+from tiedgpt.infer.kernels.simd import ARRAY, constant, i16, i32, instructions, store, vector
+from tiedgpt.infer.kernels.vectors import F16
+from tiedgpt.infer.kernels.work_stealing import add
+
+CHUNK = 1 << 14
+"""Numbers that a thread claims at a time."""
+
+
+@instructions(types.void, ARRAY, types.intp, F16)
+def _store_bf16(builder, array, offset, a):
+    """Write 16 float32 to a bf16 (uint16) array's data, rounded to nearest even; NaN stays."""
+    bits, high = builder.bitcast(a, vector(i32)), constant(i32, 16)
+    odd = builder.and_(builder.lshr(bits, high), constant(i32, 1))
+    rounded = builder.lshr(builder.add(builder.add(bits, constant(i32, 0x7FFF)), odd), high)
+    is_nan = builder.fcmp_unordered("uno", a, a)
+    rounded = builder.select(is_nan, constant(i32, 0x7FC0), rounded)
+    store(builder, builder.trunc(rounded, vector(i16)), builder.gep(array, [offset]))
+
+
+def _write(array, at, a):
+    """Write 16 numbers to a float32 or a bf16 (uint16) array."""
+
+
+@overload(_write, inline="always")
+def _typed_write(array, at, a):
+    if array.dtype == types.uint16:
+        return lambda array, at, a: _store_bf16(array, at, a)
+    return lambda array, at, a: vec.store(array, at, a)
+
+
+@njit(inline="always", error_model="numpy")
+def _sigmoid(z):
+    """Return 1 / (1 + e^-2u), where u = sqrt(2 / pi) (z + 0.044715 z^3)."""
+    one, cubic = vec.splat(np.float32(1.0)), vec.splat(np.float32(0.044715))
+    y = vec.add(z, vec.multiply(vec.multiply(z, cubic), vec.multiply(z, z)))
+    e = vec.exp(vec.shift(y, np.float32(0.0), np.float32(-2 * 0.7978845608028654)))
+    return vec.divide(one, vec.add(one, e))
+
+
+@njit(error_model="numpy")
+def gelu(control, z, y):
+    """Write z / (1 + e^-2u), which is GELU's approximation by tanh, to y; a multiple of 16."""
+    n = z.shape[0]
+    start = add(control.counters, 0, CHUNK)
+    while start < n:
+        for at in range(start, min(n, start + CHUNK), LANES):
+            v = vec.load(z, at)
+            _write(y, at, vec.multiply(v, _sigmoid(v)))
+        start = add(control.counters, 0, CHUNK)
+
+
+@njit(error_model="numpy")
+def gelu_gradient(control, z, grad, out):
+    """Write grad times GELU'(z) = s + z s (1 - s) 2u', where s = 1 / (1 + e^-2u), to out."""
+    n = z.shape[0]
+    one, two_c = vec.splat(np.float32(1.0)), vec.splat(np.float32(2 * 0.7978845608028654))
+    cubic = vec.splat(np.float32(6 * 0.7978845608028654 * 0.044715))
+    start = add(control.counters, 0, CHUNK)
+    while start < n:
+        for at in range(start, min(n, start + CHUNK), LANES):
+            v = vec.load(z, at)
+            s = _sigmoid(v)
+            slope = vec.add(two_c, vec.multiply(cubic, vec.multiply(v, v)))
+            rest = vec.multiply(vec.shift(s, np.float32(1.0), np.float32(-1.0)), slope)
+            derivative = vec.multiply(s, vec.add(one, vec.multiply(v, rest)))
+            _write(out, at, vec.multiply(vec.load(grad, at), derivative))
+        start = add(control.counters, 0, CHUNK)

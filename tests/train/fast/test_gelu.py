@@ -1,0 +1,78 @@
+"""GELU by our kernels equals torch's."""
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+from tiedgpt import GPTConfig
+from tiedgpt.core.layers import MLP
+from tiedgpt.train.fast.gelu import VectorMLP, gelu
+
+TOLERANCES = {torch.float32: (1e-5, 1e-6), torch.bfloat16: (1e-2, 1e-2)}
+
+
+def gelu_and_gradient(function, z, grad):
+    z = z.clone().requires_grad_()
+    y = function(z)
+    y.backward(grad)
+    return y.detach(), z.grad
+
+
+@pytest.mark.parametrize("dtype", TOLERANCES)
+@pytest.mark.parametrize("size", [16, 48, 1 << 14, (1 << 16) + 16])
+def test_value_and_gradient_are_torchs(dtype, size):
+    z = torch.linspace(-12, 12, size).to(dtype)
+    grad = torch.randn(size, generator=torch.Generator().manual_seed(0)).to(dtype)
+    relative, absolute = TOLERANCES[dtype]
+    ours = gelu_and_gradient(gelu, z, grad)
+    expected = gelu_and_gradient(lambda z: F.gelu(z, approximate="tanh"), z.double(), grad.double())
+    for mine, exact in zip(ours, expected, strict=True):
+        assert mine.dtype == dtype
+        torch.testing.assert_close(mine.double(), exact, rtol=relative, atol=absolute)
+
+
+def test_the_number_of_threads_changes_no_bit():
+    z, grad = torch.randn(2, 1 << 17, generator=torch.Generator().manual_seed(1))
+    before, results = torch.get_num_threads(), []
+    try:
+        for threads in (1, 2, 3):
+            torch.set_num_threads(threads)
+            results.append(gelu_and_gradient(gelu, z, grad))
+    finally:
+        torch.set_num_threads(before)
+    for y, gradient in results[1:]:
+        assert torch.equal(y, results[0][0])
+        assert torch.equal(gradient, results[0][1])
+
+
+@pytest.mark.parametrize("dtype", TOLERANCES)
+def test_nan_stays_nan(dtype):
+    z = torch.zeros(32, dtype=dtype)
+    z[5] = torch.nan
+    y, gradient = gelu_and_gradient(gelu, z, torch.ones_like(z))
+    assert y.isnan().tolist() == gradient.isnan().tolist() == z.isnan().tolist()
+
+
+def test_second_derivatives_are_torchs():
+    z = torch.linspace(-3, 3, 32).requires_grad_()
+    results = []
+    for function in (gelu, lambda z: F.gelu(z, approximate="tanh")):
+        (gradient,) = torch.autograd.grad(function(z).sum(), z, create_graph=True)
+        results.append(torch.autograd.grad(gradient.sum(), z)[0])
+    torch.testing.assert_close(*results)
+
+
+@pytest.mark.parametrize("change", [{"n_inner": 20}, {"activation_function": "relu"}, {}])
+def test_an_mlp_of_any_width_and_activation_equals_the_plain_one(change):
+    torch.manual_seed(0)
+    shape = {"vocab_size": 9, "n_positions": 5, "n_embd": 8, "n_layer": 1, "n_head": 2}
+    mlp = MLP(GPTConfig(**shape, **change))
+    x, results = torch.randn(3, 5, 8), []
+    for cls in (MLP, VectorMLP):
+        mlp.__class__ = cls
+        mlp.zero_grad()
+        y = mlp(x)
+        y.square().sum().backward()
+        results.append([y, *(p.grad.clone() for p in mlp.parameters())])
+    for mine, its in zip(*results, strict=True):
+        torch.testing.assert_close(mine, its)
