@@ -493,6 +493,7 @@ def test_the_learning_rate_scales_with_the_width_for_adamw_and_its_root_for_muon
         ({"start": "x", "window": 4}, "--window"),
         ({"start": "x", "bias": False}, "--no-bias"),
         ({"window": 0}, "window must be"),
+        ({"optimizer": "sgd"}, "'sgd': there are adamw, muon"),
     ],
 )
 def test_impossible_options_are_named(wrong, says):

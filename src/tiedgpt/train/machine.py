@@ -101,9 +101,9 @@ def measure_machine(
     """
     device = processes.device
     load = processes.on_main(measure_load) if processes.size == 1 and device.type == "cpu" else None
-    speed = SpeedMeasurement(
-        objective, data, processes, _measure_seconds(options), load, accelerate
-    )
+    minutes = options.duration.amount if options.duration.unit == "minutes" else DEFAULT_MINUTES
+    seconds = min(MAX_MEASURE_SECONDS, 60 * MEASURE_TIME_SHARE * minutes)
+    speed = SpeedMeasurement(objective, data, processes, seconds, load, accelerate)
     free = processes.on_main(free_memory, device)
     if free is not None and device.type == "cpu":
         free = (free - LIBRARY_BYTES) // processes.n_local
@@ -122,11 +122,6 @@ def measure_machine(
         n_shards=processes.n_shards,
     )
     return machine, speed
-
-
-def _measure_seconds(options: TrainOptions) -> float:
-    minutes = options.duration.amount if options.duration.unit == "minutes" else DEFAULT_MINUTES
-    return min(MAX_MEASURE_SECONDS, 60 * MEASURE_TIME_SHARE * minutes)
 
 
 @dataclass

@@ -254,9 +254,8 @@ def encode_examples(
     objective: Labelled, train: Sequence[Example], held_out: Sequence[Example], context: int
 ) -> LabelData:
     """Return examples as ids; each epoch visits every example once, in a new order."""
-    notes: list[str] = []
-    examples = _encode(objective, "to train on", train, context, notes)
-    validation = _encode(objective, "to validate on", held_out, context, notes)
+    examples, notes = _encode(objective, "to train on", train, context)
+    validation, more_notes = _encode(objective, "to validate on", held_out, context)
     n = len(examples)
 
     def batches(batch_size: int, seed: int) -> Callable[[int], Arrays]:
@@ -298,16 +297,16 @@ def encode_examples(
             "tokens": f"{objective.tokenizer.kind} vocabulary of {len(objective.tokenizer):,}, the "
             f"longest row has {longest:,}",
         },
-        notes=notes,
+        notes=[*notes, *more_notes],
         validation=validation,
     )
 
 
 def _encode(
-    objective: Labelled, what: str, examples: Sequence[Example], context: int, notes: list[str]
-) -> list[tuple[Example, Row]]:
-    """Return the examples with their ids; add a note about those left out or cut."""
-    pairs = []
+    objective: Labelled, what: str, examples: Sequence[Example], context: int
+) -> tuple[list[tuple[Example, Row]], list[str]]:
+    """Return the examples with their ids, and notes about those left out or cut."""
+    pairs, notes = [], []
     for example in examples:
         try:
             row = objective.encode(example, context)
@@ -327,7 +326,7 @@ def _encode(
         )
     if cut := sum(row.cut for _, row in pairs):
         notes.append(f"cut {cut:,} of {total:,} examples {what} to {context} tokens")
-    return pairs
+    return pairs, notes
 
 
 def _name_labels(train: Sequence[Example], held_out: Sequence[Example]) -> tuple[str, ...]:

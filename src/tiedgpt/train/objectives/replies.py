@@ -248,13 +248,14 @@ class Replies(LanguageModelling):
     ) -> tuple[Self, Data]:
         """Return the model that learns the replies, and packed batches of the examples."""
         adapters = Adapters.from_options(options, sources.new_ids)
+        data = sources.pack(options.packing != "off")
         if adapters is not None and not adapters.has_peft_format:
-            sources.notes.append(
+            note = (
                 "PEFT's format has no place for adapters of W beside whole new rows: the merged "
                 "model is written, and no adapter"
             )
-        objective = cls(*setup, adapters=adapters, template=sources.template)
-        return objective, sources.pack(options.packing != "off")
+            data = replace(data, notes=[*data.notes, note])
+        return cls(*setup, adapters=adapters, template=sources.template), data
 
     def loss(self, model: GPT, batch: Sequence[Tensor]) -> Tensor:
         """Return the mean loss () of the trained tokens."""
