@@ -14,7 +14,7 @@ from tiedgpt.train.events import Ended, Evaluated, Replanned, Skipped, Started, 
 from tiedgpt.train.objectives.language import LanguageModelling
 from tiedgpt.train.planning import prolong
 from tiedgpt.train.step import train_step
-from tiedgpt.train.storage import RunDirectory, read_plan
+from tiedgpt.train.storage import RunDirectory, plan_tables, read_plan
 from tiedgpt.weights.containers import SafetensorsFile
 
 
@@ -239,18 +239,20 @@ def lengthen(run, options, **plan):
     run.write_record(options, **plan)
     longer = dataclasses.replace(options, steps=None, minutes=6.0)
     _, before = read_plan(run.run.read_record())
-    return dataclasses.replace(run, plan=prolong(before, longer, run.run.reopen(), 2.0))
+    plan = prolong(before, longer, run.metrics()[-1]["step"], 2.0)
+    run.run.write_record(run.run.read_record() | plan_tables(plan))
+    return dataclasses.replace(run, plan=plan)
 
 
 def test_the_best_weights_of_a_prolonged_run_are_kept(trial, options):
     once, twice = (trial(name, eval_every=2) for name in ("once", "twice"))
     for run, stop_after in (once, None), (twice, 7):
         run.train(losses=[3.0, 2.9, 2.0])
-        more = lengthen(run, options)
-        n_scored = 0 if stop_after is None else 1
+        more, later = lengthen(run, options), [2.0, *[2.01] * 8]
         if stop_after is not None:
-            assert not more.train(stop_after, [2.01])[-1].finished
-        ended = more.train(losses=[2.01] * (9 - n_scored))[-1]
+            assert not more.train(stop_after, later[:2])[-1].finished
+            later = later[2:]
+        ended = more.train(losses=later)[-1]
         assert (ended.step, ended.sample_nats) == (12, 2.0)
         assert run.metrics()[-1]["best_step"] == 6
     assert_same(once, twice)
@@ -267,8 +269,10 @@ def test_a_prolonged_plan_reports_its_time_and_not_the_choice_of_size(trial, opt
 def test_a_run_ended_by_validation_trains_when_prolonged(trial, options, patience):
     run = trial(steps=12, eval_every=1, patience=patience)
     assert run.train(losses=[3.0, 2.0, 2.1, 2.1, 2.1, 2.1])[-1].step == 5
+    assert run.run.is_finished()
     more = lengthen(run, options).change(eval_every=1)
-    assert more.train(losses=[1.5, *[1.6] * 9])[-1].step == 9
+    assert not run.run.is_finished(), "though killed before its next step"
+    assert more.train(losses=[2.1, 1.5, *[1.6] * 9])[-1].step == 9
     assert run.metrics()[-1]["best_step"] == 6
 
 
@@ -279,10 +283,10 @@ def test_a_prolonged_run_survives_the_loss_of_its_newest_checkpoint(trial, optio
     for run in (whole, damaged):
         end = run.train(losses=[3.0, 2.0, 2.1, 2.1, 2.1, 2.1] if ends_early else None)[-1].step
         more = lengthen(run, options).change(eval_every=3)
-        later = [1.5, *[1.6] * 9]
+        later = [2.1, 1.5, *[1.6] * 9]  # the end again, and after it
         if run is damaged:
             run.newest("state.json").write_text("{}")
-            later = [2.1, 2.1, *later]  # the last evaluation and the final one
+            later = [2.1, *later]
         events = more.train(losses=later if ends_early else None)
         assert events[0].step == (end if run is whole else 4) and events[-1].step > end
     assert_same(whole, damaged)

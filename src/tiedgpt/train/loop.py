@@ -54,7 +54,6 @@ from tiedgpt.train.step import (
 )
 from tiedgpt.train.storage import (
     GOES_ON,
-    PROLONGED,
     RunDirectory,
     checkpoint_path,
     plan_tables,
@@ -151,33 +150,25 @@ class Trainer:
             self.optimizers,
             is_verified=not processes.is_main,
         )
+        saved = plan
         if state is not None:
-            self.state = RunState.from_saved(state)
+            self.state, saved = RunState.from_saved(state), Plan.from_state(state)
             self.step = self.saved_at = state["step"]
-            if (last_loss := processes.on_main(run.read_end_loss, self.step)) is not None:
-                self.state.reopen(self.step, last_loss)
-        is_evaluated = not self.state.evaluation_due
-        processes.on_main(run.cut_metrics, self.step, is_evaluated=is_evaluated)
+        repeated = ["sample"] if self.state.evaluation_due else []
+        if saved.since < plan.since:  # the later plan begins at its step
+            self.plan, self.next_plan = saved, plan
+            repeated += [GOES_ON] if plan.since == self.step else []
+        processes.on_main(run.cut_metrics, self.step, repeated)
         if plan.compile == "on" and processes.size == 1 and self.step < plan.steps:
             with self.accelerate(self.model):
                 seconds = compile_now(self.objective, self.model, self.batch_of(self.step), plan)
             notes.append(f"compiled the blocks in {seconds:.1f} s")
         yield Started(self.model, self.groups, self.step, notes)
-        if state is not None:
-            yield from self._resume_plan(Plan.from_state(state))
+        if saved.since > plan.since:  # killed between the checkpoint and run.toml
+            yield self._set_plan(saved, [])
         if self.next_plan is None:
             self._start_clock()
-
-    def _resume_plan(self, saved: Plan) -> Iterator[Replanned]:
-        """Go on by the plan in the checkpoint until the given one begins.
-
-        The given plan comes from run.toml. It is the older one if the process was killed between
-        the checkpoint and run.toml.
-        """
-        if saved.since > self.plan.since:
-            yield self._set_plan(saved, [])
-        elif self.plan.since > self.step:
-            self.plan, self.next_plan = saved, self.plan
+        yield from self._replan()
 
     def _start_clock(self) -> None:
         """Compare a plan with minutes with the clock from now on."""
@@ -189,10 +180,10 @@ class Trainer:
         """Change the plan where a later one begins, or the steps would not end with the time."""
         before, next_plan, checks = self.plan, self.next_plan, self.checks
         if next_plan is not None and next_plan.since <= self.step:
-            self.next_plan = None
-            if self._is_done():
-                self._reopen()
-            yield self._set_plan(next_plan, [])
+            if self._is_done() and not self._reopen():
+                return
+            self.plan, self.next_plan = next_plan, None
+            yield Replanned(self.step, next_plan, [])
             self._start_clock()
         if checks is None or self._is_done():
             return
@@ -209,13 +200,15 @@ class Trainer:
             note = f"faster than planned: {plan.steps:,} steps instead of {before.steps:,}"
         yield self._set_plan(plan, [note])
 
-    def _reopen(self) -> None:
-        """Evaluate as at the end of a run that was prolonged and has lost its last checkpoint."""
+    def _reopen(self) -> bool:
+        """Evaluate where a finished run is prolonged; return false if a stop was requested."""
         score = self._evaluate(self.plan.eval_batches)
-        if score is not None:
-            metrics = self.objective.metrics(score)
-            self._write({"step": self.step, **metrics, GOES_ON: PROLONGED})
-            self.state.reopen(self.step, score.nats)
+        if score is None:
+            return False
+        metrics = self.objective.metrics(score)
+        self._write({"step": self.step, **metrics, GOES_ON: "by a plan of more steps"})
+        self.state.reopen(self.step, score.nats)
+        return True
 
     def _set_plan(self, plan: Plan, notes: list[str]) -> Replanned:
         """Go on by another plan: save it in a checkpoint, then in run.toml."""

@@ -182,7 +182,8 @@ def _read_run(options: TrainOptions, directory: RunDirectory, digest: str | None
     if factor is None:
         status = RunStatus.FINISHED if directory.is_finished() else RunStatus.RESUMED
         return Run(directory, digest, status, config, plan)
-    plan = prolong(plan, options, directory.reopen(), factor)
+    last_step = directory.read_metrics()[-1]["step"]
+    plan = prolong(plan, options, last_step, factor)
     durations = {name: getattr(options, name) for name in DURATIONS}
     requested = {"options": tables["options"] | durations}
     directory.write_record({**tables, **requested, **plan_tables(plan)})

@@ -16,7 +16,7 @@ import os
 import platform
 import re
 import tomllib
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import IO, Any
@@ -25,7 +25,7 @@ import tiedgpt
 from tiedgpt.core.config import GPTConfig
 from tiedgpt.errors import CorruptInputError, TiedGPTError, UserError
 from tiedgpt.files import PREPARED, lock_file, remove, remove_leftovers, replacing, sync, writing
-from tiedgpt.train.metrics import PART_PREFIX, History, read_history, read_metrics
+from tiedgpt.train.metrics import History, read_history, read_metrics
 from tiedgpt.train.objectives import find_record
 from tiedgpt.train.options import AUTO, DURATIONS, TrainOptions
 from tiedgpt.train.plan import Plan
@@ -35,8 +35,6 @@ OPENING = "opening.json"
 """File in the model's directory with the text that the page opens with."""
 GOES_ON = "goes_on"
 """Key of the line after which a finished run was prolonged."""
-PROLONGED = "by a plan of more steps"
-"""Value of that key."""
 
 
 class RunDirectory:
@@ -122,26 +120,18 @@ class RunDirectory:
             remove(self.data)
 
     def is_finished(self) -> bool:
-        """Return whether the run has its final line, its last checkpoint and its model."""
+        """Return whether the run has its final line, its last checkpoint and its model.
+
+        A plan that begins at the last step prolongs the run.
+        """
         latest, lines = self.checkpoints / "latest", self.read_metrics()
         if not (latest.exists() and (self.model / "config.json").exists() and lines):
             return False
-        last = checkpoint_path(self.checkpoints, lines[-1]["step"]).name
-        return "final" in lines[-1] and latest.read_text(errors="replace").strip() == last
-
-    def reopen(self) -> int:
-        """Prolong a finished run: make its final line an evaluation; return its last step."""
-        *lines, last = self.read_metrics()
-        score = {
-            k.removeprefix(PART_PREFIX): v for k, v in last.items() if k.startswith(PART_PREFIX)
-        }
-        self._replace_metrics([*lines, {"step": last["step"], **score, GOES_ON: PROLONGED}])
-        return int(last["step"])
-
-    def read_end_loss(self, step: int) -> float | None:
-        """Return the validation loss of a run that ended after `step` and goes on; else None."""
-        lines = (line for line in self.read_metrics() if GOES_ON in line)
-        return next((line.get("val_loss") for line in lines if line["step"] == step), None)
+        last_step = lines[-1]["step"]
+        last = checkpoint_path(self.checkpoints, last_step).name
+        is_saved = latest.read_text(errors="replace").strip() == last
+        since = self.read_record().get("training", {}).get("since", 0)
+        return "final" in lines[-1] and is_saved and since < last_step
 
     def write_record(self, tables: Mapping[str, Mapping[str, Any]]) -> None:
         """Write run.toml."""
@@ -177,17 +167,14 @@ class RunDirectory:
             with writing(self.metrics):
                 sync(self.metrics)
 
-    def cut_metrics(self, step: int, *, is_evaluated: bool = True) -> None:
-        """Drop the lines after `step`, and its evaluation unless `is_evaluated`."""
+    def cut_metrics(self, step: int, keys: Iterable[str] = ()) -> None:
+        """Drop the lines after `step`, the final line, and lines of `step` with one of the keys."""
         if self.metrics.exists():
             lines = [line for line in self.read_metrics() if line["step"] <= step]
-            if not is_evaluated:
-                lines = [line for line in lines if line["step"] < step or "sample" not in line]
-            self._replace_metrics(lines)
-
-    def _replace_metrics(self, lines: Sequence[Mapping[str, Any]]) -> None:
-        with replacing(self.metrics) as temporary:
-            temporary.write_text("".join(json.dumps(line) + "\n" for line in lines), "utf-8")
+            dropped = {"final", *keys}
+            lines = [line for line in lines if line["step"] < step or not dropped & line.keys()]
+            with replacing(self.metrics) as temporary:
+                temporary.write_text("".join(json.dumps(line) + "\n" for line in lines), "utf-8")
 
 
 def checkpoint_path(directory: Path, step: int) -> Path:
