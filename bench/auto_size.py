@@ -32,16 +32,15 @@ from tiedgpt.train import fast_training
 from tiedgpt.train.distributed import Processes
 from tiedgpt.train.events import Ended
 from tiedgpt.train.loop import Trainer
-from tiedgpt.train.machine import SpeedMeasurement, measure_machine, training_device
-from tiedgpt.train.machine import resize as resize_run
+from tiedgpt.train.machine import SpeedMeasurement, measure_machine, resize, training_device
 from tiedgpt.train.options import TrainOptions
 from tiedgpt.train.planning import (
     MAX_AUTO_EPOCHS,
+    apply_size,
     candidate_sizes,
     draft_plan,
     expected_loss,
     plan_run,
-    resize,
     with_choices,
 )
 from tiedgpt.train.run import prepare_fresh
@@ -84,7 +83,7 @@ def trained(options: TrainOptions, run: RunDirectory, scratch: Path) -> float:
             options, *pair, Processes(training_device()), accelerate=fast_training
         )
         config, plan = plan_run(options, pair[0].config, pair[1], machine)
-        pair = resize_run(*pair, config)
+        pair = resize(*pair, config)
         *_, ended = Trainer(fresh, *pair, plan, training_device(), accelerate=fast_training).run()
     assert isinstance(ended, Ended)
     return ended.metrics["val_bits_per_byte"]
@@ -105,7 +104,7 @@ def choice(name: str, minutes: float, speeds: dict[str, float], scratch: Path) -
     for size in candidate_sizes(text_tokens):
         whole = with_choices(replace(options, dropout=0.0), size, float("inf"), text_tokens)
         if size not in speeds:
-            config, sized_facts = resize(whole, objective.config, text)
+            config, sized_facts = apply_size(whole, objective.config, text)
             speeds[size] = measure(config, draft_plan(whole, config, sized_facts, machine))
         tokens = min(60 * minutes * speeds[size], MAX_AUTO_EPOCHS * text_tokens)
         expected[size] = expected_loss(size, tokens, text_tokens)

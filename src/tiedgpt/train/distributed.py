@@ -25,7 +25,6 @@ from torch import Tensor, nn
 
 from tiedgpt.errors import DivergedError, TiedGPTError, UserError
 from tiedgpt.train.objective import Arrays, Loss, LossModule, Model, Objective, body_of, on_device
-from tiedgpt.train.plan import Plan
 
 P = ParamSpec("P")
 T = TypeVar("T")
@@ -126,14 +125,6 @@ class Processes:
     def share(self, n: int) -> int:
         """Return the largest number of n rows that one process gets."""
         return -(-n // self.size)
-
-    def require_work(self, plan: Plan) -> None:
-        """Raise `UserError` for a plan that these processes cannot share."""
-        if plan.batch_size < self.size:
-            raise UserError(
-                f"a batch of {plan.batch_size} rows for {self.size} processes: start fewer, or "
-                "train with a larger --batch-size"
-            )
 
     def gradient_sync(self, part: MicroBatch) -> AbstractContextManager[Any]:
         """Accumulate gradients and all-reduce once per step (`no_sync`)."""
@@ -257,7 +248,9 @@ class Shards(Processes):
         self, model: Model, objective: Objective, act: Callable[..., T], *arguments: Any
     ) -> T:
         """Return `act(copy, *arguments)` of rank 0 with an unsharded copy of the model."""
-        weights = self.full_state_dict(model.state_dict())
+        tensors = model.state_dict().items()
+        gathered = ((name, full_tensor(tensor.detach())) for name, tensor in tensors)  # one by one
+        weights = {name: tensor.cpu() for name, tensor in gathered if self.is_main}
 
         def act_on_copy() -> T:
             with torch.device("meta"):
@@ -266,11 +259,6 @@ class Shards(Processes):
             return act(copy.to(self.device), *arguments)
 
         return self.on_main(act_on_copy)
-
-    def full_state_dict(self, tensors: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
-        """Gather the tensors on rank 0's CPU, one after the other."""
-        gathered = ((name, full_tensor(tensor.detach())) for name, tensor in tensors.items())
-        return {name: tensor.cpu() for name, tensor in gathered if self.is_main}
 
 
 def distribute_like(tensor: Tensor, parameter: Tensor) -> Tensor:

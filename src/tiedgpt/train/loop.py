@@ -42,7 +42,7 @@ from tiedgpt.train.metrics import PART_PREFIX
 from tiedgpt.train.objective import Arrays, Model, Objective, Score, body_of
 from tiedgpt.train.optim.groups import make_optimizers, set_rate
 from tiedgpt.train.plan import Plan
-from tiedgpt.train.planning import PaceChecks, halve_micro_batch, replan
+from tiedgpt.train.planning import PaceChecks, halve_micro_batch, replan, require_rows
 from tiedgpt.train.step import (
     WORSE_RATIO,
     Accelerate,
@@ -50,6 +50,7 @@ from tiedgpt.train.step import (
     StepResult,
     find_not_finite,
     find_not_finite_weights,
+    read_state,
     train_step,
 )
 from tiedgpt.train.storage import (
@@ -106,7 +107,7 @@ class Trainer:
         self.state = RunState()
         self.batch_units = plan.batch_size * data.row_units
         self.batch_of = data.batches(plan.batch_size, plan.seed)
-        self.processes.on_main(self.processes.require_work, plan)
+        self.processes.on_main(require_rows, plan.batch_size, self.processes.size)
         torch.manual_seed(plan.seed)
         model = objective.build().train()
         if not list_checkpoints(run.checkpoints):
@@ -152,7 +153,7 @@ class Trainer:
         )
         saved = plan
         if state is not None:
-            self.state, saved = RunState.from_saved(state), Plan.from_state(state)
+            self.state, saved = read_state(state)
             self.step = self.saved_at = state["step"]
         repeated = ["sample"] if self.state.evaluation_due else []
         if saved.since < plan.since:  # the later plan begins at its step
@@ -220,11 +221,9 @@ class Trainer:
 
     def _next_step(self) -> Iterator[Stepped | Skipped | Replanned]:
         """Do a step, in smaller micro-batches if a GPU has no room for it."""
-        stepped = self._try_step()
-        while stepped is None:
+        while (event := self._try_step()) is None:
             yield self._halve_micro_batch()
-            stepped = self._try_step()
-        yield stepped
+        yield event
 
     def _halve_micro_batch(self) -> Replanned:
         """Go on with half of the rows at a time."""
@@ -408,20 +407,17 @@ class Trainer:
         if self.step > self.saved_at:
             self._require_finite()
             self.processes.on_main(self.directory.sync_metrics)
-            self._write_checkpoint()
+            save_checkpoint(
+                self.directory.checkpoints,
+                self.step,
+                self.objective,
+                self.model,
+                self.optimizers,
+                {"run": self.state.to_save(), "plan": asdict(self.plan)},
+                self.processes,
+                spared=self.state.best_step,
+            )
             self.saved_at = self.step
-
-    def _write_checkpoint(self) -> None:
-        save_checkpoint(
-            self.directory.checkpoints,
-            self.step,
-            self.objective,
-            self.model,
-            self.optimizers,
-            {"run": self.state.to_save(), "plan": asdict(self.plan)},
-            self.processes,
-            spared=self.state.best_step,
-        )
 
     def _publish(self) -> None:
         """Write the model and its card."""

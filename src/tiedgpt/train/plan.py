@@ -82,16 +82,6 @@ class Plan:
         if not sound or any(getattr(self, name) < 1 for name in COUNTS):
             raise CorruptInputError(f"invalid plan: {self}")
 
-    @classmethod
-    def from_state(cls, state: dict[str, Any]) -> Plan:
-        """Return the plan in a checkpoint's state."""
-        try:
-            return cls(**state.get("plan", {}))
-        except TypeError:
-            raise CorruptInputError(
-                "the checkpoint was written by another version of tiedgpt"
-            ) from None
-
     def rate(self, step: int) -> float:
         """Return the learning rate of a step, counted from 0.
 

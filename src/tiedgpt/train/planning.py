@@ -187,7 +187,7 @@ def plan_run(
     reason = ""
     if options.chooses and facts.text_tokens is not None:
         options, reason = choose_size(options, config, facts, machine, seconds_spent)
-        config, facts = resize(options, config, facts)
+        config, facts = apply_size(options, config, facts)
     draft = draft_plan(options, config, facts, machine)
     unit, amount, _ = options.duration
     if unit == "minutes":
@@ -203,7 +203,7 @@ def plan_run(
     return config, replace(plan, final_batches=final_batches)
 
 
-def resize(options: TrainOptions, config: GPTConfig, facts: Facts) -> tuple[GPTConfig, Facts]:
+def apply_size(options: TrainOptions, config: GPTConfig, facts: Facts) -> tuple[GPTConfig, Facts]:
     """Return the config and the facts for the size and context of the options."""
     sized = options.model_config(
         vocab_size=config.vocab_size, bos=config.bos_token_id, eos=config.eos_token_id
@@ -232,12 +232,17 @@ def draft_plan(options: TrainOptions, config: GPTConfig, facts: Facts, machine: 
         threads=machine.threads,
         **options.plan_fields(config, facts),
     )
-    if draft.batch_size < machine.n_processes:
-        raise UserError(
-            f"a batch of {draft.batch_size} rows for {machine.n_processes} processes: start fewer, "
-            "or train with a larger --batch-size"
-        )
+    require_rows(draft.batch_size, machine.n_processes)
     return fit_micro_batch(draft, options, config, facts, machine)
+
+
+def require_rows(batch_size: int, n_processes: int) -> None:
+    """Raise `UserError` for a batch with fewer rows than processes."""
+    if batch_size < n_processes:
+        raise UserError(
+            f"a batch of {batch_size} rows for {n_processes} processes: start fewer, or train with "
+            "a larger --batch-size"
+        )
 
 
 def wants_compile(options: TrainOptions, facts: Facts, machine: Machine) -> bool:
@@ -335,7 +340,7 @@ def judge_size(
     text_tokens = facts.text_tokens or 1
     without_dropout = replace(options, dropout=options.dropout or 0.0)
     sized = with_choices(without_dropout, size, math.inf, text_tokens)
-    sized_config, sized_facts = resize(sized, config, facts)
+    sized_config, sized_facts = apply_size(sized, config, facts)
     try:
         draft = draft_plan(sized, sized_config, sized_facts, machine)
     except NoRoomError:

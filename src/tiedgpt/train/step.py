@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import asdict, dataclass, field
 from typing import Any
@@ -116,16 +116,6 @@ class RunState:
     evaluation_due: bool = False
     """Whether a stop interrupted the evaluation after the last step."""
 
-    @classmethod
-    def from_saved(cls, state: dict[str, Any]) -> RunState:
-        """Return the `RunState` in a checkpoint's state."""
-        try:
-            return cls(**state["run"])
-        except (KeyError, TypeError):
-            raise CorruptInputError(
-                "the checkpoint was written by another version of tiedgpt"
-            ) from None
-
     def to_save(self) -> dict[str, Any]:
         """Return the fields that have a value, as plain data for a checkpoint."""
         return {k: v for k, v in asdict(self).items() if v not in (None, math.inf)}
@@ -185,6 +175,16 @@ class RunState:
         norms = ", ".join(f"{norm:.3g}" for norm in self.norms[-SHOWN_STEPS:])
         losses = ", ".join(f"{loss:.4g}" for loss in self.losses[-SHOWN_STEPS:])
         return f"losses before: {losses}; gradient norms before: {norms}"
+
+
+def read_state(state: Mapping[str, Any]) -> tuple[RunState, Plan]:
+    """Return the `RunState` and the plan in a checkpoint's state."""
+    try:
+        return RunState(**state["run"]), Plan(**state["plan"])
+    except (KeyError, TypeError):
+        raise CorruptInputError(
+            "the checkpoint was written by another version of tiedgpt"
+        ) from None
 
 
 def find_not_finite_weights(model: Model) -> str | None:

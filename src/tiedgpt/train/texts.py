@@ -161,9 +161,7 @@ class TextData(Data):
 
     def with_context(self, context: int) -> TextData:
         """Return the same text in rows of another context; `UserError` if it is too short."""
-        data = replace(
-            super().with_context(context), **_cut_rows(self.train, self.validation, context)
-        )
+        data = replace(self, **_cut_rows(self.train, self.validation, context))
         data.require_enough()
         return data
 
