@@ -28,8 +28,6 @@ from tiedgpt.train.options import format_count
 from tiedgpt.train.plan import Plan
 from tiedgpt.train.planning import describe_memory
 
-FEW_STEPS = 100
-"""Runs with fewer steps say so."""
 MEMORIZED_NATS = 0.1
 """A loss on the examples trained on below which they are called memorized: nine of ten tokens."""
 READABLE = 500_000
@@ -242,11 +240,6 @@ class Display:
         if steps:
             out.print(Text("\nnext", "bold"))
             out.print("\n".join(f"  {step}" for step in steps))
-        if ended.step < FEW_STEPS and options.steps is None:
-            self.say(
-                f"only {format_count(ended.step, 'step')} fit into the time: the same command "
-                "with more --minutes goes on from here"
-            )
 
 
 def _count_parameters(config: GPTConfig, objective: Objective) -> str:

@@ -131,7 +131,7 @@ class RunDirectory:
         last = checkpoint_path(self.checkpoints, last_step).name
         is_saved = latest.read_text(errors="replace").strip() == last
         since = self.read_record().get("training", {}).get("since", 0)
-        return "final" in lines[-1] and is_saved and since < last_step
+        return "final" in lines[-1] and is_saved and since != last_step
 
     def write_record(self, tables: Mapping[str, Mapping[str, Any]]) -> None:
         """Write run.toml."""
