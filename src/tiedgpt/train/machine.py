@@ -31,6 +31,8 @@ MEASURE_TIME_SHARE = 0.005
 MAX_MEASURE_SECONDS = 4.0
 SLOW_FACTOR = 10
 """A measurement with slow steps takes at most so many times its duration, and one step."""
+COMPILE_SECONDS = 2.0
+"""Seconds for which the first step may load libraries and compile kernels."""
 MIN_MEASURED_STEPS, MAX_MEASURED_STEPS = 4, 60
 MEASURED_FLOPS = 1e12
 """A measured step has no more rows than this number of operations allows; at least one."""
@@ -190,7 +192,9 @@ class SpeedMeasurement:
             return time.perf_counter() - began
 
         def is_enough() -> bool:
-            spent = sum(seconds)
+            if len(seconds) == 1:
+                return seconds[0] > SLOW_FACTOR * self.seconds + COMPILE_SECONDS
+            spent = sum(seconds[1:])
             if spent > SLOW_FACTOR * self.seconds:
                 return True
             is_typical = spent >= self.seconds and len(seconds) >= MIN_MEASURED_STEPS
@@ -202,7 +206,7 @@ class SpeedMeasurement:
             with self.accelerate(model):
                 train_step(model, optimizers, batch, plan, processes, objective=objective)
             seconds.append(processes.on_main(measure_step))
-        later = seconds[1:] or seconds  # the first step loads libraries
+        later = seconds[1:] or seconds
         step = statistics.median(later)
         if self.load is None and len(later) > 2:
             step = statistics.quantiles(later, n=4)[0]
