@@ -42,3 +42,11 @@ def test_running_and_ended_processes_are_distinguished():
         process.wait()
     assert not files.is_running(process.pid)
     assert files.is_running(os.getpid()) and files.is_running(1)
+
+
+def test_a_file_is_not_locked_where_the_system_has_no_such_locks(tmp_path, monkeypatch):
+    path = tmp_path / "lock"
+    with path.open("w") as first, path.open("w") as second:
+        assert files.lock_file(first) and not files.lock_file(second)
+        monkeypatch.setattr(files, "fcntl", None)
+        assert files.lock_file(second)

@@ -2,6 +2,8 @@
 
 import json
 import os
+import subprocess
+import sys
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -34,6 +36,25 @@ def test_free_memory_is_less_than_the_memory_of_the_machine():
     total = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
     assert 0 < free_memory() < total
     assert 0 < free_memory(torch.device("cpu")) < total
+
+
+def test_free_memory_is_unknown_where_the_system_does_not_report_it(monkeypatch):
+    def open_nothing(path):
+        raise FileNotFoundError(path)
+
+    monkeypatch.setattr("builtins.open", open_nothing)
+    assert free_memory() is None
+
+
+def test_bf16_is_not_chosen_when_torch_is_limited_to_avx2():
+    program = (
+        "import torch; from tiedgpt.runtime import has_bf16; print(has_bf16(torch.device('cpu')))"
+    )
+    environment = os.environ | {"ATEN_CPU_CAPABILITY": "avx2"}
+    run = subprocess.run(
+        [sys.executable, "-c", program], env=environment, capture_output=True, check=True
+    )
+    assert run.stdout.split() == [b"False"]
 
 
 @dataclass

@@ -4,6 +4,7 @@ import dataclasses
 import json
 import os
 import re
+import sys
 import tomllib
 
 import pytest
@@ -14,9 +15,16 @@ from tests.train.conftest import CPU
 from tiedgpt.cli.main import main
 from tiedgpt.errors import NoRoomError
 from tiedgpt.train import train
+from tiedgpt.train.blocks import keep_memory
 from tiedgpt.train.distributed import Processes
 from tiedgpt.train.events import Note, Replanned, Stepped
-from tiedgpt.train.machine import SpeedMeasurement, measure_machine
+from tiedgpt.train.machine import (
+    SpeedMeasurement,
+    measure_load,
+    measure_machine,
+    used_memory,
+)
+from tiedgpt.train.measures import peak_memory
 from tiedgpt.train.objectives.language import LanguageModelling
 from tiedgpt.train.optim.groups import make_optimizers
 from tiedgpt.train.options import TrainOptions
@@ -228,3 +236,15 @@ def test_more_adapters_than_the_width_name_the_option(trial, tmp_path, text_file
     assert main([*command, "--out", str(tmp_path / "tuned")]) == 1
     said = capsys.readouterr().err
     assert "--lora must be from 1 to the width 16, got 99999" in said and "--rank" not in said
+
+
+def test_functions_that_other_systems_lack_are_not_needed(monkeypatch):
+    cpu = torch.device("cpu")
+    monkeypatch.delattr(os, "getloadavg", raising=False)
+    monkeypatch.delattr(os, "sysconf", raising=False)
+    monkeypatch.setattr("pathlib.Path.read_text", lambda path: "")
+    monkeypatch.setitem(sys.modules, "resource", None)
+    monkeypatch.setattr(sys, "platform", "win32")
+    monkeypatch.setattr("ctypes.CDLL", lambda name: pytest.fail("glibc is not there"))
+    assert measure_load() is None and used_memory(cpu) == 0 and peak_memory(cpu) is None
+    keep_memory()
