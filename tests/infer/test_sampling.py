@@ -95,7 +95,7 @@ def test_a_large_vocabulary_is_filtered_as_in_transformers(options, sharpness):
     assert (kept != np.isfinite(expected)).sum() <= 2e-3 * kept.sum()
 
 
-@pytest.mark.parametrize(("n", "expected"), [(0, 4), (1, 2), (3, 4), (1e-3, 1)])
+@pytest.mark.parametrize(("n", "expected"), [(0, 4), (1, 2), (1.3, 2), (3, 4), (1e-3, 1)])
 def test_top_n_sigma_matches_llama_cpp(n, expected):
     logits = np.array([*np.log([0.4, 0.3, 0.2, 0.1]), -np.inf], np.float32)
     for temperature in (1.0, 0.1):

@@ -30,7 +30,7 @@ class Example:
     choices: tuple[str, ...]
     """A single choice is a cloze."""
     answer: int = 0
-    place: str = field(default="", compare=False, repr=False)
+    location: str = field(default="", compare=False, repr=False)
     """Origin for messages: `path:line`."""
 
 
@@ -115,11 +115,11 @@ def read_examples(path: Path) -> list[Example] | list[str]:
     """
     examples = list[Example | str]()
 
-    def parse(record: dict[str, Any], place: str) -> Example | str:
-        example = _example(record, place)
-        kind, first = _kind(example), _kind(examples[0] if examples else example)
-        if kind != first:
-            raise ValueError(f"{kind} after {first}: a file holds one kind")
+    def parse(record: dict[str, Any], location: str) -> Example | str:
+        example = _example(record, location)
+        name, expected = _name(example), _name(examples[0] if examples else example)
+        if name != expected:
+            raise ValueError(f"{name} after {expected}: a file holds one kind")
         return example
 
     for example in parse_json_lines(path, EXPECTED, parse):
@@ -129,13 +129,13 @@ def read_examples(path: Path) -> list[Example] | list[str]:
     return examples  # type: ignore[return-value]
 
 
-def _kind(example: Example | str) -> str:
+def _name(example: Example | str) -> str:
     if isinstance(example, str):
         return "a text"
     return "a completion" if len(example.choices) == 1 else "a multiple choice"
 
 
-def _example(fields: dict[str, Any], place: str) -> Example | str:
+def _example(fields: dict[str, Any], location: str) -> Example | str:
     """Return the example of a line; raise ValueError for a bad one."""
     if "text" in fields:
         return _text(fields, "text")
@@ -143,7 +143,7 @@ def _example(fields: dict[str, Any], place: str) -> Example | str:
     if context is None:
         raise ValueError("no `text`, `context`, `prompt` or `question`")
     if "completion" in fields:
-        return Example(context, (_text(fields, "completion"),), place=place)
+        return Example(context, (_text(fields, "completion"),), location=location)
     choices, answer = fields.get("choices"), fields.get("answer")
     if not isinstance(choices, list) or len(choices) < 2:
         raise ValueError("needs `completion`, or `choices`, a list of at least two texts")
@@ -153,7 +153,7 @@ def _example(fields: dict[str, Any], place: str) -> Example | str:
         raise ValueError("needs `answer`, the index of the right choice")
     if type(answer) is not int or not 0 <= answer < len(choices):
         raise ValueError(f"`answer` must be from 0 to {len(choices) - 1}, got {answer!r}")
-    return Example(context, tuple(choices), answer, place)
+    return Example(context, tuple(choices), answer, location)
 
 
 def _text(fields: dict[str, Any], name: str) -> str:
@@ -173,21 +173,21 @@ def score_examples(engine: Engine, examples: Iterable[Example]) -> Iterator[Exam
     longest = engine.runner.config.n_positions + 1
     for first in range(0, len(encoded), 2 * engine.n_slots):
         group = encoded[first : first + 2 * engine.n_slots]
-        pairs = [(ids, each.n_context) for each in group for ids in each.rows]
+        pairs = [(ids, example.n_context) for example in group for ids in example.rows]
         scored = iter(
             engine.score(
                 [ids[n:] for ids, n in pairs],
                 [ids[max(0, len(ids) - longest) : n] for ids, n in pairs],
             )
         )
-        for each in group:
-            its = [next(scored) for _ in each.rows]
+        for example, rows, _ in group:
+            choices = [next(scored) for _ in rows]
             yield ExampleScore(
-                [choice.total for choice in its],
-                [len(choice) for choice in each.example.choices],
-                [choice.is_greedy for choice in its],
-                each.example.answer,
-                max(map(len, each.rows)) > longest,
+                [choice.total for choice in choices],
+                [len(choice) for choice in example.choices],
+                [choice.is_greedy for choice in choices],
+                example.answer,
+                max(map(len, rows)) > longest,
             )
 
 
@@ -201,7 +201,7 @@ class EncodedExample(NamedTuple):
 
 
 def _encode(engine: Engine, example: Example) -> EncodedExample:
-    """Return an example's ids; raise `UserError` with its place for a long choice."""
+    """Return an example's ids; raise `UserError` with its location for a long choice."""
     config, tokenizer = engine.runner.config, require_tokenizer(engine)
     try:
         rows, n_context = split_choices(example.choices, example.context, config, tokenizer)
@@ -211,6 +211,6 @@ def _encode(engine: Engine, example: Example) -> EncodedExample:
                 f"a choice has {longest} tokens, the model's context {config.n_positions}"
             )
     except UserError as error:
-        place = f"{example.place}: " if example.place else ""
-        raise UserError(place + error.problem(), hint=error.hint) from None
+        location = f"{example.location}: " if example.location else ""
+        raise UserError(location + error.problem(), hint=error.hint) from None
     return EncodedExample(example, rows, n_context)

@@ -90,7 +90,7 @@ def beam_search(
 
     `length_penalty`: above 0 favours longer continuations, below 0 shorter ones. `early_stopping`:
     True stops when there are `num_beams` continuations; False when the best prefix, scored at its
-    present length, is no better than the worst of them; "never" scores it at the length that is
+    present length, is not better than the worst of them; "never" scores it at the length that is
     best for it. `adjust` changes log P of the next token. Ids from `n_tokens` on are never chosen.
     `ends` end a continuation, beside the config's end-of-text token.
 

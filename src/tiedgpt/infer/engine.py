@@ -46,8 +46,8 @@ class Engine:
     int4, and on a CPU for a source of 5 million parameters or more; otherwise torch.
 
     `slots`: how many sequences are decoded together. Each has room for the whole context, which
-    takes memory as it is filled. At most `queue_size` requests wait for a slot. Slots keep what
-    they have read: of a prompt that begins like an earlier one, only the rest is read. (A model in
+    takes memory when it is filled. At most `queue_size` requests wait for a slot. Slots keep
+    their tokens: if a prompt begins like an earlier one, only the rest is read. (A model in
     memory may be trained in between: its slots are cleared when no request runs.)
 
     `threads`: by default, kernels compute on the cores that this process may use, at most 16, and

@@ -62,7 +62,7 @@ class GenerationConfig:
         "sampling", bounds=(0, 1), neutral=0.0,
     )  # fmt: skip
     top_n_sigma: float | None = option(
-        None, "Drop tokens whose logit is this many standard deviations below the highest.",
+        None, "Keep tokens whose logit is within this many standard deviations of the highest.",
         "sampling", bounds=(0, math.inf), neutral=0.0,
     )  # fmt: skip
     repetition_penalty: float = option(

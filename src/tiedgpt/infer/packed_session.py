@@ -196,7 +196,7 @@ def _vectors(n: int, width: int, dtype: np.dtype[Any]) -> Vectors:
 
 
 def _cache(model: PackedModel, n_slots: int, capacity: int) -> Cache:
-    """Allocate keys, values and scales, which take memory as they are filled."""
+    """Allocate keys, values and scales; memory is taken when positions are filled."""
     config, room = model.config, padded(capacity)
     size, dtype = padded(config.head_dim), np.dtype(DTYPES[model.precision])
     heads = (config.n_layer, n_slots, config.n_head)

@@ -16,7 +16,7 @@ from tiedgpt.errors import UserError
 from tiedgpt.infer.generation_config import nearest_name
 from tiedgpt.infer.session import Runner
 from tiedgpt.text import Tokenizer
-from tiedgpt.weights.formats.packed import PackedModel, find_packed, open_packed
+from tiedgpt.weights.formats.packed import find_packed, open_packed
 from tiedgpt.weights.formats.packed.panels import Precision
 from tiedgpt.weights.sources import local_directory
 from tiedgpt.weights.tokenizer_files import read_end_ids, tokenizer_for
@@ -137,19 +137,23 @@ def make_runner(model: GPT, options: BackendOptions) -> Runner:
 
 
 def _open_source(
-    path: Path,
-    options: BackendOptions,
-    *,
-    resolve: str | None,
-    **config: Any,
+    path: Path, options: BackendOptions, *, resolve: str | None, **config: Any
 ) -> tuple[Runner, tuple[str, ...]]:
     """Return the runner of a source, on the GPU if there is one, and notes."""
     packed = find_packed(path)
     if packed is not None and options.backend != "torch":
+        from tiedgpt.infer.packed_session import PackedRunner
+
         if resolve is not None or config:
             named = [*config, *(["resolve"] if resolve is not None else [])]
             raise UserError(f"{packed} says all itself", hint=f"leave out {', '.join(named)}")
-        return _run_packed(_open_packed(packed, options.precision), options), ()
+        model = open_packed(packed)
+        if options.precision not in ("auto", model.precision):
+            raise UserError(
+                f"{packed} is packed in {model.precision}, not {options.precision}",
+                hint=f"pack the model that it was made of with --precision {options.precision}",
+            )
+        return PackedRunner(model, threads=options.threads), ()
     import torch
 
     from tiedgpt.infer.torch_session import DTYPES, TorchRunner
@@ -169,28 +173,13 @@ def _open_source(
 
 
 def _pack(model: GPT, options: BackendOptions) -> Runner:
-    """Pack a model for the kernels; return its runner."""
+    """Pack a model for the kernels, by default without loss; return its runner."""
+    from tiedgpt.infer.packed_session import PackedRunner
     from tiedgpt.weights.formats.packed.writer import pack_gpt
 
-    return _run_packed(pack_gpt(model, _packed_precision(model, options.precision)), options)
-
-
-def _run_packed(packed: PackedModel, options: BackendOptions) -> Runner:
-    """Return a runner of packed weights."""
-    from tiedgpt.infer.packed_session import PackedRunner
-
-    return PackedRunner(packed, threads=options.threads)
-
-
-def _open_packed(directory: Path, precision: str) -> PackedModel:
-    """Open a packed directory by memory map."""
-    model = open_packed(directory)
-    if precision not in ("auto", model.precision):
-        raise UserError(
-            f"{directory} is packed in {model.precision}, not {precision}",
-            hint=f"pack the model that it was made of with --precision {precision}",
-        )
-    return model
+    exact = EXACT_PRECISION.get(str(model.wte.weight.dtype), "fp32")
+    precision = exact if options.precision == "auto" else cast(Precision, options.precision)
+    return PackedRunner(pack_gpt(model, precision), threads=options.threads)
 
 
 def _require_cpu(gpu: bool, options: BackendOptions) -> None:
@@ -210,13 +199,6 @@ def _is_for_kernels(model: GPT, precision: str) -> bool:
     if precision == "fp16" or str(model.wte.weight.dtype) not in EXACT_PRECISION:
         return False
     return model.config.parameter_count() >= LARGE and can_pack(model)
-
-
-def _packed_precision(model: GPT, precision: str) -> Precision:
-    """Return the precision of packing; "auto" means that the weights stay exact."""
-    if precision == "auto":
-        return EXACT_PRECISION.get(str(model.wte.weight.dtype), "fp32")
-    return cast(Precision, precision)
 
 
 def _compare_vocabularies(tokenizer: Tokenizer | None, vocab_size: int) -> tuple[str, ...]:

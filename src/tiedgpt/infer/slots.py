@@ -57,10 +57,10 @@ class SlotPool:
         """By slot, how many positions may be filled, and how many have been at any time."""
 
     def take(self, n: int, prompt: Sequence[int], length: int = 0) -> tuple[list[int], int]:
-        """Take n free slots; return them and the number of prompt ids in the first slot.
+        """Take n free slots; return them and how many of the prompt's ids the first one holds.
 
         The last id of the prompt is always read again: its logits are needed. Raises `NoRoomError`
-        if there is no memory to fill each slot up to `length`.
+        if memory is too small to fill each slot up to `length`.
         """
         best, shared = self.longest_prefix(prompt)
         first = self.free[0]

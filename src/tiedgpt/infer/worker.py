@@ -124,7 +124,7 @@ class Worker:
             self._require_open()
             if self._thread is None or self._thread.process != os.getpid():
                 self._thread = _EngineThread(
-                    self._runner, self._n_slots, self._max_requests, self._is_fixed, self._counts
+                    self._open_scheduler, self._max_requests, self._is_fixed, self._counts
                 )
             thread = self._thread
         if threading.current_thread() is thread.thread:
@@ -144,6 +144,11 @@ class Worker:
             self._counts["requests"] += 1
             thread.commands.put(partial(thread.add, request, generation.future, generation.tokens))
         return generation
+
+    def _open_scheduler(self) -> Scheduler:
+        capacity = self._runner.config.n_positions
+        session = self._runner.session(n_slots=self._n_slots, capacity=capacity)
+        return Scheduler(session, self._counts)
 
     def _require_open(self) -> None:
         if self._closed:
@@ -178,18 +183,12 @@ class _EngineThread:
 
     def __init__(
         self,
-        runner: Runner,
-        n_slots: int,
+        open_scheduler: Callable[[], Scheduler],
         max_requests: int,
         is_fixed: bool,
         counts: Counter[str],
     ) -> None:
-        self._runner, self._n_slots, self._is_fixed, self._counts = (
-            runner,
-            n_slots,
-            is_fixed,
-            counts,
-        )
+        self._open_scheduler, self._is_fixed, self._counts = open_scheduler, is_fixed, counts
         self._scheduler: Scheduler | None = None
         self.commands: SimpleQueue[Callable[[], None] | None] = SimpleQueue()
         self.vacancies = threading.Semaphore(max_requests)
@@ -203,9 +202,7 @@ class _EngineThread:
         self.active[request] = future, tokens
         try:
             if self._scheduler is None:
-                capacity = self._runner.config.n_positions
-                session = self._runner.session(n_slots=self._n_slots, capacity=capacity)
-                self._scheduler = Scheduler(session, self._counts)
+                self._scheduler = self._open_scheduler()
         except Exception as error:
             request.fail(error)
         else:

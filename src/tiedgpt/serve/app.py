@@ -241,11 +241,13 @@ def _add_beside(app: FastAPI, source: page_data.Source, queue: int) -> None:
     app.post("/beside/inspect/positions", name="beside_positions")(positions)
 
 
-def _cached_response(request: Request, data: bytes, headers: dict[str, str], kind: str) -> Response:
+def _cached_response(
+    request: Request, data: bytes, headers: dict[str, str], media_type: str
+) -> Response:
     """Return data, or 304 if the client has it."""
     if headers["etag"] in request.headers.get("if-none-match", ""):
         return Response(status_code=304, headers=headers)
-    return Response(data, headers=headers, media_type=kind)
+    return Response(data, headers=headers, media_type=media_type)
 
 
 def _add_operation(app: FastAPI, service: Service) -> None:

@@ -1,4 +1,4 @@
-"""/v1/completions and /v1/chat/completions: one way to generate, two forms of the answer."""
+"""/v1/completions and /v1/chat/completions: one way to generate, two formats of the answer."""
 
 from __future__ import annotations
 
@@ -64,11 +64,11 @@ class Service:
 
 
 @dataclass(frozen=True)
-class _CompletionForm:
+class _CompletionFormat:
     """The answers of /v1/completions."""
 
     body: CompletionRequest
-    kind, chunk_kind, prefix = "text_completion", "text_completion", "cmpl"
+    object_type, chunk_type, id_prefix = "text_completion", "text_completion", "cmpl"
 
     def message(self, text: str) -> dict[str, Any]:
         return {"text": text}
@@ -84,11 +84,11 @@ class _CompletionForm:
 
 
 @dataclass(frozen=True)
-class _ChatForm:
+class _ChatFormat:
     """The answers of /v1/chat/completions."""
 
     body: ChatRequest
-    kind, chunk_kind, prefix = "chat.completion", "chat.completion.chunk", "chatcmpl"
+    object_type, chunk_type, id_prefix = "chat.completion", "chat.completion.chunk", "chatcmpl"
 
     def message(self, text: str) -> dict[str, Any]:
         return {"message": {"role": "assistant", "content": text, "refusal": None}}
@@ -105,11 +105,11 @@ class _ChatForm:
 
 @dataclass(frozen=True)
 class GenerationRequest:
-    """A valid request for texts, with its encoded prompts and the form of its answer."""
+    """A valid request for texts, with its encoded prompts and the format of its answer."""
 
     service: Service
     request: Request
-    form: _CompletionForm | _ChatForm
+    format: _CompletionFormat | _ChatFormat
     choices: list[Choice]
     """All texts to be generated: n for each prompt."""
     names: TokenNames
@@ -119,7 +119,7 @@ class GenerationRequest:
     @property
     def has_text(self) -> bool:
         """False with max_tokens=0: one token is generated, and not shown."""
-        return self.form.body.max_tokens != 0
+        return self.format.body.max_tokens != 0
 
     @property
     def has_prompt_logprobs(self) -> bool:
@@ -143,14 +143,14 @@ class GenerationRequest:
             entries = prompt_entries(choice, done, self.names)
         if self.has_text and self.has_logprobs:
             entries += [token_entry(choice, token) for token in choice.tokens]
-        logprobs = self.form.logprobs(entries, self.names) if self.has_logprobs else None
+        logprobs = self.format.logprobs(entries, self.names) if self.has_logprobs else None
         text = self.names.text(done) if self.has_text else ""
-        message = self.form.message(choice.echo + text)
+        message = self.format.message(choice.echo + text)
         return self.choice(index, message, logprobs, self.finish_reason(done))
 
     def usage(self, n_new: int) -> dict[str, int]:
         """Count tokens, also for the log; each prompt once, however many texts it has."""
-        n_prompt = sum(len(choice.prompt_ids) for choice in self.choices[:: self.form.body.n])
+        n_prompt = sum(len(choice.prompt_ids) for choice in self.choices[:: self.format.body.n])
         n_new = n_new if self.has_text else 0
         usage = {"prompt_tokens": n_prompt, "completion_tokens": n_new}
         self.request.state.log_fields |= usage
@@ -167,9 +167,9 @@ async def complete(service: Service, request: Request, body: CompletionRequest) 
     )  # fmt: skip
     names = TokenNames(service.engine.tokenizer, body.return_tokens_as_token_ids)
     choices = await _encode(service, body, as_list(body.prompt), max_tokens)
-    form = _CompletionForm(body)
+    format = _CompletionFormat(body)
     return await _answer(
-        GenerationRequest(service, request, form, choices, names, config, has_logprobs)
+        GenerationRequest(service, request, format, choices, names, config, has_logprobs)
     )
 
 
@@ -204,9 +204,9 @@ async def chat(service: Service, request: Request, body: ChatRequest) -> Respons
         stop_ids=template.end_ids(tokenizer),
     )  # fmt: skip
     choices, names = await _encode(service, body, [ids], max_tokens), TokenNames(tokenizer)
-    form = _ChatForm(body)
+    format = _ChatFormat(body)
     return await _answer(
-        GenerationRequest(service, request, form, choices, names, config, body.logprobs)
+        GenerationRequest(service, request, format, choices, names, config, body.logprobs)
     )
 
 
@@ -248,20 +248,20 @@ async def _answer(generation: GenerationRequest) -> Response:
         generation.service.engine, generation.service.metrics, generation.choices
     )
     await stream.submit(generation.config)
-    form = generation.form
+    format = generation.format
     head = {
-        "id": f"{form.prefix}-{uuid.uuid4().hex}",
-        "object": form.chunk_kind if form.body.stream else form.kind,
+        "id": f"{format.id_prefix}-{uuid.uuid4().hex}",
+        "object": format.chunk_type if format.body.stream else format.object_type,
         "created": int(time.time()),
         "model": generation.service.name,
         "system_fingerprint": generation.service.fingerprint,
     }
-    if form.body.stream:
+    if format.body.stream:
         return EventStream(_events(generation, stream, head), stream)
     await stream.wait(generation.request)
     usage = generation.usage(sum(len(choice.result.ids) for choice in generation.choices))
     choices = await asyncio.to_thread(
-        lambda: [generation.whole_choice(*each) for each in enumerate(generation.choices)]
+        lambda: [generation.whole_choice(*choice) for choice in enumerate(generation.choices)]
     )
     return JSONResponse({**head, "choices": choices, "usage": usage})
 
@@ -270,7 +270,8 @@ async def _events(
     generation: GenerationRequest, stream: RequestStream, head: dict[str, Any]
 ) -> AsyncIterator[bytes]:
     """Yield server-sent events: pieces of texts, perhaps the usage, and the end."""
-    form, names, options = generation.form, generation.names, generation.form.body.stream_options
+    format, names = generation.format, generation.names
+    options = format.body.stream_options
     has_usage = options is not None and options.include_usage
     counts = [0] * len(generation.choices)
 
@@ -278,7 +279,7 @@ async def _events(
         return _event({**head, "choices": choices, **({"usage": usage} if has_usage else {})})
 
     try:
-        first = [form.first_delta(choice.echo) for choice in generation.choices]
+        first = [format.first_delta(choice.echo) for choice in generation.choices]
         for index, delta in enumerate(first):
             if delta and not generation.has_prompt_logprobs:
                 yield event(generation.choice(index, delta))
@@ -287,17 +288,17 @@ async def _events(
             if token is None:
                 stream.require_finished(choice.result)
                 reason = generation.finish_reason(choice.result)
-                yield event(generation.choice(index, form.delta(""), None, reason))
+                yield event(generation.choice(index, format.delta(""), None, reason))
                 continue
             if generation.has_prompt_logprobs and not counts[index]:
                 entries = await asyncio.to_thread(prompt_entries, choice, token, names)
-                yield event(generation.choice(index, first[index], form.logprobs(entries, names)))
+                yield event(generation.choice(index, first[index], format.logprobs(entries, names)))
             entry = token_entry(choice, token)
-            logprobs = form.logprobs([entry], names) if generation.has_logprobs else None
+            logprobs = format.logprobs([entry], names) if generation.has_logprobs else None
             text = names.piece(token, is_first=not counts[index])
             counts[index] += 1
             if (text or logprobs) and generation.has_text:
-                yield event(generation.choice(index, form.delta(text), logprobs))
+                yield event(generation.choice(index, format.delta(text), logprobs))
     except Exception as error:
         if (refusal := api_error(error)).status == 500:
             error_log.exception("a stream failed")

@@ -50,9 +50,9 @@ class APIError(Exception):
     def content(self) -> dict[str, Any]:
         """The body of the response."""
         default = "server_error" if self.status >= 500 else "invalid_request_error"
-        kind = TYPES.get(self.status, default)
-        error = {"message": self.message, "type": kind, "param": self.param, "code": self.code}
-        return {"error": error}
+        error_type = TYPES.get(self.status, default)
+        fields = {"message": self.message, "type": error_type}
+        return {"error": fields | {"param": self.param, "code": self.code}}
 
     def response(self, headers: Mapping[str, str] | None = None) -> JSONResponse:
         """Return the response."""
@@ -119,9 +119,8 @@ def _unknown_field(name: str) -> str:
     """Return the problem with a field that no request has, and what to use instead."""
     if name in UNSUPPORTED:
         return f"is not supported: {UNSUPPORTED[name]}"
-    option = OTHER_NAMES.get(name, name)
-    meant = OPTIONS.get(option, option)
-    return "is not a field of this request" + (f": use {meant}" if meant != name else "")
+    option = _field(OTHER_NAMES.get(name, name))
+    return "is not a field of this request" + (f": use {option}" if option != name else "")
 
 
 def http_error(request: Request, error: HTTPException) -> APIError:
@@ -159,7 +158,7 @@ def add_error_handlers(app: FastAPI, hidden: Mapping[str, str]) -> None:
         assert isinstance(error, HTTPException)
         return http_error(request, error).response(error.headers)
 
-    for kind in (APIError, TiedGPTError, Exception):
-        app.add_exception_handler(kind, on_error)
+    for error_class in (APIError, TiedGPTError, Exception):
+        app.add_exception_handler(error_class, on_error)
     app.add_exception_handler(RequestValidationError, on_invalid_body)
     app.add_exception_handler(HTTPException, on_http_error)

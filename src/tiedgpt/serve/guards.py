@@ -176,11 +176,11 @@ class Guard:
         encoding = headers.get("content-encoding", "identity")
         if encoding.lower() != "identity":
             raise APIError(415, f"the body is compressed ({encoding[:20]}): send plain JSON")
-        kind = headers.get("content-type", "").partition(";")[0].strip().lower()
-        if method == "POST" and kind != "application/json":
+        media_type = headers.get("content-type", "").partition(";")[0].strip().lower()
+        if method == "POST" and media_type != "application/json":
             raise APIError(
-                415, f"the body's type is {kind[:40] or 'missing'}: send JSON with the header "
-                "Content-Type: application/json",
+                415, f"the body's type is {media_type[:40] or 'missing'}: send JSON with the "
+                "header Content-Type: application/json",
             )  # fmt: skip
 
     def _check_caller(self, path: str, headers: Headers) -> None:
@@ -199,9 +199,9 @@ class Guard:
             raise APIError(403, "pages of other origins are refused", code="origin_not_allowed")
         if self.key is None or path in self.open:
             return
-        kind, _, key = only("authorization").partition(" ")
+        scheme, _, key = only("authorization").partition(" ")
         is_equal = hmac.compare_digest(key.strip().encode(), self.key)
-        if kind.lower() != "bearer" or not is_equal:
+        if scheme.lower() != "bearer" or not is_equal:
             raise APIError(
                 401, "give the API key: Authorization: Bearer KEY", code="invalid_api_key"
             )

@@ -129,9 +129,9 @@ def _with_own(entry: Entry) -> Likeliest:
     """Return the likeliest, and the token itself, whose logprob is the very same number."""
     if entry.logprob is None:
         return []
-    own = (entry.id, entry.logprob)
-    top = [own if id == entry.id else (id, logprob) for id, logprob in entry.top]
-    return top if own in top else [*top, own]
+    pair = (entry.id, entry.logprob)
+    top = [pair if id == entry.id else (id, logprob) for id, logprob in entry.top]
+    return top if pair in top else [*top, pair]
 
 
 def _by_text(top: Likeliest, names: TokenNames) -> dict[str, float]:

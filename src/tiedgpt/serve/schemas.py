@@ -64,7 +64,7 @@ Biases = Annotated[
     dict[Annotated[str, Field(pattern=r"^\d{1,9}$")], Annotated[float, Field(ge=-100, le=100)]],
     Field(max_length=300),
     BeforeValidator(_require_few_fields),
-    AfterValidator(lambda given: {int(id): bias for id, bias in given.items()}),
+    AfterValidator(lambda biases: {int(id): bias for id, bias in biases.items()}),
 ]
 Constraint = Annotated[str, Field(max_length=MAX_CONSTRAINT)]
 Name = Annotated[str, Field(max_length=512)]
@@ -201,8 +201,8 @@ class CompletionRequest(GenerationBody):
     )
 
 
-class Part(Body):
-    """A part of a message."""
+class TextPart(Body):
+    """A part of a message's content."""
 
     type: Literal["text"]
     text: str
@@ -212,13 +212,13 @@ class Message(Body):
     """A message of a conversation."""
 
     role: Name
-    content: str | Annotated[list[Part], Field(max_length=64)]
+    content: str | Annotated[list[TextPart], Field(max_length=64)]
     name: Name | None = None
 
     def for_template(self) -> dict[str, str]:
         """Return the message as chat templates take it; `developer` is OpenAI's name for system."""
-        parts = [] if isinstance(self.content, str) else [part.text for part in self.content]
-        content = self.content if isinstance(self.content, str) else "".join(parts)
+        texts = self.content if isinstance(self.content, str) else [x.text for x in self.content]
+        content = "".join(texts)
         return {"role": "system" if self.role == "developer" else self.role, "content": content}
 
 
