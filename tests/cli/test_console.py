@@ -233,8 +233,7 @@ def test_an_error_names_its_options_as_the_interface_spells_them(capsys):
     assert str(pickle.loads(pickle.dumps(error))) == str(error)
     assert str(NoRoomError("no room", hint="free some")) == "no room: free some"
     assert main(["generate", "x", "--regex", "a", "--json-schema", "{}"]) == 1
-    shown = "error: --regex and --json-schema exclude each other\nhint: choose one\n"
-    assert capsys.readouterr().err == shown
+    assert capsys.readouterr().err == "error: --regex and --json-schema exclude each other\n"
 
 
 def test_slow_steps_are_announced_and_quick_ones_are_not(monkeypatch, capsys):

@@ -68,11 +68,11 @@ def matcher_for(constraint: Mapping[str, Any], tokenizer: Tokenizer, config: GPT
     except UserError:
         raise
     except (TypeError, ValueError) as error:
-        raise UserError(f"is no text, or has what cannot be text: {error}", option=name) from None
+        raise UserError(f"must be valid text: {error}", option=name) from None
     if not start.is_error():
         start.compute_bitmask()
     if start.is_error():
-        raise UserError(f"cannot be met: {_reason(start)}", option=name, hint="correct it")
+        raise UserError(f"cannot be met: {_reason(start)}", option=name)
     return Matcher(start, name)
 
 
@@ -127,8 +127,7 @@ class Matcher:
         packed = np.frombuffer(self._machine.compute_bitmask(), dtype=np.uint8)
         if self._machine.is_error():
             raise UserError(
-                "no token of the vocabulary goes on towards what was asked for "
-                f"({self._failure()})",
+                f"no token of the vocabulary continues the constraint ({self._failure()})",
                 hint="allow other text, or use a vocabulary with the characters that it needs",
             )
         allowed = np.unpackbits(packed, bitorder="little")[: len(logits)]
@@ -150,8 +149,8 @@ class Matcher:
         self._text = list(text[: same + taken])
         if len(self._text) < len(text):
             raise UserError(
-                f"id {text[same + taken]} came where what was asked for forbids it: another "
-                "processor allowed it again; let the constraint be the last"
+                f"id {text[same + taken]} was drawn where the constraint forbids it: another "
+                "processor allowed it again"
             )
 
 

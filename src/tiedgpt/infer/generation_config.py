@@ -159,11 +159,9 @@ class GenerationConfig:
     def _check_together(self) -> None:
         """Raise `UserError`, naming both, for options that contradict each other."""
         if self.n > 1 and self.num_beams > 1:
-            raise UserError("exclude each other", option=("num_beams", "n"), hint="choose one")
+            raise UserError("exclude each other", option=("num_beams", "n"))
         if self.n > 1 and self.greedy:
-            raise UserError(
-                "0 would make the same text each time", option=("n", "temperature"), hint="omit one"
-            )
+            raise UserError("0 would make the same text each time", option=("n", "temperature"))
         for name in ("length_penalty", "early_stopping"):
             if self._is_set(name) and self.num_beams == 1:
                 raise UserError(
@@ -172,11 +170,10 @@ class GenerationConfig:
                     hint="use two beams or more (num_beams, --num-beams)",
                 )
         if len(self.constraint) > 1:
-            names = tuple(self.constraint)
-            raise UserError("exclude each other", option=names, hint="choose one")
+            raise UserError("exclude each other", option=tuple(self.constraint))
         for name in _EXCLUDED_BY_BEAMS if self.num_beams > 1 else ():
             if self._is_set(name) and not (name == "temperature" and self.temperature == 0):
-                raise UserError("exclude each other", option=("num_beams", name), hint="omit one")
+                raise UserError("exclude each other", option=("num_beams", name))
 
     def _is_set(self, name: str) -> bool:
         """Whether an option differs from its default."""

@@ -63,7 +63,7 @@ def split_context(
     if context is None:
         ids = prompt_ids(text, config, tokenizer)
         if len(ids) < 2:
-            raise UserError("a text of one token has nothing to predict", hint="give at least two")
+            raise UserError("a text of one token has nothing to predict")
         return ids, 1
     if isinstance(text, str) and isinstance(context, str):
         (ids,), n_context = split_choices([text], context, config, tokenizer)

@@ -64,62 +64,39 @@ class Service:
 
 
 @dataclass(frozen=True)
-class _CompletionFormat:
-    """The answers of /v1/completions."""
-
-    body: CompletionRequest
-    object_type, chunk_type, id_prefix = "text_completion", "text_completion", "cmpl"
-
-    def message(self, text: str) -> dict[str, Any]:
-        return {"text": text}
-
-    def delta(self, text: str) -> dict[str, Any]:
-        return {"text": text}
-
-    def first_delta(self, echo: str) -> dict[str, Any]:
-        return {"text": echo} if self.body.echo else {}
-
-    def logprobs(self, entries: Sequence[Entry], names: TokenNames) -> dict[str, Any]:
-        return completion_logprobs(entries, names, self.body.logprobs or 0)
-
-
-@dataclass(frozen=True)
-class _ChatFormat:
-    """The answers of /v1/chat/completions."""
-
-    body: ChatRequest
-    object_type, chunk_type, id_prefix = "chat.completion", "chat.completion.chunk", "chatcmpl"
-
-    def message(self, text: str) -> dict[str, Any]:
-        return {"message": {"role": "assistant", "content": text, "refusal": None}}
-
-    def delta(self, text: str) -> dict[str, Any]:
-        return {"delta": {"content": text} if text else {}}
-
-    def first_delta(self, _: str) -> dict[str, Any]:
-        return {"delta": {"role": "assistant", "content": ""}}
-
-    def logprobs(self, entries: Sequence[Entry], names: TokenNames) -> dict[str, Any]:
-        return chat_logprobs(entries, names)
-
-
-@dataclass(frozen=True)
-class GenerationRequest:
-    """A valid request for texts, with its encoded prompts and the format of its answer."""
+class Answer:
+    """The answer to a valid request for texts, in the format of /v1/completions."""
 
     service: Service
     request: Request
-    format: _CompletionFormat | _ChatFormat
+    body: Any
     choices: list[Choice]
     """All texts to be generated: n for each prompt."""
     names: TokenNames
     config: GenerationConfig
     has_logprobs: bool
+    object_type, chunk_type, id_prefix = "text_completion", "text_completion", "cmpl"
+
+    def message(self, text: str) -> dict[str, Any]:
+        """Return the content of a choice."""
+        return {"text": text}
+
+    def delta(self, text: str) -> dict[str, Any]:
+        """Return the content of a streamed choice."""
+        return {"text": text}
+
+    def first_delta(self, echo: str) -> dict[str, Any]:
+        """Return the content of the first event of a choice; empty for no event."""
+        return {"text": echo} if self.body.echo else {}
+
+    def logprobs(self, entries: Sequence[Entry]) -> dict[str, Any]:
+        """Return the log-probabilities of a choice."""
+        return completion_logprobs(entries, self.names, self.body.logprobs or 0)
 
     @property
     def has_text(self) -> bool:
         """False with max_tokens=0: one token is generated, and not shown."""
-        return self.format.body.max_tokens != 0
+        return self.body.max_tokens != 0
 
     @property
     def has_prompt_logprobs(self) -> bool:
@@ -143,18 +120,40 @@ class GenerationRequest:
             entries = prompt_entries(choice, done, self.names)
         if self.has_text and self.has_logprobs:
             entries += [token_entry(choice, token) for token in choice.tokens]
-        logprobs = self.format.logprobs(entries, self.names) if self.has_logprobs else None
+        logprobs = self.logprobs(entries) if self.has_logprobs else None
         text = self.names.text(done) if self.has_text else ""
-        message = self.format.message(choice.echo + text)
+        message = self.message(choice.echo + text)
         return self.choice(index, message, logprobs, self.finish_reason(done))
 
     def usage(self, n_new: int) -> dict[str, int]:
         """Count tokens, also for the log; each prompt once, however many texts it has."""
-        n_prompt = sum(len(choice.prompt_ids) for choice in self.choices[:: self.format.body.n])
+        n_prompt = sum(len(choice.prompt_ids) for choice in self.choices[:: self.body.n])
         n_new = n_new if self.has_text else 0
         usage = {"prompt_tokens": n_prompt, "completion_tokens": n_new}
         self.request.state.log_fields |= usage
         return {**usage, "total_tokens": n_prompt + n_new}
+
+
+class ChatAnswer(Answer):
+    """The answer to a valid request for messages, in the format of /v1/chat/completions."""
+
+    object_type, chunk_type, id_prefix = "chat.completion", "chat.completion.chunk", "chatcmpl"
+
+    def message(self, text: str) -> dict[str, Any]:
+        """Return the message of a choice."""
+        return {"message": {"role": "assistant", "content": text, "refusal": None}}
+
+    def delta(self, text: str) -> dict[str, Any]:
+        """Return the content of a streamed choice."""
+        return {"delta": {"content": text} if text else {}}
+
+    def first_delta(self, _: str) -> dict[str, Any]:
+        """Return the role."""
+        return {"delta": {"role": "assistant", "content": ""}}
+
+    def logprobs(self, entries: Sequence[Entry]) -> dict[str, Any]:
+        """Return the log-probabilities of a choice."""
+        return chat_logprobs(entries, self.names)
 
 
 async def complete(service: Service, request: Request, body: CompletionRequest) -> Response:
@@ -166,11 +165,9 @@ async def complete(service: Service, request: Request, body: CompletionRequest) 
         prompt_logprobs=(body.logprobs or 0) if body.echo and has_logprobs else False,
     )  # fmt: skip
     names = TokenNames(service.engine.tokenizer, body.return_tokens_as_token_ids)
-    choices = await _encode(service, body, as_list(body.prompt), max_tokens)
-    format = _CompletionFormat(body)
-    return await _answer(
-        GenerationRequest(service, request, format, choices, names, config, has_logprobs)
-    )
+    options = {"echo": body.echo, "allow_special": body.allow_special}
+    choices = await _encode(service, body, as_list(body.prompt), max_tokens, **options)
+    return await _respond(Answer(service, request, body, choices, names, config, has_logprobs))
 
 
 async def chat(service: Service, request: Request, body: ChatRequest) -> Response:
@@ -203,11 +200,9 @@ async def chat(service: Service, request: Request, body: ChatRequest) -> Respons
         max_new_tokens=max_tokens, top_logprobs=body.top_logprobs or 0,
         stop_ids=template.end_ids(tokenizer),
     )  # fmt: skip
-    choices, names = await _encode(service, body, [ids], max_tokens), TokenNames(tokenizer)
-    format = _ChatFormat(body)
-    return await _answer(
-        GenerationRequest(service, request, format, choices, names, config, body.logprobs)
-    )
+    choices = await _encode(service, body, [ids], max_tokens, param="messages")
+    names = TokenNames(tokenizer)
+    return await _respond(ChatAnswer(service, request, body, choices, names, config, body.logprobs))
 
 
 async def _encode(
@@ -215,8 +210,9 @@ async def _encode(
     body: CompletionRequest | ChatRequest,
     prompts: Sequence[Prompt],
     max_tokens: int,
+    **options: Any,
 ) -> list[Choice]:
-    """Check the fields of both APIs; return the texts to be generated."""
+    """Check the fields of both APIs; return the texts to be generated, as `encode_prompts`."""
     service.require_model(body.model)
     if len(prompts) * body.n > service.max_choices:
         raise APIError(
@@ -230,81 +226,70 @@ async def _encode(
             f"max_tokens must be at most {longest:,} if the context slides, got {max_tokens:,}"
         )
         raise APIError(400, message, param="max_tokens")
-    options: dict[str, Any] = {"param": "messages"}
-    if isinstance(body, CompletionRequest):
-        options = {"echo": body.echo, "allow_special": body.allow_special}
+    room = None if slides else max_tokens
     return await asyncio.to_thread(
-        encode_prompts,
-        service.engine,
-        prompts,
-        n=body.n,
-        room=None if slides else max_tokens,
-        **options,
+        encode_prompts, service.engine, prompts, n=body.n, room=room, **options
     )
 
 
-async def _answer(generation: GenerationRequest) -> Response:
-    stream = RequestStream(
-        generation.service.engine, generation.service.metrics, generation.choices
-    )
-    await stream.submit(generation.config)
-    format = generation.format
+async def _respond(answer: Answer) -> Response:
+    stream = RequestStream(answer.service.engine, answer.service.metrics, answer.choices)
+    await stream.submit(answer.config)
     head = {
-        "id": f"{format.id_prefix}-{uuid.uuid4().hex}",
-        "object": format.chunk_type if format.body.stream else format.object_type,
+        "id": f"{answer.id_prefix}-{uuid.uuid4().hex}",
+        "object": answer.chunk_type if answer.body.stream else answer.object_type,
         "created": int(time.time()),
-        "model": generation.service.name,
-        "system_fingerprint": generation.service.fingerprint,
+        "model": answer.service.name,
+        "system_fingerprint": answer.service.fingerprint,
     }
-    if format.body.stream:
-        return EventStream(_events(generation, stream, head), stream)
-    await stream.wait(generation.request)
-    usage = generation.usage(sum(len(choice.result.ids) for choice in generation.choices))
+    if answer.body.stream:
+        return EventStream(_events(answer, stream, head), stream)
+    await stream.wait(answer.request)
+    usage = answer.usage(sum(len(choice.result.ids) for choice in answer.choices))
     choices = await asyncio.to_thread(
-        lambda: [generation.whole_choice(*choice) for choice in enumerate(generation.choices)]
+        lambda: [answer.whole_choice(*choice) for choice in enumerate(answer.choices)]
     )
     return JSONResponse({**head, "choices": choices, "usage": usage})
 
 
 async def _events(
-    generation: GenerationRequest, stream: RequestStream, head: dict[str, Any]
+    answer: Answer, stream: RequestStream, head: dict[str, Any]
 ) -> AsyncIterator[bytes]:
     """Yield server-sent events: pieces of texts, perhaps the usage, and the end."""
-    format, names = generation.format, generation.names
-    options = format.body.stream_options
+    options = answer.body.stream_options
     has_usage = options is not None and options.include_usage
-    counts = [0] * len(generation.choices)
+    counts = [0] * len(answer.choices)
 
     def event(*choices: dict[str, Any], usage: Any = None) -> bytes:
         return _event({**head, "choices": choices, **({"usage": usage} if has_usage else {})})
 
     try:
-        first = [format.first_delta(choice.echo) for choice in generation.choices]
+        first = [answer.first_delta(choice.echo) for choice in answer.choices]
         for index, delta in enumerate(first):
-            if delta and not generation.has_prompt_logprobs:
-                yield event(generation.choice(index, delta))
+            if delta and not answer.has_prompt_logprobs:
+                yield event(answer.choice(index, delta))
         async for index, token in stream:
-            choice = generation.choices[index]
+            choice = answer.choices[index]
             if token is None:
                 stream.require_finished(choice.result)
-                reason = generation.finish_reason(choice.result)
-                yield event(generation.choice(index, format.delta(""), None, reason))
+                reason = answer.finish_reason(choice.result)
+                yield event(answer.choice(index, answer.delta(""), None, reason))
                 continue
-            if generation.has_prompt_logprobs and not counts[index]:
-                entries = await asyncio.to_thread(prompt_entries, choice, token, names)
-                yield event(generation.choice(index, first[index], format.logprobs(entries, names)))
+            if answer.has_prompt_logprobs and not counts[index]:
+                entries = await asyncio.to_thread(prompt_entries, choice, token, answer.names)
+                yield event(answer.choice(index, first[index], answer.logprobs(entries)))
             entry = token_entry(choice, token)
-            logprobs = format.logprobs([entry], names) if generation.has_logprobs else None
-            text = names.piece(token, is_first=not counts[index])
+            logprobs = answer.logprobs([entry]) if answer.has_logprobs else None
+            text = answer.names.piece(token, is_first=not counts[index])
             counts[index] += 1
-            if (text or logprobs) and generation.has_text:
-                yield event(generation.choice(index, format.delta(text), logprobs))
+            if (text or logprobs) and answer.has_text:
+                yield event(answer.choice(index, answer.delta(text), logprobs))
     except Exception as error:
         if (refusal := api_error(error)).status == 500:
             error_log.exception("a stream failed")
         yield _event(refusal.content)
         return
-    usage = generation.usage(sum(counts))
+    usage = answer.usage(sum(counts))
     if has_usage:
         yield event(usage=usage)
     yield b"data: [DONE]\n\n"

@@ -91,18 +91,18 @@ def body_error(error: RequestValidationError) -> APIError:
     if first["type"] == "json_invalid":
         return APIError(400, f"the body must be JSON: {first['ctx']['error']}", code="invalid_json")
     path, value = list[str](), error.body
-    parts = first["loc"][1:]
-    for number, part in enumerate(parts):  # names of types in a union are no fields
+    keys = first["loc"][1:]
+    for number, key in enumerate(keys):  # names of types in a union are no fields
         is_inside = isinstance(value, dict | list)
-        has_part = part in value if isinstance(value, dict) else is_inside and isinstance(part, int)
-        if has_part or (first["type"] == "missing" and part == first["loc"][-1]):
-            path.append(str(part)[:64])
-            value = value[part] if has_part else None
-        is_outer = isinstance(value, dict) and any(inner in value for inner in parts[number + 1 :])
+        has_key = key in value if isinstance(value, dict) else is_inside and isinstance(key, int)
+        if has_key or (first["type"] == "missing" and key == first["loc"][-1]):
+            path.append(str(key)[:64])
+            value = value[key] if has_key else None
+        is_outer = isinstance(value, dict) and any(inner in value for inner in keys[number + 1 :])
         if is_outer:  # the wrong field is inside
             continue
-        if part in EXPECTED and first["type"] not in ("missing", "extra_forbidden"):
-            must = f"must be {EXPECTED[part]}"
+        if key in EXPECTED and first["type"] not in ("missing", "extra_forbidden"):
+            must = f"must be {EXPECTED[key]}"
             return APIError(400, f"{'.'.join(path)} {must}", param=".".join(path))
     if not path:
         return APIError(400, "the body must be a JSON object", code="invalid_json")

@@ -172,8 +172,7 @@ class GenerationBody(_OptionsBody):  # type: ignore[misc]
         values = {name: getattr(self, name) for name in OPTIONS} | {"n": 1} | options
         if self.response_format and (schema := self.response_format.schema_of()) is not None:
             if self.json_schema is not None:
-                message = "response_format and json_schema exclude each other"
-                raise UserError(message, hint="omit one")
+                raise UserError("exclude each other", option=("response_format", "json_schema"))
             values["json_schema"] = schema
         schema = values["json_schema"]
         if isinstance(schema, dict) and len(json.dumps(schema)) > MAX_CONSTRAINT:
@@ -182,7 +181,7 @@ class GenerationBody(_OptionsBody):  # type: ignore[misc]
         config = GenerationConfig(**values | {"stop": as_list(self.stop)})
         for name in ("n", "stream", "logprobs") if config.num_beams > 1 else ():
             if getattr(self, name) != type(self).model_fields[name].default:
-                raise UserError("exclude each other", option=("num_beams", name), hint="omit one")
+                raise UserError("exclude each other", option=("num_beams", name))
         return config
 
 
