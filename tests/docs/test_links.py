@@ -99,7 +99,9 @@ TORCHRUN = (
     "--rdzv-backend --rdzv-endpoint"
 )
 SLURM = "--nodes --ntasks-per-node --gpus-per-node --requeue --signal --wrap"
+BENCH = "--class --busy --tokens"
 OTHER_PROGRAMS = {
+    "bench/decode.py": BENCH, "bench/prefill.py": BENCH,
     "torchrun": TORCHRUN, "#SBATCH": SLURM, "sbatch": SLURM, "hf": "--local-dir --repo-type",
     "git": "--grep",
 }  # fmt: skip
