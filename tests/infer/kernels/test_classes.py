@@ -81,6 +81,7 @@ ARM_SYSTEMS = [
     ("linux", 1 << 20, 0, {"dotprod"}),
     ("linux", 0, 0, set()),
     ("darwin", 0, 0, {"dotprod"}),
+    ("freebsd14", 1 << 20, 0, set()),
 ]
 """Systems on ARM CPUs, the capabilities that Linux reports (AT_HWCAP, AT_HWCAP2), the features."""
 

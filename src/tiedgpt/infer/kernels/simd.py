@@ -28,10 +28,10 @@ ARM_CAPABILITIES = {"dotprod": (16, 20), "i8mm": (26, 13)}
 
 def _arm_features() -> dict[str, bool]:
     """Return features of this ARM CPU that LLVM reports on Windows alone."""
-    if platform.machine().lower() not in ("aarch64", "arm64") or sys.platform == "win32":
+    if platform.machine().lower() not in ("aarch64", "arm64"):
         return {}
-    if sys.platform == "darwin":
-        return {"dotprod": True}  # all of Apple's
+    if sys.platform != "linux":
+        return {"dotprod": True} if sys.platform == "darwin" else {}  # all of Apple's
     read = ctypes.CDLL(None).getauxval
     read.argtypes, read.restype = [ctypes.c_ulong], ctypes.c_ulong
     return {name: read(at) >> bit & 1 == 1 for name, (at, bit) in ARM_CAPABILITIES.items()}
