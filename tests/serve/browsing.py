@@ -16,7 +16,8 @@ OPTIONS = [
     "--disable-background-networking", "--disable-component-update", "--disable-sync",
 ]  # fmt: skip
 VIEWS = (
-    "start", "text", "write", "dot", "matrix", "vocabulary", "layers", "heads", "compare", "model",
+    "start", "text", "compare", "layers", "heads", "matrix", "dot", "vocabulary", "model", "write",
+    "guess",
 )  # fmt: skip
 TEXT = "the cat sat on the mat. the dog ate the hat"
 WIDE = {"width": 1280, "height": 900}

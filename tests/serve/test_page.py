@@ -3,6 +3,7 @@
 import base64
 import gzip
 import json
+import math
 import os
 import posixpath
 import re
@@ -292,6 +293,8 @@ def test_an_exported_page_holds_the_model_once_and_no_address(run, tmp_path, cap
     assert found["/inspect/model null"]["parameters"] == model.config.parameter_count()
     said = json.dumps({"text": TEXT}, ensure_ascii=False, separators=(",", ":"))
     assert found[f"/inspect/gradient_split {said}"]["norm_predict"] > 0
+    first_view = found[f'/inspect/positions {said[:-1]},"top":10}}']
+    assert len(first_view["top_ids"][0]) == 10 and not math.isnan(first_view["loss"])
     assert str(run.parent) not in html  # who gets the file learns nothing of this machine
     metadata, tensors = weights_of(html)
     matrices = [name for name, tensor in tensors.items() if tensor.shape == model.wte.weight.shape]

@@ -43,7 +43,7 @@ CALLS = {
     "start": [
         ("positions", {"text": TEXT}),
         ("dot", {"text": TEXT}),
-        ("attention", {"text": TEXT}),
+        ("lens", {"text": TEXT}),
     ],
     "text": [("positions", {"text": TEXT, "top": 10})],
     "dot": [("dot", {"text": TEXT, "top": 10})],
@@ -54,7 +54,7 @@ CALLS = {
     "compare": [("positions", {"text": TEXT, "top": 40})],
 }
 """The inspections behind each view."""
-LEAST = {"start": 15, "text": 20, "dot": 60, "matrix": 20, "vocabulary": 30}
+LEAST = {"start": 5, "text": 20, "dot": 60, "matrix": 20, "vocabulary": 30}
 LEAST |= {"layers": 2, "heads": 7, "compare": 20}
 """Smallest number of values that each view shows."""
 

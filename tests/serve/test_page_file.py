@@ -217,6 +217,22 @@ def test_an_abandoned_request_is_cancelled(browser, file):
     assert said[0] < 200 and said[1] == "stopped" and said[2] > 0
 
 
+def test_a_saved_copy_opens_with_the_text_and_the_view(browser, file, rounded, run, tmp_path):
+    page, path = Chromium(browser), tmp_path / "copy.html"
+    page.open(f"{file}#view=text")
+    page.run(SETTLED)
+    write(page, OTHER)
+    with page.page.expect_download() as download:
+        page.page.get_by_role("button", name="Save a copy").click()
+    download.value.save_as(path)
+    page.open(f"file://{path}")
+    page.run(SETTLED)
+    assert page.run("async () => document.querySelector('textarea').value") == OTHER
+    assert page.page.locator("#tab-text").get_attribute("aria-selected") == "true"
+    loss = inspect.positions(rounded, Tokenizer.from_pretrained(run), OTHER).loss
+    assert np.isclose(numbers(page), loss, rtol=1e-4).any() and not page.run("async () => said")
+
+
 def test_a_file_without_a_tokenizer_shows_its_ids(page, tmp_path):
     path = tmp_path / "bare.html"
     path.write_text(export(random_model(), None, [1, 2, 3], name="bare"), encoding="utf-8")

@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 from tests.inspect.conftest import random_model
-from tests.serve.browsing import TEXT, fragment, go, numbers, opened, serving, settled
+from tests.serve.browsing import TEXT, VIEWS, fragment, go, numbers, opened, serving, settled
 from tests.serve.conftest import Running
 from tests.serve.page_run import make_run
 from tiedgpt import GPT, Tokenizer, inspect
@@ -101,8 +101,9 @@ def test_a_view_draws_the_answers_of_one_text_or_none(browser, url):
         page.add_init_script(DELAYED)
         go(page, url, "heads")
         page.get_by_label("Tokens, by the attention").wait_for()
-        page.locator("header textarea").fill("the dog ate")
-        page.wait_for_timeout(800)
+        with page.expect_response(lambda answer: "dog ate" in str(answer.request.post_data)):
+            page.locator("header textarea").fill("the dog ate")
+        page.wait_for_timeout(100)
         page.locator("header textarea").fill("")
         panels = set()
         for _ in range(30):
@@ -171,8 +172,6 @@ def test_ranks_by_cosine_follow_the_rows_that_are_shown(browser, url, run):
             go(page, url, "dot", centred=str(centred).lower(), pin=found.position)
             cells = page.locator("tbody tr td:last-child data").all_text_contents()
             assert cells == [f"{rank:,}" for rank in rank_by(cos, found.ids)]
-            wins = cos.argmax() == found.ids[0]
-            assert ("its direction decides" in words(page)) == wins
 
 
 def test_values_outside_a_chart_are_listed(browser, run, tmp_path):
@@ -229,21 +228,127 @@ def test_the_page_opens_with_the_matrix_on_validation_text_and_the_prediction(br
         shown = numbers(page, ".job .odds")
         np.testing.assert_allclose(shown, np.exp(found.top_logprob[-1, :5]), rtol=1e-5)
         order = page.locator("main h2").all_inner_texts()
-        assert order[1] == "The loss of the text" and "way from" in order[2]
+        assert "One pass, played" in order[1]
 
 
-def test_each_stage_of_the_figure_opens_its_view(browser, url):
+def test_a_pass_shows_the_models_numbers_step_by_step_and_reads_the_winner_next(browser, url, run):
+    dot, lens = inspect.dot(run, None, TEXT, top=5), inspect.lens(run, None, TEXT, top=1)
+    n_tokens, blocks = len(lens.ids), len(lens.layers) - 1
+    expected = {
+        f"Block {layer + 1} of {blocks}": [np.exp(lens.top_logprob[layer + 1, -1, 0])]
+        for layer in range(blocks)
+    }
+    expected |= {"Read": [], "Add the position": [], "h": [], "Dot products": dot.logit}
+    expected |= {"Softmax": dot.prob, "The winner": dot.prob[:1]}
     with opened(browser, url) as page:
         go(page, url, "start")
-        stages = page.locator(".path button:not(.term)").all_inner_texts()
-        assert len(stages) == 8
-        for k, view in enumerate(
-            ["text", "matrix", "model", "heads", "layers", "dot", "dot", "write"]
-        ):
-            go(page, url, "start")
-            page.locator(".path li").nth(k).locator("> button").click()
-            settled(page)
-            assert page.locator(f"#tab-{view}").get_attribute("aria-selected") == "true"
+        step, name = page.get_by_role("button", name="Step", exact=True), page.locator(".pass h3")
+        for _ in range(len(expected)):
+            np.testing.assert_allclose(
+                numbers(page, ".pass"), expected.pop(name.inner_text()), rtol=1e-5
+            )
+            step.click()
+            page.wait_for_timeout(50)
+        settled(page)
+        tokens = page.get_by_label("Tokens: choose where the pass begins").locator(".token")
+        assert name.inner_text() == "Read" and tokens.count() == n_tokens + 1
+        assert f"is row {dot.ids[0]:,} of W" in words(page, ".pass")
+        assert not expected
+
+
+def test_a_pass_is_played_stepped_by_arrow_keys_and_leads_to_the_views(browser, url):
+    with opened(browser, url, reduced_motion="reduce") as page:
+        go(page, url, "start")
+        name = page.locator(".pass h3")
+        page.locator(".slider input").focus()
+        page.keyboard.press("ArrowRight")
+        assert name.inner_text() == "Add the position"
+        page.get_by_role("radio", name="4×").click()
+        page.get_by_role("button", name="Play").click()
+        page.get_by_role("heading", name="The winner").wait_for()
+        page.get_by_label("Tokens: choose where").locator(".next + .next").wait_for()
+        page.get_by_role("button", name="Pause").click()
+        page.get_by_role("button", name="From the beginning").click()
+        page.get_by_role("button", name="More of this").click()
+        settled(page)
+        assert page.locator("#tab-matrix").get_attribute("aria-selected") == "true"
+
+
+def test_a_guess_and_the_model_are_scored_in_bits(browser, url, run):
+    predictions = inspect.positions(run, None, TEXT, top=10)
+    at = 2
+    answer = int(predictions.target[at])
+    others = [id for id in predictions.top_ids[at].tolist() if id != answer][:4]
+    p = np.exp(
+        [
+            predictions.logprob[at],
+            *predictions.top_logprob[at][np.isin(predictions.top_ids[at], others)],
+        ]
+    )
+    piece = Tokenizer.from_pretrained(run).decode([answer])
+    with opened(browser, url) as page:
+        go(page, url, "guess")
+        assert not page.locator("header textarea").count()
+        before = page.locator(".written bdi").count()
+        assert before == at + 1
+        choices = page.get_by_role("group", name="The next token").locator("button")
+        assert choices.count() == 5
+        page.get_by_role("radio", name="90 % sure").click()
+        choices.filter(has_text=piece.strip()).first.click()
+        you, model, blind, n = numbers(page, ".facts")
+        assert you in (pytest.approx(-np.log2(0.9)), pytest.approx(-np.log2(0.025)))
+        assert model == pytest.approx(-np.log2(p[0] / p.sum()), rel=1e-4)
+        assert (blind, n) == (pytest.approx(np.log2(5)), 1)
+        page.get_by_role("button", name="Next token").click()
+        assert page.locator(".written bdi").count() == at + 2 and choices.count() == 5
+
+
+def test_a_projector_shows_a_panel_at_a_time(browser, url):
+    with opened(browser, url) as page:
+        go(page, url, "matrix")
+        page.get_by_role("button", name="Projector").click()
+        assert not page.locator("header textarea").is_visible()
+        tops = (
+            "() => [...document.querySelectorAll('.panel')].map((x) => x.getBoundingClientRect())"
+        )
+        tops += ".filter(({ top, bottom }) => top < innerHeight - 1 && bottom > 60).length"
+        for _ in page.locator("main .panel").all():
+            page.keyboard.press("ArrowRight")
+            page.wait_for_timeout(100)
+            assert page.evaluate(tops) == 1
+        page.keyboard.press("ArrowRight")
+        page.locator(".product").wait_for()
+        page.keyboard.press("Escape")
+        page.locator("header textarea").wait_for()
+
+
+def test_views_stand_in_groups_and_lead_to_the_next(browser, url):
+    with opened(browser, url) as page:
+        go(page, url, "start")
+        assert page.locator(".groups button").count() == 4
+        seen = []
+        while (
+            view := page.locator("[role=tab][aria-selected=true]").get_attribute("id")
+        ) not in seen:
+            seen.append(view)
+            page.get_by_role("button", name="Next: ").click()
+            page.wait_for_timeout(100)
+        assert seen == [f"tab-{view}" for view in VIEWS]
+
+
+def test_a_copied_link_opens_what_is_shown(browser, url):
+    with opened(browser, url) as page:
+        page.context.grant_permissions(["clipboard-read", "clipboard-write"])
+        go(page, url, "layers", pin=3)
+        page.get_by_role("button", name="Copy link").click()
+        page.get_by_text("The link is copied").wait_for()
+        link = page.evaluate("() => navigator.clipboard.readText()")
+        page.goto("about:blank")
+        page.goto(link)
+        settled(page)
+        assert page.locator("#tab-layers").get_attribute("aria-selected") == "true"
+        assert page.locator("header textarea").input_value() == TEXT
+        assert "token 3" in words(page)
 
 
 def test_the_numbers_of_w_are_shown_by_pointer_key_and_tap(browser, url, run):
@@ -390,7 +495,7 @@ def test_two_models_are_compared_token_by_token(browser, url, run):
 def test_generation_continues_from_a_chosen_alternative(browser, url):
     with opened(browser, url) as page:
         go(page, url, "write")
-        page.get_by_role("button", name="Write", exact=True).click()
+        page.locator("#view").get_by_role("button", name="Write", exact=True).click()
         page.get_by_text("; seed").wait_for()
         written = page.get_by_role("toolbar").locator(".token")
         begin = written.first.inner_text()
@@ -414,8 +519,8 @@ def test_a_chat_shows_the_alternatives_of_each_token(browser, url):
         assert page.locator(".turns .user").inner_text() == "the dog"
         reply = page.locator(".turns .assistant .token")
         assert page.locator(".turns .assistant p").inner_text() and not reply.count()
-        page.locator("#tab-text").click()
-        page.locator("#tab-write").click()
+        page.locator(".groups button").first.click()
+        page.locator(".groups button").last.click()
         page.get_by_label("show tokens").check()
         reply.first.click()
         assert page.locator(".alternatives .odds li").count() == 5
@@ -427,16 +532,14 @@ def test_there_is_no_chat_without_a_template(browser, run):
         assert not page.get_by_role("radio", name="a conversation").count()
 
 
-def test_the_first_visit_offers_a_tour_beside_the_view(browser, url):
+def test_a_tour_stands_beside_the_view(browser, url):
     with opened(browser, url) as page:
         page.goto(url)
-        page.get_by_role("button", name="Begin").click()
+        page.get_by_role("button", name="Six questions").click()
         settled(page)
         assert page.locator(".tour").is_visible()
         page.get_by_role("button", name="Close").click()
-        page.reload()
-        settled(page)
-        assert not page.locator(".invitation").count()
+        assert not page.locator(".tour").count()
 
 
 def test_one_menu_copies_as_python_or_curl(browser, url):

@@ -78,12 +78,16 @@ def export(
     )  # fmt: skip
     inputs = {"text": text} if isinstance(text, str) else {"ids": text}
     answers = {"state": json.dumps(inputs), "/inspect/model null": json.dumps(info)}
-    if n_tokens > 1:
-        answer = inspect_model(
-            INSPECTIONS["gradient_split"], rounded, tokenizer, None, {"text": text}
+
+    def add_answer(name: str, **options: Any) -> None:
+        key = json.dumps(inputs | options, ensure_ascii=False, separators=(",", ":"))
+        answers[f"/inspect/{name} {key}"] = inspect_model(
+            INSPECTIONS[name], rounded, tokenizer, None, {"text": text} | options
         )
-        key = json.dumps(inputs, ensure_ascii=False, separators=(",", ":"))  # as JavaScript's
-        answers[f"/inspect/gradient_split {key}"] = answer
+
+    add_answer("positions", top=10)  # the first view, before the weights are decoded
+    if n_tokens > 1:
+        add_answer("gradient_split")
     return in_one_file(answers, weights)
 
 

@@ -3,6 +3,7 @@
 //   call(path, body, signal)    the answer as an object. `body` undefined: GET, otherwise POST
 //   textOf(ids, info)           the text of tokens
 //   stream(path, body, signal)  an async iterator over the events of a streamed completion
+//   saveCopy(state)             saves the exported file, such that it shows that state first
 //   exported                    null, or the export's own {key: answer}; `exported.state` is what
 //                               the page shows first, such as {"text": "...", "pin": 3}
 //
@@ -33,6 +34,17 @@ export function remember(storage, name, value) {
   } catch {
     return null;
   }
+}
+
+// Saves a copy of the exported file whose first view is this state.
+export function saveCopy(state) {
+  const page = document.documentElement.cloneNode(true);
+  page.querySelector("#app").replaceChildren();
+  page.querySelector("#data").firstChild.data = JSON.stringify({ ...exported, state }).replaceAll("<", "\\u003c");
+  const text = `<!doctype html>\n<html lang="en">\n${page.getHTML()}\n</html>\n`;
+  const link = document.createElement("a");
+  Object.assign(link, { href: URL.createObjectURL(new Blob([text], { type: "text/html" })), download: decodeURIComponent(location.pathname.split("/").pop()) });
+  link.click();
 }
 
 export const hasKey = () => apiKey !== "";

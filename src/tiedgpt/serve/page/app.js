@@ -1,14 +1,15 @@
-// The shell: one text box, its tokens and the pinned position above ten views, all in the URL.
+// The shell: one text box, its tokens and the pinned position above the views, all in the URL.
 
 import { h, render } from "./vendor/preact.js";
-import { exported, remember, setKey, textOf } from "./api.js";
+import { exported, remember, saveCopy, setKey, textOf } from "./api.js";
 import {
-  count, html, many, Piece, round, setModelName, Status, Tokens, useCall, useEffect, useMore, useRef, useState,
+  count, html, many, Piece, setModelName, Status, Tokens, useCall, useEffect, useRef, useState,
 } from "./parts.js";
-import Tour, { Invitation, toQuestion } from "./tour.js";
+import Tour, { toQuestion } from "./tour.js";
 import Start from "./views/start.js";
 import Text from "./views/text.js";
 import Write from "./views/write.js";
+import Guess from "./views/guess.js";
 import Dot from "./views/dot.js";
 import Matrix from "./views/matrix.js";
 import Vocabulary from "./views/vocabulary.js";
@@ -17,19 +18,15 @@ import Heads from "./views/heads.js";
 import Compare from "./views/compare.js";
 import Model from "./views/model.js";
 
-// Each view: its name in the URL, on its tab, its component, and whether it shows the pinned token.
-const VIEWS = [
-  ["start", "Start", Start, false],
-  ["text", "Text", Text, false],
-  ["write", "Write", Write, false],
-  ["dot", "Dot product", Dot, true],
-  ["matrix", "Matrix", Matrix, true],
-  ["vocabulary", "Vocabulary", Vocabulary, false],
-  ["layers", "Layers", Layers, true],
-  ["heads", "Heads", Heads, false],
-  ["compare", "Side by side", Compare, false],
-  ["model", "Model", Model, false],
+// The groups of views, which together are a lesson's path. Each view: its name in the URL, on its tab,
+// its component, and whether it shows the pinned token.
+const GROUPS = [
+  ["Read", [["start", "Start", Start], ["text", "Text", Text], ["compare", "Side by side", Compare]]],
+  ["Look inside", [["layers", "Layers", Layers, true], ["heads", "Heads", Heads]]],
+  ["The matrix", [["matrix", "One matrix", Matrix, true], ["dot", "Dot product", Dot, true], ["vocabulary", "Vocabulary", Vocabulary], ["model", "Model", Model]]],
+  ["Write", [["write", "Let it write", Write], ["guess", "Guess first", Guess]]],
 ];
+const VIEWS = GROUPS.flatMap(([, views]) => views);
 
 // What the URL's fragment keeps, with its defaults; the default's type says how it is read. A view
 // that wants something of its own kept adds it here.
@@ -39,14 +36,15 @@ const SAVED = {
   ids: [], // tokens in place of the text, where the text alone would be encoded otherwise
   pin: -1, // -1: the last
   mode: "training", // Text: or generation
-  watch: [], // Layers: ids of the watched words
   layer: 0, // Heads
   head: 0,
   centred: false, // Dot product
   writing: "text", // Write: or chat
   other: "", // Side by side: the second text
   tour: 0, // the open question, 1 to 6
+  projector: false,
 };
+const OPENED = exported ? { ...SAVED, text: "", ...exported.state } : SAVED; // without a fragment
 const MOST_TOKENS = 1024;
 const MOST_CHARACTERS = 64 * MOST_TOKENS; // of a text that is encoded to see where it must end
 
@@ -58,7 +56,7 @@ let typed = null; // what is in the text box and not yet in the state
 
 function read() {
   const given = new URLSearchParams(location.hash.slice(1));
-  const found = exported ? { ...SAVED, text: "", ...exported.state } : { ...SAVED };
+  const found = { ...OPENED };
   for (const [name, value] of given) {
     const like = SAVED[name];
     if (typeof like === "string") found[name] = value;
@@ -71,7 +69,7 @@ function read() {
 }
 
 function written(saved) {
-  const differs = ([name, value]) => SAVED[name] !== undefined && String(value) !== String(SAVED[name]);
+  const differs = ([name, value]) => SAVED[name] !== undefined && String(value) !== String(OPENED[name]);
   return new URLSearchParams(Object.entries(saved).filter(differs)).toString();
 }
 
@@ -152,6 +150,8 @@ function App() {
   const pin = saved.pin < 0 ? last : Math.min(saved.pin, last);
   const state = { ...saved, pin, subject: positions && subject, positions, found, info, dark };
   const [, title, View, showsPin] = VIEWS.find(([name]) => name === saved.view);
+  const [next, nextTitle] = VIEWS[(VIEWS.findIndex(([one]) => one === saved.view) + 1) % VIEWS.length];
+  useProjector(saved.projector, saved.view, update);
   const name = info.name ?? "MODEL";
   setModelName(info.source ?? "MODEL");
   useEffect(() => {
@@ -162,8 +162,10 @@ function App() {
       <div class="brand"><h1>tiedgpt</h1><${Summary} info=${info} />
         <button type="button" onClick=${() => update(toQuestion(saved.tour ? 0 : 1))}
           aria-expanded=${saved.tour > 0}>Six questions</button>
+        <button type="button" onClick=${() => update({ projector: !saved.projector })}>Projector</button>
+        <${Share} saved=${saved} />
         <button type="button" onClick=${turn}>${dark ? "Light" : "Dark"}</button></div>
-      <${Box} saved=${isKnown || stored.text !== SAVED.text ? saved : { ...saved, text: "" }} info=${info} update=${update} />
+      ${saved.view === "guess" ? html`<p class="says">The text is hidden while you guess.</p>` : html`<${Box} saved=${isKnown || stored.text !== SAVED.text ? saved : { ...saved, text: "" }} info=${info} update=${update} />`}
       ${cap && html`<p class="note">The text has more than ${many(cap, "token")}: the page reads the first ${count(cap)}.
         ${" "}<button type="button" onClick=${async () => update({ text: await textOf(given.ids, info), ids: given.ids })}>Leave out the rest</button></p>`}
       ${(asked.status === 401 || found.status === 401) && html`<${Key} />`}
@@ -171,9 +173,10 @@ function App() {
     </header>
     <div class=${saved.tour > 0 ? "beside" : ""}>
     ${saved.tour > 0 && html`<${Tour} state=${state} update=${update} />`}
-    <main>${!saved.tour && html`<${Invitation} update=${update} />`}<div id="view" role="tabpanel" tabindex="-1" aria-labelledby=${`tab-${saved.view}`}>
-      ${(showsPin || reason) && saved.view !== "text" && html`<${Strip} state=${state} update=${update} />`}
+    <main><div id="view" role="tabpanel" tabindex="-1" aria-labelledby=${`tab-${saved.view}`}>
+      ${(showsPin || reason) && saved.view !== "text" && saved.view !== "guess" && html`<${Strip} state=${state} update=${update} />`}
       <${View} key=${saved.view} state=${state} update=${update} /></div>
+      <p class="row path-on"><button type="button" class="main" onClick=${() => { update({ view: next }); scrollTo(0, 0); }}>Next: ${nextTitle}</button></p>
       <div id="live" class="hidden" aria-live="polite"></div></main></div>`;
 }
 
@@ -217,17 +220,61 @@ function Key() {
 
 function Tabs({ view, update }) {
   const at = VIEWS.findIndex(([name]) => name === view);
-  const list = useMore();
+  const [group, views] = GROUPS.find(([, all]) => all.includes(VIEWS[at]));
+  const isWalking = useRef(false);
   useEffect(() => {
-    const tab = list.current.children[at];
-    list.current.scrollLeft = tab.offsetLeft - list.current.clientWidth / 2 + tab.clientWidth / 2;
-  }, [at]);
-  return html`<div class="more"><div class="tabs" role="tablist" aria-label="Views" ref=${list}
-    onKeyDown=${round(VIEWS.length, at, (next) => update({ view: VIEWS[next][0] }))}>
-    ${VIEWS.map(([name, label]) => html`<button type="button" role="tab" key=${name} id=${`tab-${name}`}
+    if (isWalking.current) document.getElementById(`tab-${view}`).focus();
+    isWalking.current = false;
+  }, [view]);
+  const keyed = (event) => {
+    const step = { ArrowLeft: -1, ArrowRight: 1 }[event.key];
+    if (!step) return;
+    event.preventDefault();
+    isWalking.current = true;
+    update({ view: VIEWS.at((at + step) % VIEWS.length)[0] });
+  };
+  return html`<nav class="groups" aria-label="Groups of views">${GROUPS.map(([name, [[first]]]) => html`<button type="button" key=${name}
+      aria-current=${name === group ? "true" : null} onClick=${() => update({ view: first })}>${name}</button>`)}</nav>
+    <div class="tabs" role="tablist" aria-label=${`Views: ${group}`} onKeyDown=${keyed}>
+    ${views.map(([name, label]) => html`<button type="button" role="tab" key=${name} id=${`tab-${name}`}
       aria-selected=${name === view} aria-controls=${name === view ? "view" : null}
-      tabindex=${name === view ? 0 : -1}
-      onClick=${() => update({ view: name })}>${label}</button>`)}</div></div>`;
+      tabindex=${name === view ? 0 : -1} onClick=${() => update({ view: name })}>${label}</button>`)}</div>`;
+}
+
+// One panel at a time, as large as the screen; the arrow keys lead through the panels and the views.
+function useProjector(isOn, view, update) {
+  useEffect(() => {
+    document.documentElement.toggleAttribute("data-projector", isOn);
+    if (!isOn) return undefined;
+    const keyed = (event) => {
+      const step = { ArrowRight: 1, ArrowDown: 1, PageDown: 1, ArrowLeft: -1, ArrowUp: -1, PageUp: -1 }[event.key];
+      if (event.key === "Escape") update({ projector: false });
+      if (!step || event.defaultPrevented || event.target.closest("input, textarea")) return;
+      event.preventDefault();
+      const panels = [...document.querySelectorAll("#view .panel")];
+      const here = panels.findLastIndex((panel) => panel.getBoundingClientRect().top < 60);
+      const to = panels[here + step];
+      if (to) return to.scrollIntoView();
+      const next = VIEWS.at((VIEWS.findIndex(([name]) => name === view) + step) % VIEWS.length);
+      update({ view: next[0] });
+      return scrollTo(0, 0);
+    };
+    addEventListener("keydown", keyed);
+    return () => removeEventListener("keydown", keyed);
+  }, [isOn, view]);
+}
+
+// A link to what is shown, or, of a file, a copy of it that opens with what is shown.
+function Share({ saved }) {
+  const [said, setSaid] = useState(null);
+  const share = async () => {
+    if (exported) return saveCopy({ ...saved, projector: false });
+    const link = `${location.href.replace(/#.*/, "")}#${written(saved)}`;
+    const copied = await navigator.clipboard?.writeText(link).then(() => true, () => false);
+    return setSaid(copied ? "The link is copied." : link);
+  };
+  return html`<button type="button" onClick=${share}>${exported ? "Save a copy" : "Copy link"}</button>
+    ${said && html`<p class="says link" role="status">${said}</p>`}`;
 }
 
 // The tokens in one line, for the views that show something of the pinned one.

@@ -1,24 +1,18 @@
 // What the views draw by the width they have: lines, points, and tables of shaded cells.
 //
 //   Bar({t, kind})          0..1 as a bar; kind: a class, "reads" or "predicts"
-//   Lines({label, lines, xLabel, yLabel, xNames, show, tick, low, high})
-//       lines: {name, xs, ys, look}; each has a colour, a dash and a mark of its own, 0 to 5.
-//       xNames: names of the places 0, 1, ...; low, high: of the y axis, else by the lines; what
-//       lies above high is told
-//   Scatter({x, y, names, order, seen, onSee, onPick, says, curves, marks, odd, xTicks, dark, label})
-//       a point for each token on canvas; marks: [id, text] pairs on top of them; xTicks: pairs
-//       [x, text], else round numbers. The pointer tells onSee, a click or an arrow key onPick;
-//       keys walk through `order`
+//   Lines({label, lines, xLabel, yLabel, xNames, show, tick, low, high})   lines: {name, xs, ys, look};
+//       xNames: names of the places 0, 1, ...; what lies above `high` is told
+//   Scatter({x, y, names, order, seen, onSee, onPick, says, marks, odd, xTicks, dark, label})   a point
+//       for each token on canvas; marks: [id, text] pairs on top. The pointer tells onSee, a click or
+//       an arrow key onPick; keys walk through `order`
 //   apart(ids, x, y)        those of the ids whose names have room in a Scatter, the first first
 //   Pixels({wide, tall, color, of})   color(i): [r, g, b] of cell i, or none; `of` is what it depends on
-//   Strip({label, values, most, at, onAt, dark})   numbers as shaded cells, full at `most`; the
-//       pointer and the arrow keys tell onAt which one is seen; without onAt it is a picture
-//   NamedStrip({name, ...})                        with a name before it, and the number seen after
-//   Products({strips, says, dark})    the last two strips, number by number; strips: [name, values,
-//       most] each; says(at, products): what stands below, of the number seen
-//   HeatGrid({label, corner, rows, columns, cell, at, onMove, onPick, mark, dark})
-//       cell(r, c): {t, text}: the shade 0..1, and what stands in it; arrow keys and the pointer
-//       tell onMove, a click onPick; mark: a column that is kept in sight
+//   Strip({label, values, most, at, onAt, dark}), NamedStrip   numbers as shaded cells, full at `most`;
+//       the pointer and the arrow keys tell onAt which one is seen
+//   Products({strips, says, dark})    the last two strips, number by number, and their products
+//   HeatGrid({label, corner, rows, columns, cell, at, onMove, onPick, mark, dark})   cell(r, c): {t,
+//       text}: the shade 0..1, and what stands in it; mark: a column that is kept in sight
 
 import { diverge, heat, html, Num, Scroll, short, useEffect, useMemo, useRef, useState } from "./parts.js";
 
@@ -157,7 +151,7 @@ function drawPoints(canvas, xs, ys, odd, [width, height]) {
 
 const NONE = [];
 
-export function Scatter({ x, y, names, order, seen, onSee, onPick = onSee, says, curves = NONE, marks, odd = NONE,
+export function Scatter({ x, y, names, order, seen, onSee, onPick = onSee, says, marks, odd = NONE,
   xTicks, dark, label }) {
   const [box, width] = useWidth();
   const canvas = useRef(null);
@@ -202,7 +196,6 @@ export function Scatter({ x, y, names, order, seen, onSee, onPick = onSee, says,
       <text class="axis" x=${width - EDGE.right} y=${height - 5} text-anchor="end">${names[0]} →</text>
       <text class="axis" x="4" y="12">${names[1]} ↑</text>
       <path class="frame" d=${`M${EDGE.left},${EDGE.top}V${height - EDGE.bottom}H${width - EDGE.right}`} />
-      ${curves.map((curve) => html`<path class="curve" d=${drawn(curve, xs, px, py, height)} />`)}
       ${marks.map(([id, text]) => html`<g key=${id}>${dot(id, 4.5, "mark")}
         ${text && html`<text class="word" x=${px(x[id]) + (px(x[id]) > width * 0.75 ? -8 : 8)} y=${py(y[id]) + (py(y[id]) < 36 ? 16 : -6)}
           text-anchor=${px(x[id]) > width * 0.75 ? "end" : "start"}>${text}</text>`}</g>`)}
@@ -215,18 +208,6 @@ export function apart(ids, x, y) {
   const [wide, high] = [size(x) / 8, size(y) / 16];
   const isNear = (a) => (b) => Math.abs(x[a] - x[b]) < wide && Math.abs(y[a] - y[b]) < high;
   return ids.reduce((kept, id) => (kept.some(isNear(id)) ? kept : [...kept, id]), []);
-}
-
-function drawn(curve, xs, px, py, height) {
-  let [path, pen] = ["", "M"];
-  for (let k = 0; k <= 200; k += 1) {
-    const x = xs[0] + ((xs[1] - xs[0]) * k) / 200;
-    const y = curve(x);
-    const isIn = y !== null && py(y) >= EDGE.top && py(y) <= height - EDGE.bottom;
-    if (isIn) path += `${pen}${px(x).toFixed(1)},${py(y).toFixed(1)}`;
-    pen = isIn ? "L" : "M";
-  }
-  return path;
 }
 
 // ---- cells ----

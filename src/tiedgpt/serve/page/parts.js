@@ -8,14 +8,13 @@
 //   state.info       the answer of GET /inspect/model, {} where the server has none
 //   state.dark       whether the page is dark, for colours that are computed
 //   state.NAME       every entry of SAVED in app.js: what the URL's fragment keeps
-//   update({...})    changes them; state.pin, state.watch and so on are shared by all views
+//   update({...})    changes them; state.pin and so on are shared by all views
 //
 // Asking:
 //   useCall(path, body)   {data, body, error, busy, stale, stop, again}. body null: do not ask (yet);
 //                         undefined: GET. Old data of the same text stay, `stale`, until new ones
 //                         come; those of another text do not, unless a third argument `keep` is
 //                         true. The returned body is what the data answer
-//   usePieces()           {pieces, named}: the text of every token, by id
 //   useRun(of)            {run, stop, running, error}: run(work) awaits work(signal), which ends when
 //                         it is stopped, when `of` changes or when the view is left
 //   first(state, n)       {ids} or {text} of the first n tokens: for routes that have a cap
@@ -23,30 +22,16 @@
 //   Panel({title, says, found, ask, children})   a section: one sentence that says what one sees,
 //                         what `found` is doing, unless `quiet`, and a menu that copies `ask` =
 //                         [path, body]
-//   Scroll({label, children})   what may be wider than the page; its edges show that there is more
-//   Term({name, children})      a word of TERMS, which explains itself when it is pressed
-//   Choice({label, value, options, onChange, kind})   one of few: options are [value, text] pairs;
-//                         kind: a class, "chips" for many
+//   Choice, Slider, Term  one of few [value, text] pairs; a number; a word of TERMS, explained
 //   round(n, at, choose)  onKeyDown of any other row of n buttons of which one is chosen
-//   Slider({label, value, min, max, step, show, onChange})
-//   Status({found})       what a call is doing, or why it failed; Panel shows it
-//   announce(sentence)    to screen readers, at most once a second
 // Tokens and tables:
-//   Piece({text})         a token's text: whitespace visible, bytes and control characters spelt
-//   plain(piece)          the same as a string, for labels
+//   Piece({text}), plain(piece)   a token's text, with whitespace visible; the same as a string
 //   Tokens({pieces, pin, onPin, label, look, after})   buttons with arrow keys; look(i) is
 //                         {fill, bar, grey, mark, says}: shade and height 0..1, a class, a sentence
 //   Odds({rows, onPick})  likely tokens with bars; rows: {id, piece, place, p, mark}, and `after`,
 //                         another probability; null: the token is cut, or `none` says what it is
 //   Table({caption, columns, rows})   sortable; columns: {key, label, says, show, text}
 //   Facts({of})           numbers with their names: [name, number, how it is shown]
-//   likeliest(positions, at)   rows of Odds: what is expected after a position
-//   costOf(bits, scale, dark)  the look of a token that cost so many bits; scaleOf(info) is a guess's
-// Numbers and colours:
-//   Num({x, digits})      <data value="all digits">rounded</data>; "–" where there is none
-//   count(n) many(n, noun) prob(p) fixed(x, digits) short(x) bytes(n) as strings
-//   heat(t, dark)         0..1 -> {background, color}: cividis, from the page to its far end
-//   diverge(t, dark)      -1..1 -> the same: purple below 0, gold above it
 
 import { h } from "./vendor/preact.js";
 import { useEffect, useId, useMemo, useRef, useState } from "./vendor/preact-hooks.js";

@@ -1,7 +1,6 @@
 // The guided tour: six questions, each answered with numbers of the live model, beside its view.
 
-import { remember } from "./api.js";
-import { count, fixed, html, many, Num, Piece, prob, short, Status, useCall, useEffect, useRef, useState } from "./parts.js";
+import { count, fixed, html, many, Num, Piece, prob, short, Status, useCall, useEffect, useRef } from "./parts.js";
 
 // Each: the question, the view that shows it, what else of the state it sets, what answers it, and
 // the command that says it in a terminal. `ask(state)` is the [path, body] that the answer needs.
@@ -50,21 +49,6 @@ const STEPS = [
 
 // What opens a question: its number, and the view that shows it. 0 ends the tour.
 export const toQuestion = (n) => ({ tour: n, ...STEPS[n - 1]?.set });
-
-const VISITED = "tiedgpt-visited";
-
-// At the first visit: an invitation, until it is answered.
-export function Invitation({ update }) {
-  const [isNew, setNew] = useState(() => !remember("localStorage", VISITED));
-  const answer = (n) => {
-    remember("localStorage", VISITED, "yes");
-    setNew(false);
-    if (n) update(toQuestion(n));
-  };
-  return isNew && html`<aside class="invitation" aria-label="A tour of the page"><span>New here? Six questions lead through the page, answered with this model's numbers.</span>
-    <button type="button" class="main" onClick=${() => answer(1)}>Begin</button>
-    <button type="button" onClick=${() => answer(0)}>Not now</button></aside>`;
-}
 
 export default function Tour({ state, update }) {
   const at = Math.min(STEPS.length, Math.max(1, state.tour));

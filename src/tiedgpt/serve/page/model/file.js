@@ -6,7 +6,7 @@
 const pending = new Map(); // the id of a question -> what takes its answers
 let [worker, asked] = [null, 0];
 
-const opening = open();
+const opening = new Promise((resolve) => setTimeout(resolve)).then(open); // the first view is drawn before
 
 async function open() {
   const policy = globalThis.trustedTypes?.createPolicy("tiedgpt-worker", { createScriptURL: (url) => url });
@@ -17,7 +17,6 @@ async function open() {
   worker.onerror = ({ message }) => pending.forEach((take) => take({ error: message ?? "the model could not be opened" }));
   for (const part of document.querySelectorAll("script.weights")) {
     worker.postMessage({ part: part.textContent });
-    part.remove(); // its memory is free
     await new Promise((resolve) => setTimeout(resolve));
   }
   worker.postMessage({ open: true });

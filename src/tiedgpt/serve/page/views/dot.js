@@ -31,12 +31,11 @@ export default function Dot({ state, update }) {
           options=${[[false, "rows as they are"], [true, "less the mean row"]]} />
         <p class="says">${centred
           ? "Subtracting the mean row from all rows changes no probability, but every length and cosine: these are comparable between models."
-          : "The further right and the higher, the larger the logit; along a curve it is the same."}</p>
+          : "The further right and the higher, the larger the logit."}</p>
         <${Scatter} x=${every.cos} y=${every.norm} order=${every.order} seen=${seen} onSee=${see} dark=${state.dark}
-          names=${[`cosine of h and ${every.row}`, `length of ${every.row}`]} curves=${levels(data, every, seen)}
+          names=${[`cosine of h and ${every.row}`, `length of ${every.row}`]}
           marks=${data.ids.map((id) => [id, every.labelled.includes(id) ? plain(named(id)) : ""])}
-          label="Tokens, the likeliest first" says=${(id) => spoken(data, every, id, named(id))} />
-        <${Winners} data=${data} every=${every} named=${named} />`}
+          label="Tokens, the likeliest first" says=${(id) => spoken(data, every, id, named(id))} />`}
     <//>
     ${data && html`<${Likeliest} data=${data} every=${every} centred=${centred} found=${found} positions=${positions} />`}`;
 }
@@ -71,15 +70,6 @@ function Numbers({ data, seen, see, read, dark }) {
 
 // ---- lengths and angles ----
 
-// The curves along which |h| |e| cos is what it is for the likeliest, and for the token seen.
-function levels({ h_norm: h, ids }, { norm, cos }, seen) {
-  const curve = (id) => (x) => {
-    const level = norm[id] * cos[id];
-    return x * level > 0 ? level / x : null;
-  };
-  return h ? [...new Set([ids[0], seen])].map(curve) : [];
-}
-
 function spoken(data, { norm, cos, logits, row }, id, piece) {
   return `${plain(piece)}: length of ${row} ${short(norm[id])}, cosine ${fixed(cos[id], 3)}, logit ${short(logits[id])}`;
 }
@@ -94,16 +84,6 @@ function Product({ data, every, id, piece, centred }) {
     <i aria-label="times">×</i><div><span>cos</span><b><${Num} x=${cos[id]} digits=${3} /></b></div>
     <i aria-label="equals">=</i><div><span>${centred ? html`of logit ${short(logits[id])}` : "logit"}</span><b><${Num} x=${value} /></b></div>
   </div>`;
-}
-
-function Winners({ data, every, named }) {
-  const best = every.cos.reduce((a, x, id) => (x > every.cos[a] ? id : a), 0);
-  const first = data.ids[0];
-  const word = (id) => html`<b><${Piece} text=${named(id)} /></b>`;
-  if (best === first)
-    return html`<p class="verdict">${word(first)} has the highest logit and the highest cosine: its direction decides.</p>`;
-  return html`<p class="verdict">By the logit ${word(first)} wins. By the cosine alone ${word(best)} would: its row is
-    ${" "}${every.norm[best] < every.norm[first] ? "shorter" : "longer"} (<${Num} x=${every.norm[best]} /> against <${Num} x=${every.norm[first]} />).</p>`;
 }
 
 function Likeliest({ data, every, centred, found, positions }) {

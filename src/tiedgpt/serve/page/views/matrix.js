@@ -134,24 +134,7 @@ function Split({ data }) {
     <div>${one("reads", "from reading", data.norm_read)}${one("predicts", "from predicting", data.norm_predict)}
       <p>Predicting pulls <b>${short(data.norm_predict / (data.norm_read || NaN))} times</b> as hard.
         ${angle !== null && html` The two point ${Math.round(angle)}° apart: cosine <b><${Num} x=${data.cosine} digits=${3} /></b>.`}</p></div>
-    <${Angle} angle=${angle} read=${data.norm_read / most} predict=${data.norm_predict / most} />
   </div>`;
-}
-
-function Angle({ angle, read, predict }) {
-  if (angle === null) return null;
-  const turned = (-angle * Math.PI) / 180;
-  const arrow = (length, turn) => {
-    const [x, y] = [Math.cos(turn) * 100 * length, Math.sin(turn) * 100 * length];
-    const back = (side) => `${x - 9 * Math.cos(turn + side)},${y - 9 * Math.sin(turn + side)}`;
-    return `M0,0L${x},${y}M${back(0.5)}L${x},${y}L${back(-0.5)}`;
-  };
-  return html`<svg class="angle" viewBox="-110 -118 240 146" role="img"
-    aria-label=${`The two gradients as arrows, ${Math.round(angle)} degrees apart`}>
-    <path class="arrow predicts" d=${arrow(Math.max(0.12, predict), 0)} />
-    <path class="arrow reads" d=${arrow(Math.max(0.12, read), turned)} />
-    <text class="tag predicts" x=${100 * Math.max(0.3, predict)} y="20" text-anchor="end">predicting</text>
-    <text class="tag reads" x=${100 * read * Math.cos(turned) + 8} y=${Math.min(-14, 100 * read * Math.sin(turned)) + 6}>reading</text></svg>`;
 }
 
 const SHOWN = 10;

@@ -58,11 +58,8 @@ function Trend({ matrix, kind, data }) {
   const [low, high] = interval[kind];
   const isClear = low * high > 0 && Math.abs(rho) > 0.1;
   const longer = rho < 0 ? "Rare" : "Frequent";
-  const common = Math.sign(rho) * spearman.centred_norm < 0.5 * Math.abs(rho);
   const found = {
-    norm: () => html`${common ? html`Rows of ${longer.toLowerCase()} tokens are longer because all rows share one direction: without the mean row,
-        ${" "}they are ${Math.sign(rho) * spearman.centred_norm < -0.1 ? "shorter" : "no longer"} (${number("centred_norm")}).`
-      : html`Rows of ${longer.toLowerCase()} tokens are longer, also without the mean row (${number("centred_norm")}).`}
+    norm: () => html`Rows of ${longer.toLowerCase()} tokens are longer; without the mean row, which all share, ${number("centred_norm")}.
       ${" "}${rho < 0 ? "A rare token is seldom the answer, and nearly every step pushes its row a little away as a wrong one."
         : "Each occurrence moves a row; a rare one stays near where it began."}`,
     centred_norm: () => html`Less the mean row, ${longer.toLowerCase()} rows are longer here: this length changes probabilities, and
