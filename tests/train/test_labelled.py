@@ -17,7 +17,7 @@ from tiedgpt.errors import UserError
 from tiedgpt.heads import MultipleChoice, SequenceClassifier, pad
 from tiedgpt.train.events import Ended, Evaluated
 from tiedgpt.train.objective import ModelSetup
-from tiedgpt.train.objectives import OBJECTIVES, load_objective
+from tiedgpt.train.objectives import OBJECTIVES, ObjectiveRecord, load_objective
 from tiedgpt.train.objectives.labelled import LabelScore, LabelSources, encode_examples
 from tiedgpt.train.optim.groups import parameter_groups
 from tiedgpt.train.options import TrainOptions
@@ -254,6 +254,13 @@ def test_bad_input_gets_one_line_and_its_exit_code(files, capfd, arguments, code
     assert got == code, err
     assert re.search(says, err), err
     assert not list(files.glob("runs/*/model"))
+
+
+def test_a_new_task_is_one_record(monkeypatch):
+    monkeypatch.setitem(OBJECTIVES, "sort", ObjectiveRecord(home="sorting:Sort"))
+    assert TrainOptions(task="sort", data=("a.jsonl",)).objective_record.home == "sorting:Sort"
+    with pytest.raises(UserError, match="use lm, classify, choose, sort"):
+        TrainOptions(task="swim", data=("a.jsonl",))
 
 
 def test_removed_tasks_name_their_replacement():

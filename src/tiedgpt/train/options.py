@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 import re
 from dataclasses import KW_ONLY, MISSING, dataclass, fields
-from typing import TYPE_CHECKING, Any, ClassVar, Literal, NamedTuple, get_args
+from typing import TYPE_CHECKING, Any, ClassVar, Literal, NamedTuple
 
 from tiedgpt.core.config import PRESETS, GPTConfig
 from tiedgpt.errors import UserError
@@ -23,7 +23,7 @@ from tiedgpt.options import (
     option,
     option_of_verb,
 )
-from tiedgpt.train.objectives import ObjectiveRecord, find_record
+from tiedgpt.train.objectives import ObjectiveRecord, find_record, list_tasks
 from tiedgpt.train.optim import OPTIMIZERS, find_optimizer, scale_lr_to_width
 from tiedgpt.train.plan import Keep, Schedule
 
@@ -91,7 +91,6 @@ RANGES: tuple[tuple[str, float, float, str], ...] = (
     ("seed", 0, 2**63 - 1, "a whole number from 0 to 2^63 - 1"),
 )
 """Options, their minimum and maximum, and the range in words."""
-TaskName = Literal["lm", "classify", "choose"]
 Recipe = Literal["train", "tune"]
 TrackerName = Literal["trackio", "wandb", "tensorboard"]
 
@@ -330,10 +329,11 @@ class TrainOptions(  # the help lists the options of the last one first
     sample_prompt: str | None = option(
         None, "Prompt of the samples that are shown at evaluations.", "output"
     )
-    task: TaskName = option(
+    task: str = option(
         "lm",
         "lm: predict text. The others need .jsonl: classify texts, or choose a continuation.",
         "data",
+        choices=list_tasks,
         verbs=TRAIN,
     )
     objective: str | None = option(
@@ -454,8 +454,8 @@ class TrainOptions(  # the help lists the options of the last one first
     }
 
     def __post_init__(self) -> None:
-        if self.task not in get_args(TaskName):
-            remedy = REMOVED_VALUES.get(("task", self.task), f"use {', '.join(get_args(TaskName))}")
+        if self.task not in list_tasks():
+            remedy = REMOVED_VALUES.get(("task", self.task), f"use {', '.join(list_tasks())}")
             raise UserError(f"there is no --task {self.task}", hint=remedy)
         if not self.objective_record.reads_text and not self.data:
             task = self.objective or f"--task {self.task}"

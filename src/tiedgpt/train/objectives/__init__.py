@@ -26,6 +26,8 @@ class ObjectiveRecord:
 
     home: str
     """Module and class, as `my_module:MyObjective`."""
+    is_task: bool = True
+    """Whether it is a value of --task; `tune` chooses the others by its data."""
     reads_text: bool = False
     """Whether the data are text, for which the size of a model can be chosen."""
     pipeline: str | None = None
@@ -44,11 +46,18 @@ OBJECTIVES = {
         home=f"{HOME}.language:LanguageModelling", reads_text=True, pipeline="text-generation",
         epochs=None, min_steps=1, batch_size=None,
     ),
-    "replies": ObjectiveRecord(home=f"{HOME}.replies:Replies", pipeline="text-generation"),
+    "replies": ObjectiveRecord(
+        home=f"{HOME}.replies:Replies", is_task=False, pipeline="text-generation"
+    ),
     "classify": ObjectiveRecord(home=f"{HOME}.classify:Classify", pipeline="text-classification"),
     "choose": ObjectiveRecord(home=f"{HOME}.choose:Choose", pipeline="multiple-choice"),
 }  # fmt: skip
-"""The objectives by the name of their --task; `tune` chooses `replies` for examples."""
+"""The objectives by name."""
+
+
+def list_tasks() -> tuple[str, ...]:
+    """Return the values of --task."""
+    return tuple(name for name, record in OBJECTIVES.items() if record.is_task)
 
 
 def find_record(options: dict[str, Any]) -> ObjectiveRecord:
