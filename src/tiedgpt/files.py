@@ -163,10 +163,10 @@ def format_bytes(n_bytes: float) -> str:
 
 def require_room(directory: Path, n_bytes: int) -> None:
     """Raise `NoRoomError` where less than `n_bytes` are free, before anything is written."""
-    place = directory.absolute()
-    while not place.exists():
-        place = place.parent
-    free = shutil.disk_usage(place).free
+    parent = directory.absolute()
+    while not parent.exists():
+        parent = parent.parent
+    free = shutil.disk_usage(parent).free
     if free < n_bytes:
         raise NoRoomError(
             f"{directory} needs {format_bytes(n_bytes)}, {format_bytes(free)} are free",
@@ -181,15 +181,15 @@ def beside(path: Path, name: str, *, links: bool = False) -> Path:
     `CorruptInputError` for a path, for such a link, and where there is no such file.
     """
     directory = path if path.is_dir() else path.parent
-    shown = name[:80].encode("unicode_escape").decode()
+    printable = name[:80].encode("unicode_escape").decode()
     try:
         there = bool(name) and Path(name).name == name and (directory / name).is_file()
     except (OSError, ValueError):  # too long, a zero byte, a lone surrogate
         there = False
     if not there:
-        raise CorruptInputError(f"{path} names the file {shown!r}, which is not beside it")
+        raise CorruptInputError(f"{path} names the file {printable!r}, which is not beside it")
     if not links and leads_out(directory, directory / name):
-        raise CorruptInputError(f"{path} names the file {shown!r}, a link out of its directory")
+        raise CorruptInputError(f"{path} names the file {printable!r}, a link out of its directory")
     return directory / name
 
 
@@ -236,7 +236,7 @@ def read_json_lines(
             line = line.removeprefix(b"\xef\xbb\xbf")  # the byte order mark
         if not line.strip():
             continue
-        place = f"{name}:{number}"
+        location = f"{name}:{number}"
         try:
             record = json.loads(line.decode())
             if not isinstance(record, dict):
@@ -244,12 +244,14 @@ def read_json_lines(
             if b"\\u" in line:  # escapes may spell half a surrogate pair, which is not Unicode
                 json.dumps(record, ensure_ascii=False).encode()
         except (ValueError, RecursionError) as error:
-            bad = CorruptInputError(f"{place}: not a JSON object ({error}); a line is {expected}")
+            bad = CorruptInputError(
+                f"{location}: not a JSON object ({error}); a line is {expected}"
+            )
             if on_bad is None:
                 raise bad from None
             on_bad(bad)
         else:
-            yield place, record
+            yield location, record
 
 
 def parse_json_lines(

@@ -61,13 +61,13 @@ def has_bf16(device: torch.device) -> bool:
 @contextmanager
 def eval_mode(module: nn.Module) -> Iterator[None]:
     """Switch a module to eval mode inside the block and restore the mode of each submodule."""
-    training = [part for part in module.modules() if part.training]
+    training = [submodule for submodule in module.modules() if submodule.training]
     module.eval()
     try:
         yield
     finally:
-        for part in training:
-            part.training = True
+        for submodule in training:
+            submodule.training = True
 
 
 def to_json_data(value: Any) -> Any:

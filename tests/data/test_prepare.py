@@ -114,7 +114,7 @@ def test_bytes_are_the_same_for_any_number_of_processes_and_tasks(folder, tmp_pa
     prepare(folder, tmp_path / "two", workers=2)
     for index in (2, 3, 1):
         assert not (tmp_path / "tasks" / "manifest.json").exists()
-        prepare(folder, tmp_path / "tasks", part=(index, 3))
+        prepare(folder, tmp_path / "tasks", task=(index, 3))
     assert sums(one) == sums(tmp_path / "two") == sums(tmp_path / "tasks")
 
 
@@ -224,7 +224,7 @@ CHANGES = {
 @pytest.mark.parametrize("problem", CHANGES)
 def test_changed_input_is_refused_by_name(folder, tmp_path, problem):
     out = tmp_path / "out"
-    assert prepare(folder, out, part=(1, 2)) is None
+    assert prepare(folder, out, task=(1, 2)) is None
     before = sums(out)
     CHANGES[problem](folder)
     with pytest.raises(UserError, match=f"{problem} since .*out was begun"):
@@ -244,7 +244,7 @@ def test_input_that_changes_while_it_is_read_is_refused(folder, tmp_path, proble
 
 
 def test_other_options_and_another_tokenizer_are_refused(folder, tmp_path):
-    prepare(folder, out := tmp_path / "out", part=(1, 2))
+    prepare(folder, out := tmp_path / "out", task=(1, 2))
     with pytest.raises(UserError) as caught:
         prepare_data(plan_preparation([str(folder)], keep_end_of_text=True), out, "char")
     assert caught.value.options == ("keep_end_of_text",)
@@ -253,7 +253,7 @@ def test_other_options_and_another_tokenizer_are_refused(folder, tmp_path):
             prepare(folder, out, tokenizer)
         assert caught.value.options == ("tokenizer",)
     third = tmp_path / "third"
-    prepare(folder, third, Tokenizer.train(TEXTS, 300), part=(1, 2))
+    prepare(folder, third, Tokenizer.train(TEXTS, 300), task=(1, 2))
     with pytest.raises(UserError, match=r"and .*third was begun with"):
         prepare(folder, third, Tokenizer.train(TEXTS, 301))
     same = Tokenizer.from_pretrained(third / "tokenizer")
@@ -317,7 +317,7 @@ def test_two_processes_may_encode_the_same_parts(folder, tmp_path):
     def progress(stage, done, total):
         if len(calls) < 3:
             calls.append(done)
-            prepare(folder, tmp_path / "out", part=(len(calls), 3))
+            prepare(folder, tmp_path / "out", task=(len(calls), 3))
 
     calls = []
     prepare(folder, tmp_path / "out", progress=progress)
@@ -365,7 +365,7 @@ def test_verify_finds_a_flipped_bit_in_any_file_and_its_hint_repairs_it(tmp_path
 
 
 def test_changed_count_does_not_enter_the_next_manifest(folder, tmp_path):
-    prepare(folder, tmp_path / "out", part=(1, 2))
+    prepare(folder, tmp_path / "out", task=(1, 2))
     record = tmp_path / "out" / "000000" / "part.json"
     facts = json.loads(record.read_text())
     facts["counts"]["train"]["tokens"] += 1

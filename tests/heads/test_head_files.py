@@ -166,9 +166,9 @@ def change_config(directory: Path, **keys) -> None:
 def test_a_missing_head_is_never_initialised_at_random(make, tmp_path):
     make(MultipleChoice).gpt.save_pretrained(tmp_path / "language")
     for head_class in OPTIONS:
-        if head_class.own:
+        if head_class.head_tensors:
             with pytest.raises(
-                UserError, match=rf"{head_class.own[0]}.*{head_class.__name__}\.fresh"
+                UserError, match=rf"{head_class.head_tensors[0]}.*{head_class.__name__}\.fresh"
             ):
                 head_class.from_pretrained(tmp_path / "language")
     make(MultipleChoice).save_pretrained(tmp_path)

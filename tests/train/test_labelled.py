@@ -155,7 +155,7 @@ def test_every_parameter_of_a_head_is_in_exactly_one_group(tiny, kind):
     grouped = [parameter for group in groups for parameter in group.parameters.values()]
     assert len(grouped) == len(set(grouped)) == len(list(model.parameters()))
     names = {group.name: list(group.parameters) for group in groups}
-    assert names["head"] == list(kind.own)
+    assert names["head"] == list(kind.head_tensors)
     reads = "W, which reads and predicts" if kind is MultipleChoice else "W, which reads"
     assert names[reads] == ["gpt.wte.weight"]
 

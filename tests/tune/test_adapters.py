@@ -167,7 +167,7 @@ def test_a_head_trains_its_own_layers_and_adapters_on_its_body(make):  # noqa: F
     head = make(SequenceClassifier)
     report = lora(head, targets=ALL)
     moving = {name for name, p in head.named_parameters() if p.requires_grad}
-    assert {name for name in moving if "lora_" not in name} == set(head.own)
+    assert {name for name in moving if "lora_" not in name} == set(head.head_tensors)
     assert "W (wte) only reads" in str(report)
     drawn(head)
     ids = torch.arange(12).view(2, 6)

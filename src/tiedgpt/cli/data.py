@@ -190,7 +190,7 @@ def prepare(arguments: list[str]) -> None:
             vocab_size=args.vocab_size or VOCAB_SIZE,
             workers=args.workers or count_cores(),
             ray=args.ray,
-            part=args.task,
+            task=args.task,
             progress=progress,
         )
     if encoded is not None:
@@ -302,7 +302,7 @@ def _as_dict(
     rows = []
     for example in examples:
         tokens, trained = zip(*_tokens(example, reader.tokenizer), strict=True)
-        facts = {"place": example.place, "ids": example.ids}
+        facts = {"place": example.location, "ids": example.ids}
         rows.append(facts | {"tokens": tokens, "trained": trained})
     remarks = {name: asdict(remark) for name, remark in reader.remarks.items()}
     return {"kind": reader.kind, **counts, "remarks": remarks, "shown": rows}
@@ -312,7 +312,7 @@ def _print(reader: ExampleReader, counts: dict[str, int], examples: list[Example
     to = console()
     colour = to.color_system is not None and not to.no_color
     for example in examples:
-        to.print(Text(example.place, "bold"))
+        to.print(Text(example.location, "bold"))
         to.print(_marked(example, reader.tokenizer, colour=colour))
     by = f", by the template {reader.template.name}" if reader.kind == "messages" else ""
     share = f"{counts['trained']:,} ({counts['trained'] / counts['tokens']:.0%})"

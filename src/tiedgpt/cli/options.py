@@ -93,8 +93,8 @@ def make_parser(options: type, verb: str, description: str) -> Parser:
     blocks = [block if "  " in block else textwrap.fill(block, HELP_WIDTH) for block in blocks]
     classes = (options, *_list_parts(options).values())
     hints = {cls: get_type_hints(cls) for cls in classes}
-    known = [(cls, field) for cls in classes for field in _list_fields(cls, verb)]
-    arguments = (_make_placeholder(f, hints[k][f.name]) for k, f in known if is_argument(f))
+    fields = [(cls, field) for cls in classes for field in _list_fields(cls, verb)]
+    arguments = (_make_placeholder(f, hints[k][f.name]) for k, f in fields if is_argument(f))
     parser = Parser(
         prog=f"tiedgpt {verb}",
         usage=" ".join([f"tiedgpt {verb}", *arguments, "[options]"]),
@@ -111,7 +111,7 @@ def make_parser(options: type, verb: str, description: str) -> Parser:
             heading = _find_heading(cls, field)
             if heading not in groups and "help" in field.metadata:
                 groups[heading] = parser.add_argument_group(heading)
-    for cls, field in known:
+    for cls, field in fields:
         defaults = getattr(cls, "DEFAULTS", {}).get(verb, {})
         keywords = _make_keywords(field, hints[cls][field.name], defaults)
         if is_argument(field):
@@ -242,20 +242,20 @@ def unknown_verb(verb: str, verbs: Collection[str]) -> UsageError:
     return UsageError(f"`tiedgpt` has no verb {verb!r}", hint)
 
 
-def _suggest(text: str, known: Collection[str]) -> str:
+def _suggest(text: str, names: Collection[str]) -> str:
     """Return "did you mean ...?" for the most similar name, or ""."""
-    begin = [name for name in known if name.startswith(text)]
-    near = begin or get_close_matches(text, list(known), cutoff=0.7)
+    begin = [name for name in names if name.startswith(text)]
+    near = begin or get_close_matches(text, list(names), cutoff=0.7)
     return f"did you mean {near[0]}? " if near else ""
 
 
 def _explain_unknown(argument: str, options: type, verb: str) -> UsageError:
     """Return the error for an unknown argument."""
-    known = option_fields(options, verb)
+    fields = option_fields(options, verb)
     lists = f"`tiedgpt {verb} --help` lists all options"
     if not argument.startswith("-"):
         hint = lists
-        if any(field.name == "prompt" for field in known):
+        if any(field.name == "prompt" for field in fields):
             hint = hint_at_prompt(argument)
         return UsageError(f"`tiedgpt {verb}` has no place for {argument!r}", hint)
     from tiedgpt.infer.generation_config import OTHER_NAMES as generation_names
@@ -265,7 +265,7 @@ def _explain_unknown(argument: str, options: type, verb: str) -> UsageError:
     removed = REMOVED_TRAIN_OPTIONS if verb in ("train", "tune") else REMOVED_OPTIONS
     if remedy := removed.get(name):
         return UsageError(f"`tiedgpt {verb}` no longer has {typed}", remedy)
-    flags = {field.name: flag(field) for field in known if not is_argument(field)}
+    flags = {field.name: flag(field) for field in fields if not is_argument(field)}
     other = (OTHER_NAMES["TrainOptions"] | generation_names).get(name, "")
     near = f"did you mean {flags[other]}? " if other in flags else _suggest(typed, flags.values())
     return UsageError(f"`tiedgpt {verb}` has no option {typed}", near + lists)

@@ -72,10 +72,10 @@ class Display:
         self.say(*data.notes)
         self._unit, self._batch_units = data.unit, plan.batch_size * data.row_units
         objective, config = event.objective, event.objective.config
-        (kind, amount), *_ = data.description.items()
+        (data_kind, amount), *_ = data.description.items()
         source = ", ".join(options.data) or "the documentation inside this Python"
         facts = {
-            kind: f"{source}: {amount}",
+            data_kind: f"{source}: {amount}",
             "tokens": data.description["tokens"],
             "model": f"{options.start or plan.size}: "
             + _count_parameters(config, objective)
@@ -86,13 +86,13 @@ class Display:
             "memory": "" if plan.memory is None else describe_memory(plan),
         }
         if self.show.verbose:
-            part = plan.eval_batches * plan.micro_batch * data.row_units
+            n_scored = plan.eval_batches * plan.micro_batch * data.row_units
             facts |= {
                 "shape": f"{config.n_layer} blocks of width {config.n_embd}, {config.n_head} "
                 f"heads, {config.n_positions} positions",
                 "schedule": f"peak learning rate {plan.lr:g}, {plan.warmup:,} warm-up steps, then "
                 f"{plan.schedule}",
-                "evaluated": f"every {format_count(plan.eval_every, 'step')} on about {part:,} "
+                "evaluated": f"every {format_count(plan.eval_every, 'step')} on about {n_scored:,} "
                 f"{data.unit}",
             }
         for label, text in facts.items():
@@ -219,18 +219,18 @@ class Display:
         seen = ended.step * self._batch_units
         if data.text_tokens is not None and seen < READABLE and options.start is None:
             self.say(f"the model was trained on only {seen:,} tokens: its texts may be poor")
-        part = "all held-out data"
+        scored_on = "all held-out data"
         if ended.scored is not None:
             scored = format_count(ended.scored, data.unit.removesuffix("s"))
-            part = f"{scored} of the held-out data; --score all takes all"
-        score = f"validation {_format_scores(ended.metrics, 4)}, on {part}"
+            scored_on = f"{scored} of the held-out data; --score all takes all"
+        score = f"validation {_format_scores(ended.metrics, 4)}, on {scored_on}"
         if data.memorizes:
             memorized = ended.metrics["val_loss"] < MEMORIZED_NATS
             score = f"{_format_scores(ended.metrics, 4)} on the examples trained on, which are "
             score += "memorized" if memorized else "not memorized yet: train for more --steps"
-        part = f"loss {ended.sample_nats:.4f}"
-        if part not in score:
-            score += f"; {part} on the part scored during training"
+        sample_loss = f"loss {ended.sample_nats:.4f}"
+        if sample_loss not in score:
+            score += f"; {sample_loss} on the part scored during training"
         fact("score", score, to=out)
         fact("model", _count_parameters(config, objective), to=out)
         loads = ", which transformers loads too" if objective.transformers_class else ""

@@ -191,5 +191,5 @@ class StopSignals:
 
     def _handle(self, number: int, frame: FrameType | None) -> None:
         self._numbers.append(number)
-        for each in self._before:
-            signal.signal(each, signal.SIG_DFL)
+        for handler in self._before:
+            signal.signal(handler, signal.SIG_DFL)

@@ -167,7 +167,7 @@ class FileCorpus:
             CorruptInputError: a named file is not text in UTF-8, or a line of a `.jsonl` is wrong.
         """
         blank = True
-        for place, record in self.records(f'{{"{self.text_field}": ...}}'):
+        for location, record in self.records(f'{{"{self.text_field}": ...}}'):
             text = record.get(self.text_field)
             if not isinstance(text, str):
                 problem = f"must be a string, got {text!r:.40}"
@@ -177,11 +177,11 @@ class FileCorpus:
                 if {"prompt", "messages", "conversations"} & record.keys():
                     hint = "train on prompts and replies with `tiedgpt tune`"
                 raise CorruptInputError(
-                    f"{place}: the field {self.text_field!r} {problem}", hint=hint
+                    f"{location}: the field {self.text_field!r} {problem}", hint=hint
                 )
             if text.strip():
                 blank = False
-                yield Document(place, text)
+                yield Document(location, text)
         if blank and not self.may_be_blank:
             names = ", ".join(map(_printable, list(self.paths)[:3]))
             reason, hint = "every document is empty", "name files with text"
@@ -253,8 +253,8 @@ class FileCorpus:
         name, head = _printable(path), file.read(PEEK_BYTES)
         if self.in_parts and self.has_lines(head):
             pieces = cut_text(file, self.separator.encode(), head)
-            for place, text in self._read_pieces(pieces, path):
-                yield place, {self.text_field: text}
+            for location, text in self._read_pieces(pieces, path):
+                yield location, {self.text_field: text}
             return
         if not self._is_binary(head):
             head += file.read(LARGEST_LINE if self.in_parts else -1)
@@ -271,8 +271,8 @@ class FileCorpus:
                 for number, text in enumerate(filter(str.strip, stripped), 1)
             }
             self.remarks.separated[name] = len(texts)
-        for place, text in texts.items():
-            yield place, {self.text_field: text}
+        for location, text in texts.items():
+            yield location, {self.text_field: text}
 
     def _read_pieces(
         self, pieces: Iterable[tuple[bytes, bool]], path: str
@@ -302,9 +302,9 @@ class FileCorpus:
                 self.remarks.skipped.add(name)
             return None
         if is_binary:
-            place = f"a NUL byte at {data.index(0):,}"
+            location = f"a NUL byte at {data.index(0):,}"
             raise CorruptInputError(
-                f"{name} contains {place}, so it is taken for a binary file",
+                f"{name} contains {location}, so it is taken for a binary file",
                 hint="remove the byte if it is text, or give its --encoding (utf-8 or utf-16)",
             )
         nor = "" if self.encoding == "auto" else f", nor in {self.encoding}"
@@ -430,8 +430,8 @@ def _search(source: str) -> list[str]:
             if not {*MARKERS}.isdisjoint(files):
                 folders.clear()
                 continue
-            shown = (name for name in folders if not name.startswith(".") and name not in CACHES)
-            folders[:] = sorted(shown)
+            searched = (name for name in folders if not name.startswith(".") and name not in CACHES)
+            folders[:] = sorted(searched)
             visible = sorted(name for name in files if not name.startswith("."))
             paths += [os.path.join(directory, name) for name in visible]
     if not paths and is_folder:

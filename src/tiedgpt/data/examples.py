@@ -28,8 +28,8 @@ from tiedgpt.text.codec import END_OF_TEXT
 if TYPE_CHECKING:
     from tiedgpt.text import Tokenizer
 
-Kind = Literal["text", "completion", "messages"]
-FIELDS: list[tuple[set[str], Kind]] = [
+ExampleType = Literal["text", "completion", "messages"]
+FIELDS: list[tuple[set[str], ExampleType]] = [
     ({"text"}, "text"),
     ({"prompt", "completion"}, "completion"),
     ({"messages"}, "messages"),
@@ -51,7 +51,7 @@ REMARKS = {
 class Example:
     """One example, encoded."""
 
-    place: str
+    location: str
     """Origin: `path:line`."""
     ids: list[int]
     """(N,)"""
@@ -100,11 +100,11 @@ class ExampleReader:
         self.too_long, self.skip_bad = too_long, skip_bad
         self.remarks: dict[str, Remark] = {}
         self.max_turns = 0
-        self.kind: Kind = next(self._records())[1]
+        self.kind: ExampleType = next(self._records())[1]
         needed = [END_OF_TEXT] if tokenizer.eos_token_id is None else []
         if self.kind == "messages":
-            known = template if isinstance(template, Template) else read_template(template)
-            self.template = known or CHATML
+            chosen = template if isinstance(template, Template) else read_template(template)
+            self.template = chosen or CHATML
             needed += self.template.tokens
         self.tokenizer = tokenizer.with_special_tokens(needed)
 
@@ -112,11 +112,11 @@ class ExampleReader:
         """Yield the examples in the order of the files."""
         self.remarks, self.max_turns = {}, 0
         n_examples = 0
-        for place, _, record in self._records():
+        for location, _, record in self._records():
             try:
-                example = self._encode(place, record)
+                example = self._encode(location, record)
             except UserError as error:
-                self._bad(CorruptInputError(f"{place}: {error}"))
+                self._bad(CorruptInputError(f"{location}: {error}"))
                 continue
             if (fitting := self._fitting(example)) is not None:
                 n_examples += 1
@@ -131,27 +131,28 @@ class ExampleReader:
             f"{REMARKS[name]}: {r.count:,} (first: {r.first})" for name, r in self.remarks.items()
         ]
 
-    def _records(self) -> Iterator[tuple[str, Kind, dict[str, Any]]]:
+    def _records(self) -> Iterator[tuple[str, ExampleType, dict[str, Any]]]:
         """Yield the lines with their kind, which is the same for all."""
-        first: tuple[str, Kind] | None = None
-        for place, record in self.corpus.records(EXPECTED, self._bad):
+        first: tuple[str, ExampleType] | None = None
+        for location, record in self.corpus.records(EXPECTED, self._bad):
             try:
-                kind = _kind(record)
+                example_type = _find_type(record)
             except UserError as error:
-                self._bad(CorruptInputError(f"{place}: {error}; a line is {EXPECTED}"))
+                self._bad(CorruptInputError(f"{location}: {error}; a line is {EXPECTED}"))
                 continue
-            first = first or (place, kind)
-            if kind != first[1]:
+            first = first or (location, example_type)
+            if example_type != first[1]:
                 raise CorruptInputError(
-                    f"{place} is of the kind {kind}, and {first[0]} of the kind {first[1]}",
-                    hint="put them into files of their own",
+                    f"{location} is of the kind {example_type}, and {first[0]} of the kind "
+                    f"{first[1]}",
+                    hint="put each kind into its own file",
                 )
-            yield place, kind, record
+            yield location, example_type, record
         if first is None:
             why = "; ".join(self.notes()) or "every file is empty"
             raise UserError(f"no line is an example ({why}): a line is {EXPECTED}")
 
-    def _encode(self, place: str, record: Mapping[str, Any]) -> Example:
+    def _encode(self, location: str, record: Mapping[str, Any]) -> Example:
         turns = 1
         if self.kind == "messages":
             messages = list(_messages(record))
@@ -162,27 +163,27 @@ class ExampleReader:
             pieces = [Piece(_string(record, name), counted=name != "prompt") for name in names]
             pieces.append(Piece(END_OF_TEXT, True, True))
             if self.kind == "completion" and pieces[0].text.endswith(" "):
-                self._remark("space", place)
+                self._remark("space", location)
         ids, counted = encode_pieces(pieces, self.tokenizer)
         if not any(counted[1:]):
             raise UserError("nothing in it is trained: it has no reply, or no text")
-        return Example(place, ids, counted, turns)
+        return Example(location, ids, counted, turns)
 
     def _fitting(self, example: Example) -> Example | None:
         """Return the example if it fits the context, what fits of it, or None."""
-        room, place = self.context, example.place
+        room, location = self.context, example.location
         if room is None or len(example.ids) <= room:
             return example
         if self.too_long == "error":
             raise UserError(
-                f"{place} has {len(example.ids):,} tokens, and the context {room:,}",
+                f"{location} has {len(example.ids):,} tokens, and the context {room:,}",
                 hint="give a longer context, or too_long='cut' (--too-long cut)",
             )
         cut = self.too_long == "cut" and any(example.counted[1:room])
-        self._remark("cut" if cut else "dropped", place)
+        self._remark("cut" if cut else "dropped", location)
         if not cut:
             return None
-        return Example(place, example.ids[:room], example.counted[:room], example.turns)
+        return Example(location, example.ids[:room], example.counted[:room], example.turns)
 
     def _bad(self, error: CorruptInputError) -> None:
         if not self.skip_bad:
@@ -195,9 +196,9 @@ class ExampleReader:
         self.remarks[name] = Remark(before.count + 1, before.first)
 
 
-def _kind(record: Mapping[str, Any]) -> Kind:
+def _find_type(record: Mapping[str, Any]) -> ExampleType:
     present = {name for name, value in record.items() if value is not None}
-    kinds = [kind for fields, kind in FIELDS if fields <= present]
+    kinds = [example_type for fields, example_type in FIELDS if fields <= present]
     if len(kinds) != 1:
         named = " and ".join(kinds) or "none"
         raise UserError(f"its fields are of {named} of the kinds: {', '.join(map(repr, record))}")

@@ -87,8 +87,8 @@ class LargePermutation:
     def __len__(self) -> int:
         return self.n
 
-    def __getitem__(self, place: int) -> int:
-        number = self._shuffle(place)
+    def __getitem__(self, index: int) -> int:
+        number = self._shuffle(index)
         while number >= self.n:
             number = self._shuffle(number)
         return number

@@ -92,7 +92,7 @@ class Source(NamedTuple):
     side: Side
 
 
-class Part(NamedTuple):
+class InputPart(NamedTuple):
     """Some files, or a section of a large one: the work of one process."""
 
     side: Side
@@ -117,7 +117,7 @@ class Plan:
     reading: dict[str, Any]
     """The options of `documents`."""
     sources: list[Source]
-    parts: list[Part]
+    parts: list[InputPart]
     n_bytes: int
     """Estimated size of the training text."""
     remarks: Remarks
@@ -132,11 +132,11 @@ class Plan:
     def sample(self, characters: int, progress: Progress | None = None) -> Iterator[str]:
         """Yield training texts from all parts, at most `characters` together."""
         report = progress or _ignore
-        parts = [part for part in self.parts if part.side == "train"]
+        parts = [piece for piece in self.parts if piece.side == "train"]
         total = min(characters, self.n_bytes)
-        for number, part in enumerate(parts, 1):
+        for number, piece in enumerate(parts, 1):
             rest = characters // len(parts)
-            for side, document in part.open()[1]:
+            for side, document in piece.open()[1]:
                 if side == "train":
                     yield document.text[:rest]
                     rest -= len(document.text)
@@ -147,8 +147,8 @@ class Plan:
 
     def texts(self) -> Iterator[str]:
         """Yield all texts of both sides."""
-        for part in self.parts:
-            yield from (document.text for document in part.open()[0])
+        for piece in self.parts:
+            yield from (document.text for document in piece.open()[0])
 
 
 def plan_preparation(
@@ -191,7 +191,7 @@ def plan_preparation(
     for side, corpus in corpora.items():
         sizes = {source.name: source.size for source in sources if source.side == side}
         for piece, size in _divide(corpus, sizes, target):
-            parts.append(Part(side, piece, rules, size))
+            parts.append(InputPart(side, piece, rules, size))
     return Plan(names, reading, sources, parts, n_bytes, remarks, tuple(split.notes()))
 
 
@@ -271,13 +271,13 @@ def prepare_data(
     vocab_size: int = VOCAB_SIZE,
     workers: int = 1,
     ray: str | None = None,
-    part: tuple[int, int] = (1, 1),
+    task: tuple[int, int] = (1, 1),
     progress: Progress | None = None,
 ) -> EncodedCorpus | None:
     """Encode the missing parts of a directory; return the corpus if the directory is complete.
 
     `tokenizer` "bpe" or "char" trains one on the text. `workers` is the number of processes; `ray`
-    the address of a Ray cluster that sees the files ("auto", or "local" to start one). `part`
+    the address of a Ray cluster that sees the files ("auto", or "local" to start one). `task`
     (i, n) selects every n-th part from the i-th. Other tasks encode the other parts, and the last
     task completes the directory.
 
@@ -286,7 +286,7 @@ def prepare_data(
         CorruptInputError: a file is damaged, or changed while it was read.
         NoRoomError: the disk is full, or a process was killed; the same command continues.
     """
-    directory, (index, n_parts) = Path(directory), part
+    directory, (index, n_parts) = Path(directory), task
     facts = plan.facts(describe_tokenizer(tokenizer, vocab_size))
     _begin(directory, facts)
     if n_parts == 1:
@@ -340,8 +340,10 @@ def _begin(directory: Path, facts: dict[str, Any]) -> None:
         if names:
             raise UserError(f"{directory} is not empty", hint="give --out a new directory")
         write_sealed(path, facts)
-    begun = read_sealed(path)
-    then, now = ({**each["reading"], "tokenizer": each["tokenizer"]} for each in (begun, facts))
+    recorded = read_sealed(path)
+    then, now = (
+        {**record["reading"], "tokenizer": record["tokenizer"]} for record in (recorded, facts)
+    )
     for name in now:
         if then.get(name) != now[name]:
             raise UserError(
@@ -349,8 +351,8 @@ def _begin(directory: Path, facts: dict[str, Any]) -> None:
                 hint="give another --out",
                 option=name,
             )
-    if begun != facts:
-        problem = _find_change(begun["sources"], facts["sources"]) or "the division changed"
+    if recorded != facts:
+        problem = _find_change(recorded["sources"], facts["sources"]) or "the division changed"
         raise UserError(
             f"{problem} since {directory} was begun", hint="prepare the data in a new directory"
         )
@@ -376,20 +378,20 @@ def _open_tokenizer(
     """Return the tokenizer of a directory; train or copy it first if it is not there."""
     from tiedgpt.text import Tokenizer
 
-    place = directory / TOKENIZER
-    if not place.is_dir():
+    output = directory / TOKENIZER
+    if not output.is_dir():
         if tokenizer == "char":
             tokenizer = Tokenizer.characters(plan.texts())
         elif isinstance(tokenizer, str):
             tokenizer = Tokenizer.train(plan.sample(TOKENIZER_CHARACTERS, progress), vocab_size)
         require_vocabulary(len(tokenizer))
         try:
-            with replacing(place) as temporary:
+            with replacing(output) as temporary:
                 tokenizer.save_pretrained(temporary)
         except UserError:
-            if not place.is_dir():  # another task of an array may have been first
+            if not output.is_dir():  # another task of an array may have been first
                 raise
-    return Tokenizer.from_pretrained(place)
+    return Tokenizer.from_pretrained(output)
 
 
 def _run(tasks: Sequence[tuple[Any, ...]], workers: int, ray: str | None) -> Iterator[int]:
@@ -425,17 +427,17 @@ def _run(tasks: Sequence[tuple[Any, ...]], workers: int, ray: str | None) -> Ite
         ) from None
 
 
-def _encode_part(cwd: str, directory: Path, number: int, part: Part, identity: str) -> int:
+def _encode_part(cwd: str, directory: Path, number: int, piece: InputPart, identity: str) -> int:
     """Encode a part of a directory; return its number. An exception leaves nothing behind."""
     os.chdir(cwd)  # which a node of a cluster does not share
-    place = directory / f"{number:06d}"
+    output = directory / f"{number:06d}"
     if _read_part(directory, number, identity) is not None:
         return number
-    remove(place)
+    remove(output)
     try:
-        with replacing(place) as temporary:
+        with replacing(output) as temporary:
             temporary.mkdir()
-            corpus, split = part.open()
+            corpus, split = piece.open()
             counts = write_shards(split, _load_tokenizer(directory, identity), temporary)
             files = {path.name: _identify(path) for path in sorted(temporary.iterdir())}
             record = {"identity": identity, "counts": {s: asdict(counts[s]) for s in SIDES}}
@@ -456,10 +458,10 @@ def _load_tokenizer(directory: Path, identity: str) -> Tokenizer:
 
 def _read_part(directory: Path, number: int, identity: str) -> dict[str, Any] | None:
     """Return the record of a part whose files are all there; None for any other."""
-    place = directory / f"{number:06d}"
+    output = directory / f"{number:06d}"
     try:
-        record = read_sealed(place / RECORD)
-        sizes = {place / name: size for name, (size, _) in record["files"].items()}
+        record = read_sealed(output / RECORD)
+        sizes = {output / name: size for name, (size, _) in record["files"].items()}
         is_there = all(path.stat().st_size == size for path, size in sizes.items())
     except (TiedGPTError, OSError):
         return None
@@ -479,12 +481,12 @@ def _finish(directory: Path, plan: Plan, records: Sequence[dict[str, Any]]) -> E
     remarks.add(plan.remarks.to_json())
     files = dict[str, list[int | str]]()
     for number, record in enumerate(records):
-        place = directory / f"{number:06d}"
+        output = directory / f"{number:06d}"
         for side in SIDES:
             counts[side] += Counts(**record["counts"][side])
-        files |= {f"{place.name}/{name}": each for name, each in record["files"].items()}
+        files |= {f"{output.name}/{name}": identity for name, identity in record["files"].items()}
         remarks.add(record["remarks"])
-        paths.append(place / RECORD)
+        paths.append(output / RECORD)
     require_both_sides(counts)
     files |= {path.relative_to(directory).as_posix(): _identify(path) for path in paths}
     facts: dict[str, Any] = {side: asdict(counts[side]) for side in SIDES}

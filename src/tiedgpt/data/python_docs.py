@@ -78,10 +78,10 @@ def python_documentation() -> tuple[Document, ...]:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # old syntax and old modules of the library warn
         documents = list(_topics())
-        for kind, name, doc, entries in (*_builtin_modules(), *_library_modules()):
-            text = _laid_out(f"Help on {kind} {name}:", name, doc, entries, seen)
+        for category, name, doc, entries in (*_builtin_modules(), *_library_modules()):
+            text = _laid_out(f"Help on {category} {name}:", name, doc, entries, seen)
             if len(text) >= MIN_CHARACTERS:
-                documents.append(Document(f"python {kind} {name}", text))
+                documents.append(Document(f"python {category} {name}", text))
     if not documents:
         raise UserError(
             "this Python has no documentation of its own (no pydoc_data, no library sources)",
@@ -97,13 +97,13 @@ def _topics() -> Iterator[Document]:
     except ImportError:  # some distributions leave it out
         return
     texts = {name: clean(inspect.cleandoc(text)) for name, text in topics.items()}
-    kept, seen = [], set[str]()
+    unique, seen = [], set[str]()
     for name in sorted(texts, key=lambda name: (-len(texts[name]), name)):
         paragraphs = {p for p in texts[name].split("\n\n") if len(p) > 60}
         if paragraphs and len(paragraphs & seen) < 0.3 * len(paragraphs):
-            kept.append(name)
+            unique.append(name)
             seen |= paragraphs
-    for name in sorted(kept):
+    for name in sorted(unique):
         yield Document(f"python topic {name}", texts[name] + "\n")
 
 
@@ -165,8 +165,8 @@ def _live_entries(owner: object) -> Iterator[Entry]:
     for name, value in sorted(vars(owner).items()):
         doc = getattr(value, "__doc__", None)
         is_class = inspect.isclass(value) and not inspect.isclass(owner)
-        wanted = is_class or inspect.isroutine(value)
-        if wanted and isinstance(doc, str) and not name.startswith("_"):
+        is_documented = is_class or inspect.isroutine(value)
+        if is_documented and isinstance(doc, str) and not name.startswith("_"):
             inner = _live_entries(value) if is_class else ()
             yield _live_heading(name, value, doc), inspect.cleandoc(doc), inner
 
@@ -232,11 +232,13 @@ def clean(text: str) -> str:
 def _prose(paragraph: str) -> str:
     """Return a paragraph without rulers; "" for tables, legal notices and text beyond ASCII."""
     lines = paragraph.strip("\n").split("\n")
-    shown = [line for line in lines if not RULER.match(line)]
-    is_heading = len(lines) == 2 and shown == lines[:1]  # whose underline stays
-    text = "\n".join(lines if is_heading else shown)
-    signs = "".join("".join(shown).split())
+    lines_of_text = [line for line in lines if not RULER.match(line)]
+    is_heading = len(lines) == 2 and lines_of_text == lines[:1]  # whose underline stays
+    text = "\n".join(lines if is_heading else lines_of_text)
+    signs = "".join("".join(lines_of_text).split())
     dull = sum(map(str.isalpha, signs)) < 0.5 * len(signs) and ">>>" not in text
-    table = any(line.lstrip().startswith(("+--", "+==", "|  ")) for line in shown)
-    plain = all(line.isascii() and line.isprintable() and len(line) <= 120 for line in shown)
-    return text if signs and plain and not (dull or table or LEGAL.search(text)) else ""
+    table = any(line.lstrip().startswith(("+--", "+==", "|  ")) for line in lines_of_text)
+    is_prose = all(
+        line.isascii() and line.isprintable() and len(line) <= 120 for line in lines_of_text
+    )
+    return text if signs and is_prose and not (dull or table or LEGAL.search(text)) else ""

@@ -170,8 +170,8 @@ def _find_cut(file: BinaryIO, at: int, size: int, mark: bytes) -> int:
     start = max(0, at - len(mark))
     file.seek(start)
     near = file.read(LARGEST_PART)
-    if (place := near.find(mark)) >= 0:
-        return start + place + len(mark)
+    if (found_at := near.find(mark)) >= 0:
+        return start + found_at + len(mark)
     newline = near.find(b"\n", at - start - 1)
     return start + (newline + 1 if newline >= 0 else _find_character(near, at - start))
 
@@ -184,8 +184,8 @@ def cut_text(file: BinaryIO, mark: bytes = b"", head: bytes = b"") -> Iterator[t
     rest = b""
     while block := head or file.read(LARGEST_PART):
         head = b""
-        *whole, rest = (rest + block).split(mark) if mark else [rest + block]
-        yield from ((part, True) for part in whole)
+        *documents, rest = (rest + block).split(mark) if mark else [rest + block]
+        yield from ((document, True) for document in documents)
         while len(rest) > LARGEST_PART:
             newline = rest.rfind(b"\n", 0, LARGEST_PART)
             cut = newline + 1 if newline >= 0 else _find_character(rest, LARGEST_PART)
@@ -250,14 +250,14 @@ def _read_table(
     try:
         _require_distinct(reader.fieldnames or (), name)
         for record in reader:
-            place = f"{name}:{reader.line_num}"
+            location = f"{name}:{reader.line_num}"
             if None in record or None in record.values():
                 n_columns = len(reader.fieldnames or ())
                 raise CorruptInputError(
-                    f"{place}: the line has not the {n_columns} fields of the first line",
+                    f"{location}: the line has not the {n_columns} fields of the first line",
                     hint="the first line names the columns",
                 )
-            yield place, record
+            yield location, record
     except csv.Error as error:
         raise CorruptInputError(f"{name}:{reader.line_num}: {error}") from None
     except UnicodeError:  # also where a file that is to be UTF-16 has no byte order mark

@@ -65,9 +65,9 @@ class ShardWriter:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(self, kind: object, error: object, trace: object) -> None:
+    def __exit__(self, error_type: object, error: object, trace: object) -> None:
         try:
-            if kind is None:
+            if error_type is None:
                 self.close()
         finally:
             if self._file is not None:
@@ -83,7 +83,7 @@ class ShardWriter:
             )
         tokens = ids.astype("<u2", copy=False)
         while tokens.size:
-            part = tokens[: self.tokens_per_shard - self.n_tokens % self.tokens_per_shard]
+            chunk = tokens[: self.tokens_per_shard - self.n_tokens % self.tokens_per_shard]
             if self._file is None:
                 path = Path(self.directory) / f"{self.prefix}_{len(self.paths):06d}.bin"
                 with writing(path):
@@ -91,9 +91,9 @@ class ShardWriter:
                 self.paths.append(path)
                 self._file.write(header(0))
             with writing(self.paths[-1]):
-                self._file.write(part.tobytes())
-            self.n_tokens += part.size
-            tokens = tokens[part.size :]
+                self._file.write(chunk.tobytes())
+            self.n_tokens += chunk.size
+            tokens = tokens[chunk.size :]
             if self.n_tokens % self.tokens_per_shard == 0:
                 self.close()
 

@@ -141,8 +141,8 @@ def _cut(document: Document) -> Iterator[tuple[Side, Document]]:
     at = max(1, len(text) - max(1, len(text) // 10))
     reach = len(text) // 20
     breaks = text.rfind("\n", at - reach, at) + 1, text.find("\n", at, at + reach) + 1
-    near = [place for place in breaks if 0 < place < len(text)]
-    at = min(near, key=lambda place: abs(place - at), default=at)
+    near = [cut for cut in breaks if 0 < cut < len(text)]
+    at = min(near, key=lambda cut: abs(cut - at), default=at)
     yield "train", Document(document.name, text[:at])
     if at < len(text):
         yield "val", Document(f"{document.name} (end)", text[at:])

@@ -87,8 +87,8 @@ class Template:
         for message in messages:
             role = self.roles.get(message["role"])
             if role is None:
-                known = ", ".join(self.roles)
-                raise UserError(f"template {self.name!r} has no role {message['role']!r}: {known}")
+                roles = ", ".join(self.roles)
+                raise UserError(f"template {self.name!r} has no role {message['role']!r}: {roles}")
             counted = role.counted and message.get("train") is not False
             yield from self._split(role.prefix)
             yield from self._split(role.before, counted)
@@ -123,38 +123,40 @@ class Template:
         """Return the template as transformers executes it, its data in the first line."""
         fields = {name: value for name, value in asdict(self).items() if value is not None}
         data = json.dumps(fields).replace("#", "\\u0023")  # no `#}` ends the comment early
-        lines = ["{#- tiedgpt template " + data + " -#}", self._shown(self.begin)]
+        lines = ["{#- tiedgpt template " + data + " -#}", self._visible(self.begin)]
         lines += ["{%- for message in messages -%}", "{%- if false -%}"]
         for name, role in self.roles.items():
-            content = self._shown(role.before) + "{{- message.content -}}" + self._shown(role.after)
+            content = (
+                self._visible(role.before) + "{{- message.content -}}" + self._visible(role.after)
+            )
             if role.counted:
                 trained = "{%- generation -%}" + content + "{%- endgeneration -%}{%- endif -%}"
                 content = "{%- if message.train is false -%}" + content + "{%- else -%}" + trained
             lines.append("{%- elif message.role == " + json.dumps(name) + " -%}")
-            lines.append(self._shown(role.prefix) + content + self._shown(role.suffix))
+            lines.append(self._visible(role.prefix) + content + self._visible(role.suffix))
         lines.append("{%- else -%}{{- raise_exception('no such role: ' + message.role) -}}")
         lines += ["{%- endif -%}", "{%- endfor -%}", "{%- if add_generation_prompt -%}"]
-        lines += [self._shown(self._reply().prefix), "{%- endif -%}", ""]
+        lines += [self._visible(self._reply().prefix), "{%- endif -%}", ""]
         return "\n".join(lines)
 
     def ollama(self, tokenizer: Tokenizer) -> str:
         """Return the template as Ollama executes it, in Go's language."""
 
-        def shown(text: str) -> str:
+        def visible(text: str) -> str:
             eos = tokenizer.eos_token_id
             end = END_OF_TEXT if eos is None else tokenizer.decode([eos])
             text = text.replace(END_OF_TEXT, end)
             return "{{ " + json.dumps(text, ensure_ascii=False) + " }}" if text else ""
 
         roles = "{{ else ".join(
-            f"if eq .Role {json.dumps(name)} }}}}{shown(role.prefix + role.before)}"
-            f"{{{{ .Content }}}}{shown(role.after + role.suffix)}"
+            f"if eq .Role {json.dumps(name)} }}}}{visible(role.prefix + role.before)}"
+            f"{{{{ .Content }}}}{visible(role.after + role.suffix)}"
             for name, role in self.roles.items()
         )
         messages = "{{ range .Messages }}{{ " + roles + "{{ end }}{{ end }}"
-        return shown(self.begin) + messages + shown(self._reply().prefix)
+        return visible(self.begin) + messages + visible(self._reply().prefix)
 
-    def _shown(self, text: str) -> str:
+    def _visible(self, text: str) -> str:
         """Return Jinja that prints a text."""
         pieces = [
             "eos_token" if piece.text == END_OF_TEXT else json.dumps(piece.text, ensure_ascii=False)
@@ -167,9 +169,9 @@ class Template:
 
     def _split(self, text: str, counted: bool = False) -> Iterator[Piece]:
         special = "|".join(map(re.escape, (END_OF_TEXT, *self.tokens)))
-        for number, part in enumerate(re.split(f"({special})", text)):
-            if part:
-                yield Piece(part, counted, number % 2 == 1)
+        for number, piece in enumerate(re.split(f"({special})", text)):
+            if piece:
+                yield Piece(piece, counted, number % 2 == 1)
 
 
 def _chatml(role: str, counted: bool = False) -> Role:

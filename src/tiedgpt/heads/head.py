@@ -42,7 +42,7 @@ class Head(nn.Module):
     """Name of transformers' class without the family: "ForSequenceClassification"."""
     predicts_tokens: ClassVar[bool] = False
     """Whether the head over the vocabulary is also used."""
-    own: ClassVar[tuple[str, ...]] = ()
+    head_tensors: ClassVar[tuple[str, ...]] = ()
     """Names of the head's tensors in a file, a matrix (N, D) first."""
 
     def __init__(self, gpt: GPT) -> None:
@@ -108,28 +108,28 @@ class Head(nn.Module):
         without this head (see `fresh`), `CorruptInputError` for one that is damaged.
         """
         checkpoint = open_checkpoint(source)
-        own = {name: t for name, t in checkpoint.tensors.items() if name in cls.own}
-        if cls.own and not own:
+        stored = {name: t for name, t in checkpoint.tensors.items() if name in cls.head_tensors}
+        if cls.head_tensors and not stored:
             raise UserError(
-                f"{checkpoint.source} has no {cls.own[0]}, so it is not a {cls.__name__}: "
+                f"{checkpoint.source} has no {cls.head_tensors[0]}, so it is not a {cls.__name__}: "
                 f"{cls.__name__}.fresh(...) puts a new head on its body"
             )
         gpt = load_body(checkpoint.source, dtype=dtype, keep_head=cls.predicts_tokens)
-        shapes = {name: tensor.shape for name, tensor in own.items()}
+        shapes = {name: tensor.shape for name, tensor in stored.items()}
         wrong = CorruptInputError(
             f"{checkpoint.source}: {cls.__name__} takes tensors of other shapes than {shapes}"
         )
         rows = [shape[0] for shape in shapes.values() if shape[1:] == (gpt.config.n_embd,)]
-        if cls.own and not any(rows):
+        if cls.head_tensors and not any(rows):
             raise wrong
         options = cls.options_from(checkpoint.config, max(rows, default=0)) | options
         head = cls(gpt, **options)
-        if shapes != {name: head.get_parameter(name).shape for name in cls.own}:
+        if shapes != {name: head.get_parameter(name).shape for name in cls.head_tensors}:
             raise wrong
-        for tensor in own.values():
+        for tensor in stored.values():
             if not tensor.is_decodable:
                 raise tensor.decoding_error()
-        state = {name: tensor.tensor() for name, tensor in own.items()}
+        state = {name: tensor.tensor() for name, tensor in stored.items()}
         head.load_state_dict(state, strict=False)
         return head.eval()
 
@@ -137,9 +137,11 @@ class Head(nn.Module):
         """Write a Hugging Face directory that transformers' class loads unchanged."""
         gpt = self.gpt
         model_type = model_type_of(gpt.config)
-        prefix = "" if self.own else BODY_PREFIX  # transformers' bare body has none
+        prefix = "" if self.head_tensors else BODY_PREFIX  # transformers' bare body has none
         tensors = {name.removeprefix(prefix): t for name, t in tensors_of(gpt).items()}
-        tensors |= {name: stored_tensor(name, self.get_parameter(name)) for name in self.own}
+        tensors |= {
+            name: stored_tensor(name, self.get_parameter(name)) for name in self.head_tensors
+        }
         name = self._class_name(gpt.config)
         description = describe(gpt) | self.config_entries() | {"architectures": [name]}
         if description.get("pad_token_id") is None:  # transformers finds the last token by it

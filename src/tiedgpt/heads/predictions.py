@@ -38,7 +38,7 @@ def open_head(source: str | os.PathLike[str]) -> SequenceClassifier | MultipleCh
     """
     names = open_checkpoint(source).tensors
     for head_class in (SequenceClassifier, MultipleChoice):
-        if head_class.own[0] in names:
+        if head_class.head_tensors[0] in names:
             return head_class.from_pretrained(source)
     raise UserError(
         f"{source} has no head for labels or choices",

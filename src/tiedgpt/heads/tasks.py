@@ -36,7 +36,7 @@ class SequenceClassifier(Head):
     """
 
     architecture = "ForSequenceClassification"
-    own = ("score.weight",)
+    head_tensors = ("score.weight",)
 
     def __init__(self, gpt: GPT, labels: Sequence[str]) -> None:
         super().__init__(gpt)
@@ -84,7 +84,7 @@ class SequenceClassifier(Head):
         if not isinstance(names, dict) or set(names) != set(numbers):
             raise CorruptInputError(
                 f"id2label in config.json must name one label for each of the {n_outputs} rows of "
-                f"{cls.own[0]}"
+                f"{cls.head_tensors[0]}"
             )
         return {"labels": [names[number] for number in numbers]}
 
@@ -98,7 +98,7 @@ class MultipleChoice(Head):
 
     architecture = "DoubleHeadsModel"
     predicts_tokens = True
-    own = ("multiple_choice_head.summary.weight", "multiple_choice_head.summary.bias")
+    head_tensors = ("multiple_choice_head.summary.weight", "multiple_choice_head.summary.bias")
 
     def __init__(self, gpt: GPT, *, dropout: float = CHOICE_DROPOUT) -> None:
         super().__init__(gpt)

@@ -75,8 +75,8 @@ _POSITION = Option(int, "The position to show; default: the last")
 _ROWS = Option(int, "Rows to show; default: 10", 1, is_of_table=True)
 
 INSPECTIONS: dict[str, Inspection] = {
-    each.name: each
-    for each in (
+    inspection.name: inspection
+    for inspection in (
         Inspection(
             name="positions",
             module="tiedgpt.inspect.predictions",

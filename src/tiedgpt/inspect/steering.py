@@ -104,7 +104,7 @@ def direction(
     pushes = matrix.weight @ vector.to(matrix.weight)
     pushes -= pushes.mean()
     ends = [pushes.topk(min(top, len(pushes)), largest=largest) for largest in (True, False)]
-    ids = numpy(torch.stack([each.indices for each in ends]))
+    ids = numpy(torch.stack([end.indices for end in ends]))
     return Direction(
         layer=at,
         vector=numpy(vector),
@@ -113,7 +113,7 @@ def direction(
         toward=numpy((up - middle) @ vector / (norm**2 / 2)),
         away=numpy((down - middle) @ vector / (norm**2 / 2)),
         ids=ids,
-        push=numpy(torch.stack([each.values for each in ends])),
+        push=numpy(torch.stack([end.values for end in ends])),
         words={int(id): piece(tokenizer, int(id)) for id in ids.flat},
     )
 
@@ -122,12 +122,12 @@ def _states_of(
     model: GPT, tokenizer: Any, texts: str | Sequence[str], layer: int, name: str
 ) -> Tensor:
     """Return the mean state (n, D) of each text after a layer."""
-    each = texts.splitlines() if isinstance(texts, str) else list(texts)
-    each = [text for text in each if text.strip()]
-    if not each:
+    documents = texts.splitlines() if isinstance(texts, str) else list(texts)
+    documents = [text for text in documents if text.strip()]
+    if not documents:
         raise UserError("must have at least one text", option=name)
     means = []
-    for text in each:
+    for text in documents:
         states = list(model.states(open_input(model, tokenizer, text).ids))[layer + 1][0]
         means.append(states[min(1, len(states) - 1) :].mean(0))
     return torch.stack(means).to(torch.promote_types(model.wte.weight.dtype, torch.float32))

@@ -87,18 +87,18 @@ def random_head(
     twin = copy_sharing(gpt)
     twin.head = nn.Linear(width, size, bias=False, device="meta")
     twin.head.weight = nn.Parameter(drawn.to(gpt.wpe.weight))
-    own, other = (positions(one, None, inputs.ids[0], top=top) for one in (gpt, twin))
-    likeliest, random = own.top_ids[-1], other.top_ids[-1]
+    original, replaced = (positions(one, None, inputs.ids[0], top=top) for one in (gpt, twin))
+    likeliest, random = original.top_ids[-1], replaced.top_ids[-1]
     return RandomHead(
-        loss=own.loss,
-        random_loss=other.loss,
+        loss=original.loss,
+        random_loss=replaced.loss,
         uniform_loss=math.log(size),
         parameters=sum(parameter.numel() for parameter in gpt.parameters()),
         random_parameters=sum(parameter.numel() for parameter in twin.parameters()),
         std=std,
         top_ids=likeliest,
-        top_logprob=own.top_logprob[-1],
+        top_logprob=original.top_logprob[-1],
         random_top_ids=random,
-        random_top_logprob=other.top_logprob[-1],
+        random_top_logprob=replaced.top_logprob[-1],
         words=inputs.text(likeliest, random)["words"],
     )

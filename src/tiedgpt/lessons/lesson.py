@@ -107,8 +107,8 @@ class Lesson:
         """Add a paragraph; `{name}` stands for one of the numbers so far, or a word kept whole."""
         self.numbers |= numbers
         named = self.numbers.items()
-        whole = {n: x.replace(" ", "\xa0") if isinstance(x, str) else x for n, x in named}
-        filled = textwrap.fill(text.format(**whole), WIDTH, break_on_hyphens=False)
+        unbroken = {n: x.replace(" ", "\xa0") if isinstance(x, str) else x for n, x in named}
+        filled = textwrap.fill(text.format(**unbroken), WIDTH, break_on_hyphens=False)
         self.blocks.append(filled.replace("\xa0", " "))
 
     def table(self, columns: Sequence[str], rows: Iterable[Sequence[str]]) -> None:
@@ -148,9 +148,9 @@ def _align_labels(facts: Iterable[tuple[str, Sequence[str]]]) -> str:
     """Return facts in a column beside their labels, without those that are empty."""
     lines = []
     for label, texts in facts:
-        parts = [part for text in texts for part in textwrap.wrap(text, WIDTH - 10)]
-        labels = [label, *[""] * len(parts)]
-        lines += [f"{name:<9} {part}" for name, part in zip(labels, parts, strict=False)]
+        wrapped = [line for text in texts for line in textwrap.wrap(text, WIDTH - 10)]
+        labels = [label, *[""] * len(wrapped)]
+        lines += [f"{name:<9} {line}" for name, line in zip(labels, wrapped, strict=False)]
     return "\n".join(lines)
 
 

@@ -66,7 +66,7 @@ def _compute_both_uses(inputs: LessonInput, lesson: Lesson) -> None:
     with lesson.optional("the check of h W^T"):
         by_hand = F.linear(inputs.state(), vocab_matrices(inputs.gpt)[-1].weight)
         differences["predict"] = by_hand - inputs.logits()
-    largest = {use: float(each.abs().max()) for use, each in differences.items()}
+    largest = {use: float(difference.abs().max()) for use, difference in differences.items()}
     lesson.numbers |= {f"{use}_difference": x for use, x in largest.items()}
     lesson.numbers["verdict"] = inputs.audit.verdict
     formulas = {
@@ -171,14 +171,14 @@ def head(inputs: LessonInput, lesson: Lesson) -> None:
 def _compare_heads(inputs: LessonInput, lesson: Lesson) -> None:
     """Measure the loss with W, its copy and random numbers as the head; then tiny GPTs."""
     random, twin = random_head(inputs.gpt, None, inputs.ids), copy_sharing(inputs.gpt)
-    own, other, new = "its own head", "the embedding, tied", "new numbers from N(0, 0.02)"
+    current, other, new = "its own head", "the embedding, tied", "new numbers from N(0, 0.02)"
     if inputs.tied:
-        own, other = "W itself", "a copy of W"
+        current, other = "W itself", "a copy of W"
         untie(twin)
     else:
         share_matrix(twin)
     copy = measure_positions(twin, None, inputs.ids).loss
-    losses = {own: random.loss, other: copy, new: random.random_loss}
+    losses = {current: random.loss, other: copy, new: random.random_loss}
     uniform = random.uniform_loss
     lesson.numbers |= {"losses": losses, "uniform": uniform}
     rows = [*losses.items(), ("equal probabilities: ln V", uniform)]
@@ -208,7 +208,7 @@ def _compare_tiny_models(inputs: LessonInput, lesson: Lesson) -> None:
         if untied.loss < tied.loss
         else ""
     )
-    sizes = [each.model.config.parameter_count() for each in (tied, untied)]
+    sizes = [trained.model.config.parameter_count() for trained in (tied, untied)]
     lesson.say(
         "Two tiny GPTs were trained just now on Python's docstrings, for the same number of "
         "steps. Tied: {tied_size:,} parameters, held-out loss {tied_loss:.3f}. Untied: "
@@ -446,8 +446,8 @@ def loss(inputs: LessonInput, lesson: Lesson) -> None:
 @torch.no_grad()
 def body(inputs: LessonInput, lesson: Lesson) -> None:
     """Show the output of the body, and the outputs and sizes of different heads on it."""
-    whole = ledger(inputs.module)
-    own = 0 if inputs.tied or not inputs.predicts else inputs.weight.numel()
+    counted = ledger(inputs.module)
+    n_own = 0 if inputs.tied or not inputs.predicts else inputs.weight.numel()
     with lesson.optional("the states, and other heads"):
         lesson.say(
             "The body is everything up to the last norm: ids {ids} -> states {states}, one vector "
@@ -458,13 +458,13 @@ def body(inputs: LessonInput, lesson: Lesson) -> None:
             states=(1, *inputs.state().shape),
             logits=(1, *inputs.logits().shape),
         )
-        _put_heads_on(inputs, lesson, own)
+        _put_heads_on(inputs, lesson, n_own)
     lesson.say(
         "The model has {total:,} parameters. {own:,} of them belong only to the vocabulary head. "
         "The {matrix:,} of {reads} belong to the body, which reads with them. So a model without "
         "its tied head is not smaller, and a new head does not change the matrix.",
-        total=whole.total,
-        own=own,
+        total=counted.total,
+        own=n_own,
         matrix=inputs.weight.numel(),
         reads=inputs.reads,
     )
@@ -477,17 +477,17 @@ def body(inputs: LessonInput, lesson: Lesson) -> None:
     )
 
 
-def _put_heads_on(inputs: LessonInput, lesson: Lesson, own: int) -> None:
+def _put_heads_on(inputs: LessonInput, lesson: Lesson, n_vocabulary_parameters: int) -> None:
     """Put each kind of head on the body."""
     ids, bare = inputs.ids[None], copy_sharing(inputs.gpt)
     bare.head = None
-    rows = [("the vocabulary", str(lesson.numbers["logits"]), f"{own:,}")]
-    for name, (kind, options) in HEADS.items():
+    rows = [("the vocabulary", str(lesson.numbers["logits"]), f"{n_vocabulary_parameters:,}")]
+    for name, (head_class, options) in HEADS.items():
         with torch.random.fork_rng(devices=[]):
-            model = kind(bare, **options).eval()
-        out = model(ids.expand(2, -1)[None] if kind is MultipleChoice else ids)
+            model = head_class(bare, **options).eval()
+        out = model(ids.expand(2, -1)[None] if head_class is MultipleChoice else ids)
         cost = sum(p.numel() for n, p in model.named_parameters() if not n.startswith("gpt."))
-        lesson.numbers[kind.__name__] = cost
+        lesson.numbers[head_class.__name__] = cost
         rows.append((name, str(tuple(out.shape)), f"{cost:,}"))
     lesson.table(("head", "its output for this text", ">parameters of its own"), rows)
 
@@ -572,7 +572,7 @@ def _count_ways_to_tune(inputs: LessonInput, lesson: Lesson) -> None:
         counts[name] = choice.moving
         sides = (model.wte, model.head or model.wte)
         is_moved = (any(p.requires_grad for p in side.parameters()) for side in sides)
-        moves = ["moves" if each else "stays" for each in is_moved]
+        moves = ["moves" if moved else "stays" for moved in is_moved]
         rows.append((name, f"{choice.moving:,}", f"{choice.moving / choice.total:.2%}", *moves))
     lesson.table(("tiedgpt tune", ">trains", ">of all", "W as input", "output"), rows)
     lesson.say(

@@ -31,10 +31,10 @@ def panels(trainings: Sequence[Training], x_label: str) -> list[Panel]:
     Of one training its losses stand in one panel; of several, validation comes first.
     """
     validation = validation_panel(trainings, x_label)
-    train = smooth(_each(trainings, "loss"))
+    train = smooth(_list_lines(trainings, "loss"))
     if len(trainings) > 1:
         result = [validation, _cut("training loss, nats, smoothed", x_label, train)]
-        gradients = _each(trainings, "grad_norm")
+        gradients = _list_lines(trainings, "grad_norm")
     else:
         curves = trainings[0].curves
         both = (
@@ -51,8 +51,8 @@ def panels(trainings: Sequence[Training], x_label: str) -> list[Panel]:
     keys = {key for training in trainings for key in training.curves if key.startswith("val_")}
     for key in sorted(keys - VALIDATION.keys()):
         title = f"validation {key.removeprefix('val_').replace('_', ' ')}"
-        result.append(Panel(title, x_label, _each(trainings, key, marked=True)))
-    result.append(Panel("learning rate", x_label, _each(trainings, "lr")))
+        result.append(Panel(title, x_label, _list_lines(trainings, key, marked=True)))
+    result.append(Panel("learning rate", x_label, _list_lines(trainings, "lr")))
     result.append(_cut("norm of the gradient, smoothed", x_label, smooth(gradients)))
     return [panel for panel in result if panel.limits() is not None]
 
@@ -60,7 +60,7 @@ def panels(trainings: Sequence[Training], x_label: str) -> list[Panel]:
 def validation_panel(trainings: Sequence[Training], x_label: str) -> Panel:
     """Return the validation of several trainings, in bits per byte where all have it."""
     key = validation_key(trainings)
-    return _cut(f"validation, {VALIDATION[key]}", x_label, _each(trainings, key, marked=True))
+    return _cut(f"validation, {VALIDATION[key]}", x_label, _list_lines(trainings, key, marked=True))
 
 
 def validation_key(trainings: Sequence[Training]) -> str:
@@ -86,7 +86,9 @@ def smooth(lines: Sequence[Line]) -> tuple[Line, ...]:
     return tuple(replace(line, ys=smoothed(line.ys)) for line in lines)
 
 
-def _each(trainings: Sequence[Training], key: str, *, marked: bool = False) -> tuple[Line, ...]:
+def _list_lines(
+    trainings: Sequence[Training], key: str, *, marked: bool = False
+) -> tuple[Line, ...]:
     return tuple(
         Line(training.name, *training.curves.get(key, ((), ())), color, marked)
         for color, training in enumerate(trainings)

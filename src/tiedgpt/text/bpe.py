@@ -97,16 +97,16 @@ def train_bpe(texts: Iterable[str], vocab_size: int) -> tokenizers.Tokenizer:
         vocab_size=vocab_size - 1, min_frequency=2, initial_alphabet=BYTE_ALPHABET,
         show_progress=False,
     )  # fmt: skip
-    rust.train_from_iterator((part for text in texts for part in _short(chunks(text))), trainer)
+    rust.train_from_iterator((chunk for text in texts for chunk in _short(chunks(text))), trainer)
     rust.add_special_tokens([END_OF_TEXT])  # added after training: the last id, as in GPT-2
     return rust
 
 
-def _short(parts: Iterable[str]) -> Iterator[str]:
+def _short(pieces: Iterable[str]) -> Iterator[str]:
     """Yield training text; cut long runs without whitespace, which take quadratic time."""
-    for part in parts:
-        step = LONGEST_RUN if len(part) > CHUNK + LONGEST_RUN else len(part)
-        yield from (part[at : at + step] for at in range(0, len(part), step))
+    for chunk in pieces:
+        step = LONGEST_RUN if len(chunk) > CHUNK + LONGEST_RUN else len(chunk)
+        yield from (chunk[at : at + step] for at in range(0, len(chunk), step))
 
 
 class ByteLevelBPE(Codec):

@@ -18,7 +18,7 @@ from tiedgpt.text.bpe import BYTE_ALPHABET, byte_level_tokenizer
 from tiedgpt.text.codec import END_OF_TEXT, SPECIAL
 from tiedgpt.text.gpt1 import END_OF_WORD, UNKNOWN, lower_case_tokenizer
 
-WHOLE = "tokenizer.json"
+TOKENIZER_JSON = "tokenizer.json"
 PAIRS = [
     ("vocab.json", "merges.txt"),
     ("encoder.json", "vocab.bpe"),
@@ -26,8 +26,8 @@ PAIRS = [
 ]
 CONFIG = "tokenizer_config.json"
 ADDED = "added_tokens.json"
-FILE_NAMES = [WHOLE, CONFIG, ADDED, *(name for pair in PAIRS for name in pair)]
-EXPECTED = f"{WHOLE}, or {' or '.join(' with '.join(pair) for pair in PAIRS)}"
+FILE_NAMES = [TOKENIZER_JSON, CONFIG, ADDED, *(name for pair in PAIRS for name in pair)]
+EXPECTED = f"{TOKENIZER_JSON}, or {' or '.join(' with '.join(pair) for pair in PAIRS)}"
 DOWNLOAD_AGAIN = "download the file again"
 
 
@@ -39,7 +39,7 @@ def read_tokenizer(path: Path) -> tuple[tokenizers.Tokenizer, dict[str, Any]] | 
     """
     directory = path if path.is_dir() else path.parent
     config = read_json(directory / CONFIG) if (directory / CONFIG).is_file() else {}
-    file = path / WHOLE if path.is_dir() else path
+    file = path / TOKENIZER_JSON if path.is_dir() else path
     pairs = [pair for pair in PAIRS if path.is_dir() or path.name in pair]
     if file.is_file() and file.suffix == ".json" and not (pairs and file == path):
         return _read_whole(file), config
@@ -114,9 +114,9 @@ def _read_pair(
             f"{merges_file}: not the merges of {vocabulary_file.name} ({reason}); {DOWNLOAD_AGAIN}"
         ) from error
     # Merging starts from one byte, or from one character that may end a word.
-    made = {"".join(merge) for merge in merges}
-    made |= {token for token in vocabulary if len(token.removesuffix(ending)) == 1}
-    unmade = [token for token in vocabulary if token not in made]
+    reachable = {"".join(merge) for merge in merges}
+    reachable |= {token for token in vocabulary if len(token.removesuffix(ending)) == 1}
+    unmade = [token for token in vocabulary if token not in reachable]
     lost = [token for token in unmade if not SPECIAL.fullmatch(token)]
     if lost:
         raise CorruptInputError(

@@ -66,6 +66,6 @@ class LowerCaseBPE(Codec):
         added token may.
         """
         ids: list[int] = []
-        for part in [text] if self._finds_tokens_in_text else chunks(text):
-            ids += self._rust.encode(part, add_special_tokens=False).ids
+        for chunk in [text] if self._finds_tokens_in_text else chunks(text):
+            ids += self._rust.encode(chunk, add_special_tokens=False).ids
         return ids

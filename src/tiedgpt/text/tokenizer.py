@@ -21,7 +21,7 @@ from tiedgpt.names import ExplainsNames
 from tiedgpt.text.bpe import ByteLevelBPE, train_bpe
 from tiedgpt.text.characters import Characters, character_tokenizer
 from tiedgpt.text.codec import Codec
-from tiedgpt.text.directory import CONFIG, WHOLE, special_id
+from tiedgpt.text.directory import CONFIG, TOKENIZER_JSON, special_id
 from tiedgpt.text.gpt1 import LowerCaseBPE
 from tiedgpt.text.stream import StreamDecoder
 
@@ -225,7 +225,7 @@ class Tokenizer(ExplainsNames):
         config |= {key: self._rust.id_to_token(id) for key, id in named.items() if id is not None}
         if self.kind == "bpe" and "eos_token" in config:  # as GPT-2's own; CTranslate2 needs one
             config["unk_token"] = config.get("unk_token") or config["eos_token"]
-        with replacing(Path(directory) / WHOLE) as temporary:
+        with replacing(Path(directory) / TOKENIZER_JSON) as temporary:
             temporary.write_text(self._rust.to_str(pretty=True), encoding="utf-8")
         write_json(Path(directory) / CONFIG, config)
 

@@ -38,7 +38,7 @@ def tiktoken_twin(rust: tokenizers.Tokenizer) -> tiktoken.Encoding | None:
     if unlike_gpt2(stored) or not all(token["special"] for token in stored["added_tokens"]):
         return None
     vocabulary: dict[str, int] = stored["model"]["vocab"]
-    merged = [left + right for left, right in stored["model"]["merges"]]
+    merged = [a + b for a, b in stored["model"]["merges"]]
     in_order = all(vocabulary[a] < vocabulary[b] for a, b in itertools.pairwise(merged))
     if not in_order or not set("".join(merged)) <= set(BYTE_ALPHABET) <= vocabulary.keys():
         return None

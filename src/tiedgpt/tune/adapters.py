@@ -167,7 +167,7 @@ def adapt(model: Model, sizes: Mapping[str, Size]) -> TrainableParameters:
     for name, size in sizes.items():
         _attach_lora(gpt.get_submodule(name), size)
     if isinstance(model, Head):
-        for name in model.own:
+        for name in model.head_tensors:
             model.get_parameter(name).requires_grad_(True)
     return count_trainable(model)
 
@@ -255,15 +255,15 @@ def _find_targets(gpt: GPT, targets: Sequence[str]) -> list[str]:
     """Return the names of the target layers; raise `UserError` for a target without one."""
     if isinstance(targets, str):
         raise UserError(f"must be a list of names, got the string {targets!r}", option="targets")
-    known = [name for name, m in gpt.h.named_modules(prefix="h") if isinstance(m, nn.Linear)]
-    whole = ["wte"] + ["head"] * isinstance(gpt.head, nn.Linear)
+    in_blocks = [name for name, m in gpt.h.named_modules(prefix="h") if isinstance(m, nn.Linear)]
+    outside = ["wte"] + ["head"] * isinstance(gpt.head, nn.Linear)
     names: dict[str, None] = {}
     for target in targets:
-        fits = [n for n in known + whole if fnmatch(n, target) or n.endswith(f".{target}")]
+        fits = [n for n in in_blocks + outside if fnmatch(n, target) or n.endswith(f".{target}")]
         if not fits and target in ("head", "lm_head") and is_tied(gpt):
             raise UserError(f"target {target!r}: {TWO_CHOICES}")
         if not fits:
-            there = ", ".join([*BLOCKS, *whole])
+            there = ", ".join([*BLOCKS, *outside])
             raise UserError(f"target {target!r} is no linear layer of the model: {there}")
         names |= dict.fromkeys(fits)
     return list(names)

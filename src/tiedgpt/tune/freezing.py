@@ -81,7 +81,7 @@ def freeze(model: Model, patterns: str | Sequence[str]) -> TrainableParameters:
         if not matches:
             if pattern.removeprefix("+") in ("head", "lm_head") and tied:
                 raise UserError(f"--freeze {pattern}: {TWO_CHOICES}")
-            there = ", ".join(dict.fromkeys(_part(name).split(".")[0] for name in named))
+            there = ", ".join(dict.fromkeys(_component(name).split(".")[0] for name in named))
             raise UserError(f"--freeze {pattern}: no parameter has such a name: body, {there}")
         trained |= dict.fromkeys(matches, pattern.startswith("+"))
     if not any(trained.values()):
@@ -96,7 +96,7 @@ def count_trainable(model: Model) -> TrainableParameters:
     """Return the counts of trained and frozen parameters of a model."""
     counts: dict[str, list[int]] = {}
     for name, parameter in model.named_parameters():
-        count = counts.setdefault(_part(name), [0, 0])
+        count = counts.setdefault(_component(name), [0, 0])
         count[not parameter.requires_grad] += parameter.numel()
     groups = []
     for (is_block, moves, stays), alike in groupby(
@@ -136,7 +136,7 @@ def _fits(name: str, pattern: str) -> bool:
     return any(fnmatch(n, pattern) or fnmatch(n, f"{pattern}.*") for n in names)
 
 
-def _part(name: str) -> str:
+def _component(name: str) -> str:
     """Return the part of the model that a parameter belongs to: wte, h.0, ln_f, head, score."""
     parts = name.removeprefix("gpt.").split(".")
     return ".".join(parts[:2]) if parts[0] == "h" else parts[0]

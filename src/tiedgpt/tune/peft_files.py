@@ -86,15 +86,15 @@ def save_adapter(
     fingerprint of the base's weights. Raises `UserError`, before anything is written, for adapters
     that PEFT's format cannot hold: a pair and rows on W, rows alone, other trained parameters.
     """
-    directory, own = Path(directory), model.own if isinstance(model, Head) else ()
+    directory, head_tensors = Path(directory), model.head_tensors if isinstance(model, Head) else ()
     for name, parameter in model.named_parameters():
-        if parameter.requires_grad and "lora_" not in name and name not in own:
+        if parameter.requires_grad and "lora_" not in name and name not in head_tensors:
             raise UserError(
                 f"{name} is trained too, and PEFT's format has no place for it: freeze it, or "
                 "merge the adapters and write the whole model (save_pretrained)"
             )
     config, tensors = _describe(model)
-    tensors |= {name: model.get_parameter(name).detach() for name in own}
+    tensors |= {name: model.get_parameter(name).detach() for name in head_tensors}
     stored = {PREFIX + n: stored_tensor(n, tensor.contiguous()) for n, tensor in tensors.items()}
     require_room(directory, sum(tensor.n_bytes for tensor in stored.values()))
     metadata = {"format": "pt", BASE: _fingerprint(gpt_of(model))}
@@ -115,7 +115,7 @@ def load_adapter(model: Model, directory: str | os.PathLike[str]) -> TrainablePa
     config = read_json(directory / CONFIG)
     _require_supported(config)
     with reading(directory, "adapter"):
-        layers, own = _read(model, config, directory / TENSORS)
+        layers, head_tensors = _read(model, config, directory / TENSORS)
         layers = _join_faces(model, config, layers)
     sizes = {
         name: Size(len(layer.tensors.get("A", ())), layer.scale, tuple(sorted(layer.ids)))
@@ -125,7 +125,7 @@ def load_adapter(model: Model, directory: str | os.PathLike[str]) -> TrainablePa
     with torch.no_grad():
         for name, layer in layers.items():
             _fill(gpt.get_submodule(name), layer)
-        for name, tensor in own.items():
+        for name, tensor in head_tensors.items():
             model.get_parameter(name).copy_(tensor)
     return trainable
 
@@ -134,11 +134,11 @@ def _names(model: Model) -> dict[str, str]:
     """Return PEFT's names of the layers of a GPT that may be adapted, by ours."""
     gpt = gpt_of(model)
     model_type = model_type_of(gpt.config)
-    prefix = BODY_PREFIX if isinstance(model, Head) and not model.own else ""
+    prefix = BODY_PREFIX if isinstance(model, Head) and not model.head_tensors else ""
     blocks = (name for name, m in gpt.h.named_modules(prefix="h") if isinstance(m, nn.Linear))
     names = (*blocks, "wte", "head")
-    theirs = (to_file(f"{name}.weight", model_type).removesuffix(".weight") for name in names)
-    return dict(zip(names, (name.removeprefix(prefix) for name in theirs), strict=True))
+    stored_names = (to_file(f"{name}.weight", model_type).removesuffix(".weight") for name in names)
+    return dict(zip(names, (name.removeprefix(prefix) for name in stored_names), strict=True))
 
 
 def _fingerprint(gpt: GPT) -> str:
@@ -158,7 +158,7 @@ def _describe(model: Model) -> tuple[dict[str, Any], dict[str, Tensor]]:
     ranks, alphas, rows = dict[str, int](), dict[str, float](), dict[str, list[int]]()
     both = False
     for name, layer in adapted_layers(gpt_of(model)).items():
-        theirs, A, B, ids = names[name], layer.lora_A, layer.lora_B, layer.lora_ids
+        peft_name, A, B, ids = names[name], layer.lora_A, layer.lora_B, layer.lora_ids
         if A is not None and B is not None and ids is not None:
             raise UserError(
                 f"{name} has a low-rank pair and rows that are trained whole; PEFT takes one or "
@@ -166,18 +166,18 @@ def _describe(model: Model) -> tuple[dict[str, Any], dict[str, Tensor]]:
                 hint="merge the adapters and write the whole model (save_pretrained)",
             )
         if ids is not None:
-            tensors[f"{theirs}.{ROWS}"] = layer.matrix()[ids]
-            rows[theirs] = ids.tolist()
+            tensors[f"{peft_name}.{ROWS}"] = layer.matrix()[ids]
+            rows[peft_name] = ids.tolist()
         if A is not None and B is not None:
-            kind, pair = (EMBEDDING, (A.T, B.T)) if name == "wte" else (LORA, (A, B))
-            tensors |= {f"{theirs}.{kind[k]}": t for k, t in zip("AB", pair, strict=True)}
-            ranks[theirs], alphas[theirs] = len(A), round(layer.scale * len(A), 9)
+            role, pair = (EMBEDDING, (A.T, B.T)) if name == "wte" else (LORA, (A, B))
+            tensors |= {f"{peft_name}.{role[k]}": t for k, t in zip("AB", pair, strict=True)}
+            ranks[peft_name], alphas[peft_name] = len(A), round(layer.scale * len(A), 9)
             both |= name == "wte" and predicts_with_w(model)
     if not ranks:
         raise UserError("PEFT's format needs a low-rank pair, and the model has none: merge")
     rank, alpha = next(iter(ranks.values())), next(iter(alphas.values()))
     head = model if isinstance(model, Head) else None
-    own = {name.rpartition(".")[0] for name in head.own} if head else set()
+    head_layers = {name.rpartition(".")[0] for name in head.head_tensors} if head else set()
     config = {
         "peft_type": "LORA",
         "task_type": TASKS.get(head.architecture) if head else "CAUSAL_LM",
@@ -188,7 +188,7 @@ def _describe(model: Model) -> tuple[dict[str, Any], dict[str, Tensor]]:
         "target_modules": [*ranks, *(["lm_head"] if both else [])],
         "ensure_weight_tying": both,
         "trainable_token_indices": rows or None,
-        "modules_to_save": sorted(own) or None,
+        "modules_to_save": sorted(head_layers) or None,
         "fan_in_fan_out": True,
         "bias": "none",
         "inference_mode": True,
@@ -216,48 +216,48 @@ def _read(
     file, gpt, names = SafetensorsFile.open(path), gpt_of(model), _names(model)
     if file.metadata.get(BASE, fingerprint := _fingerprint(gpt)) != fingerprint:
         raise UserError(f"{path} was made for another base: its blocks hold other weights")
-    layers, own = dict[str, Layer](), dict[str, Tensor]()
+    layers, head_tensors = dict[str, Layer](), dict[str, Tensor]()
     places = {
-        f"{theirs}.{end}": (name, kind)
-        for name, theirs in names.items()
-        for kind, end in [*(EMBEDDING if name == "wte" else LORA).items(), ("rows", ROWS)]
+        f"{peft_name}.{end}": (name, role)
+        for name, peft_name in names.items()
+        for role, end in [*(EMBEDDING if name == "wte" else LORA).items(), ("rows", ROWS)]
     }
     copies = {f"{names[name]}.{COPY}" for name in ("wte", "head")}
     for key in file.entries:
-        theirs, tensor = key.removeprefix(PREFIX), file.read(key)
+        peft_name, tensor = key.removeprefix(PREFIX), file.read(key)
         if not tensor.is_floating_point():
             raise CorruptInputError(f"{path}: {key} must hold floats, got {tensor.dtype}")
-        if isinstance(model, Head) and theirs in model.own:
-            _require_shape(theirs, tensor, tuple(model.get_parameter(theirs).shape))
-            own[theirs] = tensor
-        elif theirs in places:
-            name, kind = places[theirs]
-            tensor = tensor.T if "lora_embedding" in theirs else tensor
-            layers.setdefault(name, Layer()).tensors[kind] = tensor
-        elif theirs in copies:  # PEFT's, of an embedding that it adapted
+        if isinstance(model, Head) and peft_name in model.head_tensors:
+            _require_shape(peft_name, tensor, tuple(model.get_parameter(peft_name).shape))
+            head_tensors[peft_name] = tensor
+        elif peft_name in places:
+            name, role = places[peft_name]
+            tensor = tensor.T if "lora_embedding" in peft_name else tensor
+            layers.setdefault(name, Layer()).tensors[role] = tensor
+        elif peft_name in copies:  # PEFT's, of an embedding that it adapted
             if not torch.equal(tensor.to(gpt.wte.weight), gpt.wte.weight) and gpt.head is None:
                 raise UserError(f"{path} was made for another base: it holds another W")
-        elif theirs.removesuffix(".weight") in names.values():
+        elif peft_name.removesuffix(".weight") in names.values():
             raise UserError(
-                f"{path} holds {theirs} whole (modules_to_save, or a resized vocabulary): PEFT "
+                f"{path} holds {peft_name} whole (modules_to_save, or a resized vocabulary): PEFT "
                 "put it in the place of one side of W, which unties the model",
                 hint="merge it with PEFT",
             )
         else:
-            raise UserError(f"{path} is for another base: this model has no place for {theirs}")
+            raise UserError(f"{path} is for another base: this model has no place for {peft_name}")
     for name, layer in layers.items():
         at = gpt.wte if name in ("wte", "head") and gpt.head is None else gpt.get_submodule(name)
         _check(config, names[name], layer, tuple(at.weight.shape))  # type: ignore[arg-type]
     targets, partial = config.get("target_modules") or (), config.get("exclude_modules")
     partial = partial or config.get("layers_to_transform") is not None
-    for name, theirs in names.items():
+    for name, peft_name in names.items():
         if isinstance(targets, str):
-            meant = _fits(targets, theirs)
+            is_target = _fits(targets, peft_name)
         else:
-            meant = any(f".{theirs}".endswith(f".{target}") for target in targets)
-        if meant and name.startswith("h.") and name not in layers and not partial:
-            raise UserError(f"{path} is incomplete, or for another base: nothing for {theirs}")
-    return layers, own
+            is_target = any(f".{peft_name}".endswith(f".{target}") for target in targets)
+        if is_target and name.startswith("h.") and name not in layers and not partial:
+            raise UserError(f"{path} is incomplete, or for another base: nothing for {peft_name}")
+    return layers, head_tensors
 
 
 def _fits(pattern: str, name: str) -> bool:
@@ -267,12 +267,12 @@ def _fits(pattern: str, name: str) -> bool:
     return re.fullmatch(pattern, name) is not None
 
 
-def _check(config: Mapping[str, Any], theirs: str, layer: Layer, shape: tuple[int, ...]) -> None:
+def _check(config: Mapping[str, Any], peft_name: str, layer: Layer, shape: tuple[int, ...]) -> None:
     """Set a layer's scale and ids, and compare its shapes with a matrix (out, in)."""
 
     def value(patterns: str, default: Any) -> Any:  # the first that fits, as PEFT does
         values = (config.get(patterns) or {}).items()
-        endings = [".".join(theirs.split(".")[n:]) for n in range(theirs.count(".") + 1)]
+        endings = [".".join(peft_name.split(".")[n:]) for n in range(peft_name.count(".") + 1)]
         return next((v for key, v in values if any(_fits(key, e) for e in endings)), default)
 
     if "A" in layer.tensors or "B" in layer.tensors:
@@ -281,12 +281,12 @@ def _check(config: Mapping[str, Any], theirs: str, layer: Layer, shape: tuple[in
             value("alpha_pattern", config["lora_alpha"]),
         )
         layer.scale = alpha / (math.sqrt(rank) if config.get("use_rslora") else rank)
-        _require_shape(f"{theirs} A", layer.tensors["A"], (rank, shape[1]))
-        _require_shape(f"{theirs} B", layer.tensors["B"], (shape[0], rank))
+        _require_shape(f"{peft_name} A", layer.tensors["A"], (rank, shape[1]))
+        _require_shape(f"{peft_name} B", layer.tensors["B"], (shape[0], rank))
     if "rows" in layer.tensors:
         ids = config["trainable_token_indices"]
         if isinstance(ids, dict):
-            ids = next(some for key, some in ids.items() if f".{theirs}".endswith(f".{key}"))
+            ids = next(some for key, some in ids.items() if f".{peft_name}".endswith(f".{key}"))
         if len({*ids}) < len(ids) or not all(isinstance(i, int) for i in ids):
             raise CorruptInputError(f"{CONFIG}: trainable_token_indices must be ids, each once")
         if max(ids, default=0) >= shape[0]:
@@ -296,7 +296,7 @@ def _check(config: Mapping[str, Any], theirs: str, layer: Layer, shape: tuple[in
                 "model, which `tiedgpt tune` writes beside the adapter"
             )
         layer.ids = ids
-        _require_shape(f"{theirs} rows", layer.tensors["rows"], (len(ids), shape[1]))
+        _require_shape(f"{peft_name} rows", layer.tensors["rows"], (len(ids), shape[1]))
 
 
 def _require_shape(what: str, tensor: Tensor, shape: tuple[int, ...]) -> None:
