@@ -1,4 +1,4 @@
-"""What a person sees of a training run: the plan, a progress bar, samples, and the end."""
+"""Show a training run: the plan, a progress bar, samples and the result."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ SMOOTHING = 0.9
 
 @dataclass(frozen=True, kw_only=True)
 class Show:
-    """What a person wants to see of a training."""
+    """Choices of what to show of a training."""
 
     verbose: bool = False
     """Show the rate, the optimizer's groups, and how batches are computed."""
@@ -49,9 +49,9 @@ class Display:
     """Progress on stderr, results on stdout."""
 
     planned: events.Planned
-    """What is trained, once that is decided."""
+    """Plan, data and directory of the run, once it is planned."""
     steps = 0
-    """Of the plan that is in force."""
+    """Number of steps of the current plan."""
 
     def __init__(self, show: Show, *, silent: bool = False) -> None:
         self.show = show
@@ -66,7 +66,7 @@ class Display:
         note(*texts, to=self.err)
 
     def _show_plan(self, event: events.Planned) -> None:
-        """Show what is trained, and how long that will take."""
+        """Show the data, the model and the duration of a run."""
         self.planned, self.steps = event, event.plan.steps
         options, plan, data = event.options, event.plan, event.data
         self.say(*data.notes)

@@ -21,7 +21,7 @@ from tiedgpt.options import option
 from tiedgpt.train.options import TrackerName, TrainOptions
 
 PROCESSES = "TORCHELASTIC_RUN_ID"
-"""What torchrun sets in the environment of the processes that it starts."""
+"""Environment variables that torchrun sets for its processes."""
 
 ABOUT = """Train a GPT on your text, from scratch or from a trained model (--start).
 
@@ -154,7 +154,7 @@ def is_main() -> bool:
 
 @contextlib.contextmanager
 def report_once() -> Iterator[None]:
-    """Let the first of several processes alone say what is wrong with a command."""
+    """Report an error of the command in the first of several processes only."""
     if is_main():
         yield
         return
