@@ -52,7 +52,7 @@ def test_the_directory_appears_only_when_complete(tmp_path, tokenizer):
     assert not any(seen)
     assert [path.name for path in tmp_path.iterdir()] == ["data"]
     assert sorted(path.name for path in (tmp_path / "data").iterdir()) == [
-        "counts.json",
+        "manifest.json",
         "train_000000.bin",
         "val_000000.bin",
     ]
@@ -87,8 +87,8 @@ def test_a_side_without_tokens_is_an_error(tmp_path, tokenizer):
 def test_missing_or_damaged_counts_are_refused(tmp_path):
     with pytest.raises(UserError, match="holds no encoded text"):
         open_encoded(tmp_path)
-    (tmp_path / "counts.json").write_text(json.dumps({"train": {}}))
-    with pytest.raises(CorruptInputError, match=r"counts\.json is damaged"):
+    (tmp_path / "manifest.json").write_text(json.dumps({"train": {}}))
+    with pytest.raises(CorruptInputError, match=r"manifest\.json is damaged"):
         open_encoded(tmp_path)
 
 
@@ -99,13 +99,13 @@ CUT = [
 ]
 FROZEN = {
     "whole": {
-        "counts.json": "801e9cc9fbbfea92b9387587fdf1af0acd55e705501aba1caf1df2390617a827",
+        "manifest.json": "24c01e62f9d8868fbecdcca58ca67bd9b91166a5c4d499b445275d64fa42650d",
         "train_000000.bin": "349f95ba9933a77053a28a2307fdd4edb9e1ba4c27687c516244bc26255eb634",
         "train_000001.bin": "2d7717bf8a6a4c6761e762287776f0a51a4a4bdc04ba494001a3714bde9b4c16",
         "val_000000.bin": "382d58cf4f882077d604c7b2cee832c41319c0c2efa12c679b24530235e41989",
     },
     "cut": {
-        "counts.json": "edd92b8f77f9d50297ab2fc9cc94b368d5df54d0d6d10b968950d3e4b1667866",
+        "manifest.json": "7523a19d283f874272f3f6b763c1b4d0f6b11b25bbbe00eb0082982d59b5bed7",
         "train_000000.bin": "0187d1a6dbbd31d96e3a686b303ef2a6964dfff8beae019581ce18750c441ffd",
         "train_000001.bin": "f155dc0e156be8228db9ba870c6d614f78b1f624a96948da65798dc72af26d54",
         "val_000000.bin": "16c6d62f0337ea3ef93e1019bb78fcc07221338998a3a3f432201e24254d796c",

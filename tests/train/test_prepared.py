@@ -70,7 +70,7 @@ def test_options_decided_by_the_preparation_are_refused(text, options, option):
 
 
 def test_a_directory_that_is_not_complete_and_another_tokenizer_are_refused(text, tmp_path):
-    prepare_data(plan_preparation([str(text)]), "begun", "char", part=(1, 2))
+    prepare_data(plan_preparation([str(text)]), "begun", "char", task=(1, 2))
     with pytest.raises(UserError, match="begun is not complete"):
         run("run", "begun")
     prepare_data(plan_preparation([str(text)]), "data", "char")
@@ -128,7 +128,8 @@ def test_an_interrupted_preparation_continues_with_the_same_options(large, tmp_p
     Path("small.txt").write_text("\n".join(TEXTS))
     texts.LARGE_BYTES = 10**9
     assert isinstance(run("small", "small.txt"), Ended)
-    assert (tmp_path / "small" / "data" / "counts.json").exists()
+    data = tmp_path / "small" / "data"
+    assert (data / "manifest.json").exists() and not (data / "prepared.json").exists()
 
 
 def test_text_whose_characters_are_split_is_noted(tmp_path, monkeypatch, capsys):

@@ -417,7 +417,7 @@ def test_shards_that_changed_before_resuming_are_refused(trial):
     kept = bytearray(shard.read_bytes()[: 1024 + 200])
     kept[8:12] = (100).to_bytes(4, "little")
     shard.write_bytes(kept)
-    with pytest.raises(CorruptInputError, match="100 train tokens"):
+    with pytest.raises(CorruptInputError, match=r"train_000000\.bin is missing or has changed"):
         open_trial(run.run.path)
 
 

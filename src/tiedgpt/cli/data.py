@@ -176,7 +176,7 @@ def prepare(arguments: list[str]) -> None:
     note(f"preparing {', '.join(args.data[:3])}{', ...' * (len(args.data) > 3)} in {args.out}")
     from tiedgpt.data import plan_preparation, prepare_data
     from tiedgpt.data.encode import note_split_characters
-    from tiedgpt.data.prepare import TOKENIZER, VOCAB_SIZE, read_notes
+    from tiedgpt.data.prepare import TOKENIZER, VOCAB_SIZE
     from tiedgpt.text import Tokenizer
 
     plan = plan_preparation(args.data, val=args.val, **args.reading)
@@ -194,7 +194,7 @@ def prepare(arguments: list[str]) -> None:
             progress=progress,
         )
     if encoded is not None:
-        note(*read_notes(args.out))
+        note(*encoded.notes)
         if args.tokenizer == "bpe":
             trained = Tokenizer.from_pretrained(Path(args.out) / TOKENIZER)
             note(*note_split_characters(encoded, trained))

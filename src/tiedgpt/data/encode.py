@@ -1,7 +1,8 @@
 """Encode a split of documents into a directory of token shards.
 
-Documents and a tokenizer come in. `train_000000.bin`, `val_000000.bin`, ... and `counts.json` go
-out, in a directory that appears by one rename once everything in it is on the disk.
+Documents and a tokenizer come in. `train_000000.bin`, `val_000000.bin`, ... and `manifest.json` go
+out, in a directory that appears by one rename once everything in it is on the disk. The manifest
+has the sizes of both sides, notes on the texts, and the size and sha256 of every file.
 """
 
 from __future__ import annotations
@@ -9,9 +10,9 @@ from __future__ import annotations
 import hashlib
 import json
 from collections import Counter
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import asdict, astuple, dataclass
+from dataclasses import asdict, astuple, dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -20,7 +21,7 @@ import numpy as np
 from tiedgpt.data.shards import TOKENS_PER_SHARD, Shards, ShardWriter
 from tiedgpt.data.split import SIDES, Side, Split
 from tiedgpt.errors import CorruptInputError, UserError
-from tiedgpt.files import read_json, replacing, write_json
+from tiedgpt.files import PREPARED, read_json, replacing, write_json
 
 if TYPE_CHECKING:
     from tiedgpt.text import Tokenizer
@@ -29,9 +30,7 @@ SAMPLE_TOKENS = 50_000
 """Number of tokens that `note_split_characters` reads."""
 MAX_SPLIT_SHARE = 0.5
 """Largest share of split characters that is not noted."""
-COUNTS = "counts.json"
 MANIFEST = "manifest.json"
-"""Name of the file that replaces counts.json in a directory of `prepare.py`."""
 
 
 @dataclass(frozen=True)
@@ -54,34 +53,25 @@ class EncodedCorpus:
     directory: Path
     train: Counts
     val: Counts
-    files: Mapping[str, int] | None = None
-    """Size in bytes of every file by its path in a prepared directory; None for other ones."""
+    files: Mapping[str, list[Any]] = field(repr=False)
+    """Size and sha256 of every file, by its path in the directory."""
+    notes: Sequence[str] = ()
+    """Notes on the texts, for people."""
 
     def open_shards(self, side: Side) -> Shards:
         """Return the tokens of a side.
 
         Raises `CorruptInputError` with the name of a file that is missing or has another size.
         """
-        if self.files is None:
-            shards = Shards.in_directory(self.directory, side)
-        else:
-            sizes = {self.directory / name: size for name, size in self.files.items()}
-            paths = [path for path in sizes if path.match(f"{side}_*.bin")]
-            for path in paths:
-                if not path.is_file() or path.stat().st_size != sizes[path]:
-                    raise CorruptInputError(
-                        f"{path} is missing or has changed",
-                        hint=f"`tiedgpt data verify {self.directory}` says what to do",
-                    )
-            shards = Shards(sorted(paths))
-        n_tokens = getattr(self, side).tokens
-        if len(shards) != n_tokens:
-            raise CorruptInputError(
-                f"{self.directory} holds {len(shards):,} {side} tokens and {n_tokens:,} were "
-                "written: shards are missing or changed",
-                hint="train in another --out",
-            )
-        return shards
+        sizes = {self.directory / name: size for name, (size, _) in self.files.items()}
+        paths = sorted(path for path in sizes if path.match(f"{side}_*.bin"))
+        for path in paths:
+            if not path.is_file() or path.stat().st_size != sizes[path]:
+                hint = "train in another --out"
+                if PREPARED in self.files:
+                    hint = f"`tiedgpt data verify {self.directory}` says what to do"
+                raise CorruptInputError(f"{path} is missing or has changed", hint=hint)
+        return Shards(paths)
 
 
 def encode_corpus(
@@ -111,9 +101,9 @@ def encode_corpus(
         counts = write_shards(
             split, tokenizer, temporary, tokens_per_shard=tokens_per_shard, progress=progress
         )
-        require_both_sides(counts)
-        write_json(temporary / COUNTS, {side: asdict(counts[side]) for side in SIDES})
-    return EncodedCorpus(directory, counts["train"], counts["val"])
+        files = {path.name: identify(path) for path in temporary.iterdir()}
+        write_manifest(temporary, counts, files)
+    return open_encoded(directory)
 
 
 def write_shards(
@@ -153,36 +143,47 @@ def write_shards(
     return counts
 
 
-def require_both_sides(counts: Mapping[Side, Counts]) -> None:
-    """Raise `UserError` if a side has no tokens."""
+def write_manifest(
+    directory: Path,
+    counts: Mapping[Side, Counts],
+    files: Mapping[str, list[int | str]],
+    notes: Sequence[str] = (),
+) -> None:
+    """Write the manifest of a directory; raise `UserError` if a side has no tokens.
+
+    `files` holds the size and the sha256 of every file, by its path in the directory.
+    """
     for side in SIDES:
         if not counts[side].tokens:
             raise UserError(
                 f"the {side} side of the split has no tokens", hint="give more text, or --val"
             )
+    facts: dict[str, Any] = {side: asdict(counts[side]) for side in SIDES}
+    facts |= {"notes": [*notes], "files": dict(sorted(files.items()))}
+    write_sealed(directory / MANIFEST, facts)
+
+
+def identify(path: Path) -> list[int | str]:
+    """Return the size and the sha256 of a file."""
+    with open(path, "rb") as file:
+        return [path.stat().st_size, hashlib.file_digest(file, "sha256").hexdigest()]
 
 
 def open_encoded(directory: str | Path) -> EncodedCorpus:
     """Return the value that `encode_corpus` or `prepare_data` returned for the directory.
 
     Raises:
-        UserError: the directory was not made by either.
-        CorruptInputError: its counts cannot be read, or its manifest was changed.
+        UserError: the directory has no manifest.
+        CorruptInputError: its manifest was changed.
     """
     directory = Path(directory)
-    if (directory / MANIFEST).exists():
-        manifest = read_sealed(directory / MANIFEST)
-        sizes = {name: size for name, (size, _) in manifest["files"].items()}
-        train, val = (Counts(**manifest[side]) for side in SIDES)
-        return EncodedCorpus(directory, train, val, sizes)
-    path = directory / COUNTS
-    try:
-        counts = json.loads(path.read_text(encoding="utf-8"))
-        return EncodedCorpus(directory, Counts(**counts["train"]), Counts(**counts["val"]))
-    except OSError as error:
-        raise UserError(f"{directory} holds no encoded text ({error.strerror})") from error
-    except (ValueError, KeyError, TypeError) as error:
-        raise CorruptInputError(f"{path} is damaged: encode the text again") from error
+    if (directory / PREPARED).exists() and not (directory / MANIFEST).exists():
+        raise UserError(f"{directory} is not complete", hint="`tiedgpt data prepare` completes it")
+    if not (directory / MANIFEST).exists():
+        raise UserError(f"{directory} holds no encoded text")
+    manifest = read_sealed(directory / MANIFEST)
+    train, val = (Counts(**manifest[side]) for side in SIDES)
+    return EncodedCorpus(directory, train, val, manifest["files"], manifest["notes"])
 
 
 def note_split_characters(encoded: EncodedCorpus, tokenizer: Tokenizer) -> list[str]:

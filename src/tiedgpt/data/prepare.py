@@ -28,12 +28,12 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from tiedgpt.data.corpus import PEEK_BYTES, FileCorpus, Remarks, documents
 from tiedgpt.data.encode import (
-    MANIFEST,
     Counts,
     EncodedCorpus,
+    identify,
     open_encoded,
     read_sealed,
-    require_both_sides,
+    write_manifest,
     write_sealed,
     write_shards,
 )
@@ -439,7 +439,7 @@ def _encode_part(cwd: str, directory: Path, number: int, piece: InputPart, ident
             temporary.mkdir()
             corpus, split = piece.open()
             counts = write_shards(split, _load_tokenizer(directory, identity), temporary)
-            files = {path.name: _identify(path) for path in sorted(temporary.iterdir())}
+            files = {path.name: identify(path) for path in sorted(temporary.iterdir())}
             record = {"identity": identity, "counts": {s: asdict(counts[s]) for s in SIDES}}
             record |= {"files": files, "remarks": corpus.remarks.to_json()}
             write_sealed(temporary / RECORD, record)
@@ -468,12 +468,6 @@ def _read_part(directory: Path, number: int, identity: str) -> dict[str, Any] | 
     return record if is_there and record["identity"] == identity else None
 
 
-def _identify(path: Path) -> list[int | str]:
-    """Return the size and the sha256 of a file."""
-    with open(path, "rb") as file:
-        return [path.stat().st_size, hashlib.file_digest(file, "sha256").hexdigest()]
-
-
 def _finish(directory: Path, plan: Plan, records: Sequence[dict[str, Any]]) -> EncodedCorpus:
     """Write the manifest of a directory that has all parts."""
     paths = [directory / PREPARED, *sorted((directory / TOKENIZER).iterdir())]
@@ -487,26 +481,10 @@ def _finish(directory: Path, plan: Plan, records: Sequence[dict[str, Any]]) -> E
         files |= {f"{output.name}/{name}": identity for name, identity in record["files"].items()}
         remarks.add(record["remarks"])
         paths.append(output / RECORD)
-    require_both_sides(counts)
-    files |= {path.relative_to(directory).as_posix(): _identify(path) for path in paths}
-    facts: dict[str, Any] = {side: asdict(counts[side]) for side in SIDES}
-    notes = [*plan.notes, *remarks.notes()]
-    write_sealed(
-        directory / MANIFEST, {**facts, "notes": notes, "files": dict(sorted(files.items()))}
-    )
+    files |= {path.relative_to(directory).as_posix(): identify(path) for path in paths}
+    write_manifest(directory, counts, files, [*plan.notes, *remarks.notes()])
     remove_leftovers(directory)
     return open_encoded(directory)
-
-
-def require_complete(directory: Path) -> None:
-    """Raise `UserError` for a directory without a manifest."""
-    if not (directory / MANIFEST).exists():
-        raise UserError(f"{directory} is not complete", hint="`tiedgpt data prepare` completes it")
-
-
-def read_notes(directory: str | Path) -> list[str]:
-    """Return notes on the texts in a complete directory."""
-    return list(read_sealed(Path(directory) / MANIFEST)["notes"])
 
 
 def verify_data(directory: str | Path, progress: Progress | None = None) -> EncodedCorpus:
@@ -516,16 +494,15 @@ def verify_data(directory: str | Path, progress: Progress | None = None) -> Enco
     not complete.
     """
     directory = Path(directory)
-    require_complete(directory)
     try:
-        files = read_sealed(directory / MANIFEST)["files"]
         encoded = open_encoded(directory)
     except CorruptInputError as error:
         raise CheckFailedError(error.message, hint=error.hint) from None
+    files = encoded.files
     damaged, done, total = list[str](), 0, sum(size for size, _ in files.values())
     for name, identity in files.items():
         path = directory / name
-        if not path.is_file() or _identify(path) != identity:
+        if not path.is_file() or identify(path) != identity:
             damaged.append(name)
         done += identity[0]
         (progress or _ignore)("verifying", done, total)

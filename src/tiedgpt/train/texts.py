@@ -33,15 +33,13 @@ from tiedgpt.data import (
     prepare_data,
     python_documentation,
 )
-from tiedgpt.data.encode import COUNTS, MANIFEST
+from tiedgpt.data.encode import MANIFEST
 from tiedgpt.data.prepare import (
     LARGE_BYTES,
     TOKENIZER,
     TOKENIZER_CHARACTERS,
     estimate_bytes,
     is_begun,
-    read_notes,
-    require_complete,
 )
 from tiedgpt.errors import UserError
 from tiedgpt.files import PREPARED, remove
@@ -138,7 +136,7 @@ class TextSources(Sources):
 
     def is_encoded(self, run: RunDirectory) -> bool:
         """Whether an earlier call encoded the texts."""
-        return (run.data / COUNTS).exists()
+        return (run.data / MANIFEST).exists() and not (run.data / PREPARED).exists()
 
     def encode(self, tokenizer: Tokenizer, run: RunDirectory, progress: Progress | None) -> None:
         """Write the texts as shards of tokens."""
@@ -280,7 +278,7 @@ class LargeSources(TextSources):
 
     def notes(self, run: RunDirectory) -> list[str]:
         """Return notes on the texts."""
-        return read_notes(self.shards(run))
+        return [*open_encoded(self.shards(run)).notes]
 
 
 class PreparedSources(LargeSources):
@@ -298,7 +296,7 @@ class PreparedSources(LargeSources):
         for name in ("val", *READING):
             if getattr(options, name) != getattr(TrainOptions, name):
                 raise UserError(f"was decided when {self.path} was prepared", option=name)
-        require_complete(self.path)
+        open_encoded(self.path)
         self.tokenizer = Tokenizer.from_pretrained(self.path / TOKENIZER)
         source = options.start if options.tokenizer == "bpe" else options.tokenizer
         if source is None:
