@@ -16,11 +16,11 @@ from tiedgpt.runtime import to_json_data
 NOT_IN_JSON = {"json": False}
 """Metadata of a field that is for Python only: it would be megabytes of text."""
 SHOWN_ROWS = 10
-"""Rows of a table of tokens, unless more are asked for."""
+"""Default number of rows in a table of tokens."""
 LABELLED = 5
-"""Points of a cloud, and lines, that a figure names."""
+"""Number of points or lines that a figure labels."""
 MAX_TEXT_COLUMNS = 16
-"""More columns of a grid than this leave no room for words."""
+"""Maximum number of columns of a grid whose cells contain text."""
 
 Figure = tuple[str, list[Panel | Grid]]
 """A title, and the panels below it."""

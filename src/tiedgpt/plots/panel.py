@@ -9,19 +9,19 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class Line:
-    """A curve: a value at each place of the axis."""
+    """A curve: a value at each position of the axis."""
 
     name: str
     xs: Sequence[float]
     ys: Sequence[float]
     color: int = 0
-    """Which of the figure's colours; 0 is the first."""
+    """Index of the color in the figure."""
     marked: bool = False
-    """Few points, worth a mark each."""
+    """Whether each point has a marker."""
     joined: bool = True
-    """False: a cloud of points."""
+    """Whether the points are connected; False draws a scatter plot."""
     low: Sequence[float] = ()
-    """Lower ends of an interval at each place, which a figure shades; () for none."""
+    """Lower ends of the shaded interval at each position; () for none."""
     high: Sequence[float] = ()
     """Upper ends."""
 
@@ -47,9 +47,9 @@ class Panel:
     """Upper limit of the y axis; None: no limit."""
     y_label: str = ""
     x_names: Sequence[str] = ()
-    """Names of the places 0, 1, ... of the axis, in a figure."""
+    """Labels of the positions 0, 1, ... of the axis, in a figure."""
     notes: Sequence[tuple[float, float, str]] = ()
-    """Places that a figure names."""
+    """Positions that a figure labels, as (x, y, label)."""
 
     def limits(self) -> tuple[float, float, float, float] | None:
         """Return the limits of x, then of y; None without any point."""
