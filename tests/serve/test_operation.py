@@ -98,6 +98,24 @@ def test_inspections_and_embeddings_wait_in_a_queue_that_clients_can_leave(engin
     assert [[2]] not in seen and [[3]] not in seen and [[6]] not in seen
 
 
+def test_a_class_of_thirty_opens_the_page_without_a_refusal(engine):
+    """Each page asks for one inspection after another."""
+    limits, statuses = Limits(), []
+    with Running(create_app(engine, name="tiny"), engine, limits) as running:
+
+        def open_page():
+            for name in ("positions", "dot", "lens", "attention", "random_head"):
+                with send(running.port, {"text": "the cat sat"}, f"/inspect/{name}") as connection:
+                    statuses.append(connection.recv(12))
+
+        threads = [threading.Thread(target=open_page) for _ in range(30)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join(60)
+    assert statuses == [b"HTTP/1.1 200"] * 150
+
+
 @pytest.mark.parametrize("stream", [True, False])
 def test_client_that_disconnects_frees_its_slot(running, engine, slow, stream):
     before = engine.stats()["generated_tokens"]
