@@ -19,7 +19,7 @@ from tiedgpt import GPT, GPTConfig, Tokenizer
 from tiedgpt.errors import TiedGPTError
 from tiedgpt.weights.formats.gguf.vocabulary import read_tokenizer
 from tiedgpt.weights.formats.gguf.writer import write as write_our_gguf
-from tiedgpt.weights.formats.nanogpt.data_pickle import read_data_pickle
+from tiedgpt.weights.formats.nanogpt import read_data_pickle
 from tiedgpt.weights.formats.onnx.writer import write as write_our_onnx
 from tiedgpt.weights.formats.packed import open_packed
 from tiedgpt.weights.formats.packed.writer import pack_gpt, save_packed
@@ -140,10 +140,12 @@ def read_with(sample, directory: Path, sound: dict[str, bytes], name: str, conte
 def test_a_file_cut_anywhere_is_refused(sample):
     if not sample[0].is_cut_noticed:
         pytest.skip("its graph may end before the file does")
-    for name, whole in sample[2].items():
-        for size in range(0, len(whole) - len(whole) // 30 - 1, 1 + len(whole) // 40):
+    for name, content_of_file in sample[2].items():
+        for size in range(
+            0, len(content_of_file) - len(content_of_file) // 30 - 1, 1 + len(content_of_file) // 40
+        ):
             with pytest.raises(TiedGPTError):
-                read_with(*sample, name, whole[:size])
+                read_with(*sample, name, content_of_file[:size])
 
 
 @settings(max_examples=100, deadline=None, suppress_health_check=list(HealthCheck))

@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tiedgpt.errors import CorruptInputError, UserError
-from tiedgpt.weights.formats.nanogpt.data_pickle import BEGINS, LARGEST, read_data_pickle
+from tiedgpt.weights.formats.nanogpt import MAX_META_BYTES, PICKLED_DICT, read_data_pickle
 
 META = {
     "vocab_size": 4,
@@ -37,7 +37,7 @@ def test_any_vocabulary_comes_back(tmp_path_factory, protocol, stoi):
     meta = {"stoi": stoi, "itos": {id: character for character, id in stoi.items()}}
     folder = tmp_path_factory.getbasetemp()
     content = pickle.dumps(meta, protocol)
-    assert read(folder, content) == meta and BEGINS.match(content)
+    assert read(folder, content) == meta and PICKLED_DICT.match(content)
 
 
 class Runs:
@@ -138,7 +138,7 @@ def test_false_lengths_and_empty_stacks_are_refused(tmp_path, content):
 def test_a_file_far_too_large_is_not_read(tmp_path):
     file = tmp_path / "meta.pkl"
     with file.open("wb") as opened:
-        opened.truncate(LARGEST + 1)
+        opened.truncate(MAX_META_BYTES + 1)
     with pytest.raises(CorruptInputError, match="too many"):
         read_data_pickle(file)
 

@@ -19,7 +19,6 @@ from tiedgpt.errors import UserError
 from tiedgpt.tie.heads import predicts_through_wte
 from tiedgpt.weights.checkpoint import TIE_KEY, Checkpoint, Claim, Usage
 from tiedgpt.weights.roles import MAY_PREDICT, PREDICTS, rank_name
-from tiedgpt.weights.tensors import StoredTensor
 from tiedgpt.weights.torch_file import stored_tensor
 
 TABLES = (nn.Embedding, nn.EmbeddingBag)
@@ -33,7 +32,11 @@ def open_module(module: nn.Module) -> Checkpoint:
     says = "nothing in the module says whether the head is tied"
     if is_tied is not None:
         says = f"the module's config says {TIE_KEY}={is_tied}"
-    tensors = _list_tensors(module)
+    tensors = {}
+    for name, parameter in module.named_parameters(remove_duplicate=False):
+        if isinstance(parameter, UninitializedParameter):
+            raise UserError(f"{name} has no shape yet (a lazy module): run the model once first")
+        tensors[name] = stored_tensor(name, parameter, owner=id(parameter))
     return Checkpoint(
         source=type(module).__name__,
         container="module",
@@ -43,15 +46,6 @@ def open_module(module: nn.Module) -> Checkpoint:
         usage=_find_usage(module, holder, list(tensors)),
         in_memory=True,
     )
-
-
-def _list_tensors(module: nn.Module) -> dict[str, StoredTensor]:
-    tensors = {}
-    for name, parameter in module.named_parameters(remove_duplicate=False):
-        if isinstance(parameter, UninitializedParameter):
-            raise UserError(f"{name} has no shape yet (a lazy module): run the model once first")
-        tensors[name] = stored_tensor(name, parameter, owner=id(parameter))
-    return tensors
 
 
 def _find_usage(module: nn.Module, holder: nn.Module, names: list[str]) -> Usage:

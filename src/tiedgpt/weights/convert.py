@@ -23,13 +23,12 @@ from tiedgpt.core.model import GPT
 from tiedgpt.errors import CheckFailedError, CorruptInputError, UserError
 from tiedgpt.files import is_running, reading, remove, sync, write_json, writing
 from tiedgpt.text import Tokenizer
-from tiedgpt.weights.checkpoint import EMBEDDING, HEAD, to_gpt
+from tiedgpt.weights.decision import decide_tie
 from tiedgpt.weights.formats.transformers.writer import descriptions, save_tokenizer
 from tiedgpt.weights.load import Loaded, Progress, load
 from tiedgpt.weights.parameters import PRECISIONS
 from tiedgpt.weights.registry import Writer, suffixes, writer_named, writers
 from tiedgpt.weights.sources import open_checkpoint
-from tiedgpt.weights.tensors import by_storage
 from tiedgpt.weights.tokenizer_files import read_end_ids
 
 TOLERANCES = {
@@ -238,14 +237,13 @@ def _compare(
             f"{path.name} does not hold the model: logits differ by {difference:.2g} of their "
             f"size, {tolerance:g} is allowed; it is not kept"
         )
-    tensors = to_gpt(checkpoint).tensors
-    copies = by_storage(tensors[name] for name in (EMBEDDING, HEAD) if name in tensors)
+    roles = decide_tie(checkpoint).roles
     files = copy.rglob("*") if copy.is_dir() else copy.parent.iterdir()
     return Written(
         path,
         n_bytes=sum(file.stat().st_size for file in files if file.is_file()),
-        matrix_bytes=copies[0][0].n_bytes,
-        copies=len(copies),
+        matrix_bytes=roles.matrix.n_bytes,
+        copies=1 if roles.pair is None or roles.is_shared else 2,
         exact=exact,
         difference=difference,
         tolerance=tolerance,

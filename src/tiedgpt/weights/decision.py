@@ -142,7 +142,7 @@ def choose_matrices(decision: TieDecision, resolve: str | None = None) -> dict[s
     is_choice = resolve in ("tie", "untie") or (resolve is not None and roles.pair is not None)
     if decision.model is None and not is_choice:
         raise CorruptInputError(f"{source}: {decision.reason}", hint=_find_remedy(decision))
-    if roles.pair is not None and (resolve or decision.model) in ("untie", "untied"):
+    if (resolve or decision.model) in ("untie", "untied") and roles.pair is not None:
         return dict(zip((EMBEDDING, HEAD), roles.pair, strict=True))
     keep_output = resolve == "keep-output" and roles.output is not None
     return {EMBEDDING: roles.output if keep_output and roles.output else roles.matrix}
@@ -192,7 +192,10 @@ def _describe(checkpoint: Checkpoint, roles: Roles) -> tuple[str, str]:
     shapes = f"{reads.name} is {reads.shape} and {predicts.name} is {predicts.shape}"
     if not roles.has_one_width:
         return "misfit", f"{shapes}: their widths differ"
-    if roles.extra_rows and _has_one_vocabulary(checkpoint):
+    # In a GPT the embedding has the head's rows; some other models read more tokens.
+    is_any_module = checkpoint.in_memory and not checkpoint.config
+    is_gpt = not is_any_module and checkpoint.config.get("model_type") in (None, *MODEL_TYPES)
+    if roles.extra_rows and is_gpt:
         return "misfit", f"{shapes}: both need a row for each token"
     if is_untied:
         return "two", claim.source
@@ -205,12 +208,6 @@ def _describe(checkpoint: Checkpoint, roles: Roles) -> tuple[str, str]:
     apart = roles.comparison or "cannot be compared"
     why = f"{names} {apart}, and {claim.source}"
     return "two", claim.source if claim.different_is_untied else why
-
-
-def _has_one_vocabulary(checkpoint: Checkpoint) -> bool:
-    """Whether the embedding must have the head's rows: in a GPT; some models read more tokens."""
-    is_any_module = checkpoint.in_memory and not checkpoint.config
-    return not is_any_module and checkpoint.config.get("model_type") in (None, *MODEL_TYPES)
 
 
 def _list_choices(checkpoint: Checkpoint, roles: Roles) -> tuple[Keep, ...]:

@@ -2,20 +2,25 @@
 
 `ckpt.pt` is a dict of torch.save: "model" (the state dict, wte and lm_head on one storage),
 "model_args" (sizes, bias, dropout), "iter_num", "best_val_loss", "config". It does not say which
-GELU was trained with. `meta.pkl` holds a vocabulary of characters.
+GELU was trained with. `meta.pkl` holds a vocabulary of characters. A pickle is a program: each of
+its instructions is looked at first, and only then does Python's own unpickler follow them, without
+a way to reach any class or function.
 """
 
 from __future__ import annotations
 
+import io
+import pickle
+import pickletools
+import re
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from tiedgpt.errors import CorruptInputError, UserError
-from tiedgpt.files import replacing, require_room
+from tiedgpt.files import reading, replacing, require_room
 from tiedgpt.weights.checkpoint import EMBEDDING, Checkpoint, GPTCheckpoint
 from tiedgpt.weights.containers import detect, open_container
-from tiedgpt.weights.formats.nanogpt.data_pickle import BEGINS
 from tiedgpt.weights.formats.state_dict import has_biases, has_linear_layout, has_prefix
 from tiedgpt.weights.formats.transformers import BODY_PREFIX, LM_HEAD, our_tensors
 from tiedgpt.weights.registry import Format, TokenizerFile, Writer
@@ -36,6 +41,17 @@ CONFIG_FIELDS = (
 """Fields that nanoGPT has no place for: `write` puts them into "config", which nanoGPT ignores."""
 NO_LOSS = 1e9
 """nanoGPT's own best_val_loss before the first evaluation."""
+MAX_META_BYTES = 4 << 20
+MAX_INSTRUCTIONS = 1_000_000
+"""Both limits exceed a vocabulary of all characters of Unicode."""
+PICKLED_DICT = re.compile(rb"(\x80[\x02-\x05](\x95.{8})?)?(\}|\(d)", re.DOTALL)
+"""The first bytes of a pickle that creates a dict, of any protocol."""
+STORES = {"PUT", "BINPUT", "LONG_BINPUT"}
+ALLOWED = STORES | {
+    "PROTO", "FRAME", "STOP", "MARK", "MEMOIZE", "GET", "BINGET", "LONG_BINGET",
+    "EMPTY_DICT", "DICT", "SETITEM", "SETITEMS", "UNICODE", "BINUNICODE", "SHORT_BINUNICODE",
+    "INT", "BININT", "BININT1", "BININT2", "LONG", "LONG1",
+}  # fmt: skip
 
 
 def detect_checkpoint(checkpoint: Checkpoint) -> bool:
@@ -149,7 +165,6 @@ def read_tokenizer(path: Path) -> Tokenizer:
     """
     from tiedgpt.text.characters import tokenizer_of_ids
     from tiedgpt.text.tokenizer import Tokenizer
-    from tiedgpt.weights.formats.nanogpt.data_pickle import read_data_pickle
 
     meta = read_data_pickle(path)
     meta = meta if isinstance(meta, dict) else {}
@@ -176,8 +191,35 @@ def read_tokenizer(path: Path) -> Tokenizer:
     return Tokenizer(tokenizer_of_ids(ids), None, str(path))
 
 
+class _DataOnly(pickle.Unpickler):
+    def find_class(self, module: str, name: str) -> Any:
+        raise pickle.UnpicklingError(f"{module}.{name}")
+
+
+def read_data_pickle(file: Path) -> Any:
+    """Return the value in a pickle of any protocol: dicts, strings and whole numbers.
+
+    Raises `CorruptInputError` for anything else that a pickle can hold, before a value is created.
+    """
+    with reading(file, "pickle of a vocabulary"), file.open("rb") as opened:
+        content = opened.read(MAX_META_BYTES + 1)
+        if len(content) > MAX_META_BYTES:
+            raise ValueError(f"more than {MAX_META_BYTES:,} bytes are too many for a vocabulary")
+        for number, (instruction, argument, _) in enumerate(pickletools.genops(content)):
+            if instruction.name not in ALLOWED:
+                raise ValueError(
+                    f"it holds more than dicts, strings and whole numbers ({instruction.name}), "
+                    "which is never run"
+                )
+            # The unpickler makes room for as many values as a store's index says.
+            n_values = (argument or 0) if instruction.name in STORES else 0
+            if max(number, n_values) > MAX_INSTRUCTIONS:
+                raise ValueError("too many instructions for a vocabulary")
+        return _DataOnly(io.BytesIO(content)).load()
+
+
 def _is_tokenizer(path: Path, head: bytes) -> bool:
-    return path.suffix == ".pkl" or bool(BEGINS.match(head))
+    return path.suffix == ".pkl" or bool(PICKLED_DICT.match(head))
 
 
 WRITER = Writer(
