@@ -38,14 +38,14 @@ from tiedgpt.weights.torch_file import stored_tensor
 
 def judged(source, verdict: str, *some: str, **names):
     """Assert the verdict, its exit code, and that these findings are among those made."""
-    found = audit(source, **names)
-    assert found.verdict == verdict, found.explain
-    is_broken = verdict in ("broken", "contradicts the claim") or found.load_error is not None
-    assert found.exit_code == (6 if is_broken else 0)
-    assert {*some} <= {finding.kind for finding in found.findings}, found.explain
-    assert all(finding.explain and "\n" not in finding.title for finding in found.findings)
-    json.dumps(found.as_dict(), allow_nan=False)
-    return found
+    report = audit(source, **names)
+    assert report.verdict == verdict, report.explain
+    is_broken = verdict in ("broken", "contradicts the claim") or report.load_error is not None
+    assert report.exit_code == (6 if is_broken else 0)
+    assert {*some} <= {finding.kind for finding in report.findings}, report.explain
+    assert all(finding.explain and "\n" not in finding.title for finding in report.findings)
+    json.dumps(report.as_dict(), allow_nan=False)
+    return report
 
 
 # a saved model of transformers, with a change to its tensors or its config
@@ -129,12 +129,12 @@ CASES = {
 def test_a_changed_file_is_judged_and_described(tmp_path, name):
     case = CASES[name]
     path = rewrite(save(their_gpt2(), tmp_path / "m"), case.change, **case.config)
-    found = judged(path, case.verdict, *case.findings)
-    assert re.search(case.says, found.explain)
-    assert found.wasted_bytes == case.wasted_bytes
-    assert {key: getattr(found.comparison, key) for key in case.comparison} == case.comparison
-    if len(found.matrices) == 1:
-        assert found.matrices[0].roles == ("reads", "predicts")
+    report = judged(path, case.verdict, *case.findings)
+    assert re.search(case.says, report.explain)
+    assert report.wasted_bytes == case.wasted_bytes
+    assert {key: getattr(report.comparison, key) for key in case.comparison} == case.comparison
+    if len(report.matrices) == 1:
+        assert report.matrices[0].roles == ("reads", "predicts")
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float64])
@@ -144,9 +144,9 @@ def test_every_float_type_is_read(tmp_path, dtype):
         state[HEAD] = state[WTE].clone()
         state[HEAD][4] += 1
 
-    found = judged(rewrite(save(their_gpt2(), tmp_path / "m"), add), "broken")
-    assert (found.comparison.differing_rows, found.comparison.first_rows) == (1, (4,))
-    assert found.comparison.largest == pytest.approx(1, rel=1e-2)
+    report = judged(rewrite(save(their_gpt2(), tmp_path / "m"), add), "broken")
+    assert (report.comparison.differing_rows, report.comparison.first_rows) == (1, (4,))
+    assert report.comparison.largest == pytest.approx(1, rel=1e-2)
 
 
 @pytest.mark.parametrize("shards", [False, True])
@@ -155,15 +155,15 @@ def test_a_model_saved_with_a_replaced_head_is_broken(tmp_path, shards):
     model.lm_head = fresh_head()
     path = save(model, tmp_path / "run" / "model", **({"max_shard_size": "20KB"} if shards else {}))
     assert (path / "model.safetensors.index.json").exists() == shards
-    found = judged(tmp_path / "run", "broken", "drifted", "fresh")  # it stands for its model
-    assert found.comparison.differing_rows == V
-    assert found.comparison.first_rows == tuple(range(10))
-    assert abs(found.comparison.cosine) < 0.1
-    fresh = [finding for finding in found.findings if finding.kind == "fresh"]
+    report = judged(tmp_path / "run", "broken", "drifted", "fresh")  # it stands for its model
+    assert report.comparison.differing_rows == V
+    assert report.comparison.first_rows == tuple(range(10))
+    assert abs(report.comparison.cosine) < 0.1
+    fresh = [finding for finding in report.findings if finding.kind == "fresh"]
     assert [finding.title.split()[0] for finding in fresh] == [HEAD]
     assert "N(0, 0.02)" in fresh[0].explain
     largest = (model.lm_head.weight - model.transformer.wte.weight).abs().max().item()
-    assert found.comparison.largest == pytest.approx(largest, rel=1e-6)
+    assert report.comparison.largest == pytest.approx(largest, rel=1e-6)
 
 
 def test_a_merged_adapter_with_a_saved_head_is_broken(tmp_path):
@@ -183,11 +183,11 @@ def test_a_merged_adapter_with_a_saved_head_is_broken(tmp_path):
         merged = model.merge_and_unload()
     path = save(merged, tmp_path / "m")  # peft 0.21 unties the config on merging
     judged(rewrite(path, tie_word_embeddings=False), "untied as claimed", "drifted")
-    found = judged(rewrite(path, tie_word_embeddings=True), "broken", "drifted")
-    assert found.comparison.differing_rows == 6
-    assert found.comparison.first_rows == (3, 4, 5, 6, 7, 8)
-    assert found.comparison.largest == pytest.approx(0.1, rel=1e-4)
-    assert 0.9 < found.comparison.cosine < 1
+    report = judged(rewrite(path, tie_word_embeddings=True), "broken", "drifted")
+    assert report.comparison.differing_rows == 6
+    assert report.comparison.first_rows == (3, 4, 5, 6, 7, 8)
+    assert report.comparison.largest == pytest.approx(0.1, rel=1e-4)
+    assert 0.9 < report.comparison.cosine < 1
 
 
 def test_gpt1_is_tied(tmp_path):
@@ -195,8 +195,8 @@ def test_gpt1_is_tied(tmp_path):
         warnings.simplefilter("ignore")
         from transformers import OpenAIGPTConfig, OpenAIGPTLMHeadModel
     model = OpenAIGPTLMHeadModel(OpenAIGPTConfig(**SHAPE))
-    found = judged(save(model, tmp_path / "m"), "tied")
-    assert found.matrices[0].names == ("transformer.tokens_embed.weight",)
+    report = judged(save(model, tmp_path / "m"), "tied")
+    assert report.matrices[0].names == ("transformer.tokens_embed.weight",)
 
 
 def test_a_llama_is_judged(tmp_path):
@@ -207,8 +207,8 @@ def test_a_llama_is_judged(tmp_path):
         vocab_size=V, hidden_size=D, intermediate_size=40, num_hidden_layers=1,
         num_attention_heads=2, pad_token_id=0,
     )  # fmt: skip
-    found = judged(save(LlamaForCausalLM(config), tmp_path / "m"), "untied as claimed")
-    assert [m.names[0] for m in found.matrices] == ["model.embed_tokens.weight", HEAD]
+    report = judged(save(LlamaForCausalLM(config), tmp_path / "m"), "untied as claimed")
+    assert [m.names[0] for m in report.matrices] == ["model.embed_tokens.weight", HEAD]
 
 
 # other containers
@@ -225,8 +225,8 @@ def test_a_nested_torch_file_with_compiled_names_is_judged(tmp_path):
 
 def test_a_legacy_torch_file_is_judged(tmp_path):
     torch.save(their_gpt2().state_dict(), tmp_path / "a.bin", _use_new_zipfile_serialization=False)
-    found = judged(tmp_path / "a.bin", "tied", "same storage")
-    assert found.matrices[0].names == (WTE, HEAD)
+    report = judged(tmp_path / "a.bin", "tied", "same storage")
+    assert report.matrices[0].names == (WTE, HEAD)
 
 
 @pytest.mark.parametrize("kind", ["F16", "BF16", "Q8_0", "Q4_0"])
@@ -236,10 +236,10 @@ def test_gguf_files_of_quantized_types_are_judged(tmp_path, kind):
     path = write_gguf(
         tmp_path / "a.gguf", {"token_embd.weight": w, "output.weight": changed}, kind=kind
     )
-    found = judged(path, "untied as claimed", "drifted")
-    assert (found.comparison.differing_rows, found.comparison.first_rows) == (1, (5,))
+    report = judged(path, "untied as claimed", "drifted")
+    assert (report.comparison.differing_rows, report.comparison.first_rows) == (1, (5,))
     if kind != "Q4_0":
-        assert found.comparison.largest == pytest.approx(2 * abs(w[5]).max(), rel=0.02)
+        assert report.comparison.largest == pytest.approx(2 * abs(w[5]).max(), rel=0.02)
 
 
 @pytest.mark.parametrize("names", [("W", "H"), (WTE, "onnx::MatMul_12"), (WTE, HEAD)])
@@ -249,9 +249,9 @@ def test_onnx_files_with_one_and_two_copies_are_told_apart(tmp_path, names, exte
         ("one", "tied"), ("gemm", "tied"), ("copy", "tied, stored twice"), ("other", "broken"),
     ):  # fmt: skip
         path = write_onnx(tmp_path / f"{head}.onnx", head, external=external, names=names)
-        found = judged(path, verdict)
-        assert found.matrices[0].names[0] == names[0]
-        assert found.wasted_bytes == (V * D * 4 if head == "copy" else 0)
+        report = judged(path, verdict)
+        assert report.matrices[0].names[0] == names[0]
+        assert report.wasted_bytes == (V * D * 4 if head == "copy" else 0)
         (tmp_path / "data.bin").unlink(missing_ok=True)
 
 
@@ -283,8 +283,8 @@ def test_a_tied_replaced_and_wrapped_module_is_judged():
     judged(model, "tied", "same storage")
     judged(copy.deepcopy(model), "tied", "same storage")
     model.lm_head = nn.Sequential(nn.Linear(D, D), nn.Dropout(), fresh_head())
-    found = judged(model, "broken", "drifted")
-    assert found.matrices[1].names == ("lm_head.2.weight",)
+    report = judged(model, "broken", "drifted")
+    assert report.matrices[1].names == ("lm_head.2.weight",)
 
 
 def test_a_vocabulary_of_three_times_the_width_is_recognised():
@@ -511,8 +511,8 @@ def test_two_views_of_one_storage_are_two_matrices(tmp_path, views):
         "square": (x[: 2 * D], x[: 2 * D].T),
     }[views]
     torch.save({"wte.weight": reads, HEAD: head}, tmp_path / "a.pt")
-    found = judged(tmp_path / "a.pt", "broken", "drifted")
-    assert len(found.matrices) == 2
+    report = judged(tmp_path / "a.pt", "broken", "drifted")
+    assert len(report.matrices) == 2
     assert "one matrix" not in ledger(tmp_path / "a.pt").explain or views == "square"
 
 
@@ -529,8 +529,8 @@ def test_a_body_or_a_classifier_has_no_head(tmp_path, name, claim):
     path = rewrite(
         save(their_gpt2(), tmp_path / "m"), architectures=[name], tie_word_embeddings=claim
     )
-    found = judged(path, "no head", "no head")
-    assert "does not predict tokens" in found.explain
+    report = judged(path, "no head", "no head")
+    assert "does not predict tokens" in report.explain
     assert sum(row.multiply_adds for row in ledger(path).rows if WTE in row.names) == 0
     with pytest.raises(UserError, match="does not predict"):
         fix(path, tmp_path / "new")
@@ -560,9 +560,9 @@ def test_an_unreadable_head_is_never_judged_tied(tmp_path, tensors):
 def test_the_embedding_of_a_saved_body_only_reads(tmp_path):
     path = save(their_gpt2().transformer, tmp_path / "m")
     assert json.loads((path / "config.json").read_text())["architectures"] == ["GPT2Model"]
-    found = judged(path, "no head", "no head")
-    assert [(m.names, m.roles) for m in found.matrices] == [(("wte.weight",), ("reads",))]
-    assert "reads and predicts" not in found.explain + ledger(path).explain
+    report = judged(path, "no head", "no head")
+    assert [(m.names, m.roles) for m in report.matrices] == [(("wte.weight",), ("reads",))]
+    assert "reads and predicts" not in report.explain + ledger(path).explain
     assert judged(their_gpt2().transformer, "no head").matrices[0].roles == ("reads",)
 
 
@@ -577,8 +577,8 @@ def test_the_shared_table_and_the_models_own_are_preferred(tmp_path):
 
 def test_control_characters_in_names_are_shown_as_text(tmp_path):
     save_file({"\x1b[2J\n.wte.weight": torch.randn(V, D)}, tmp_path / "a")
-    found = judged(tmp_path / "a", "tied")
-    assert "\x1b" not in found.explain and "\\x1b[2J" in found.explain
+    report = judged(tmp_path / "a", "tied")
+    assert "\x1b" not in report.explain and "\\x1b[2J" in report.explain
 
 
 @pytest.mark.parametrize("head", ["vocab_projector", "generator_lm_head", "lm_head", "embed_out"])
@@ -595,8 +595,8 @@ def test_an_embedding_with_an_unknown_name_is_ambiguous_not_missing(tmp_path):
     (tmp_path / "config.json").write_text('{"model_type": "ctrl", "tie_word_embeddings": false}')
     with pytest.raises(UserError, match=r"transformer\.w\.weight.*--input"):
         audit(tmp_path)
-    found = judged(tmp_path, "untied as claimed", input_name="transformer.w")
-    assert [matrix.names for matrix in found.matrices] == [("transformer.w.weight",), (HEAD,)]
+    report = judged(tmp_path, "untied as claimed", input_name="transformer.w")
+    assert [matrix.names for matrix in report.matrices] == [("transformer.w.weight",), (HEAD,)]
 
 
 def test_the_package_lists_its_public_names():

@@ -53,16 +53,16 @@ def mended(source: Path, dest: Path, verdict: str = "tied", **choice):
     assert audit(dest).verdict == report.after.verdict == verdict
     assert report.actions and str(dest) in report.explain == str(report)
     written = json.loads((dest / "config.json").read_text())["tie_word_embeddings"]
-    told = [action for action in report.actions if "tie_word_embeddings" in action]
+    claims = [action for action in report.actions if "tie_word_embeddings" in action]
     changes = written == (report.before.claim is False)
     says = f"config.json now says tie_word_embeddings: {str(written).lower()}"
-    assert told == ([says] if changes else [])
+    assert claims == ([says] if changes else [])
     json.dumps(report.as_dict(), allow_nan=False)
     assert [path.name for path in dest.parent.iterdir() if path.name.startswith(".")] == []
-    ours, theirs = GPT.from_pretrained(dest), GPT2LMHeadModel.from_pretrained(dest).eval()
+    ours, peer = GPT.from_pretrained(dest), GPT2LMHeadModel.from_pretrained(dest).eval()
     ids = torch.randint(V, (2, 9))
     with torch.no_grad():
-        assert (ours.float()(ids) - theirs.float()(ids).logits).abs().max() < 1e-4
+        assert (ours.float()(ids) - peer.float()(ids).logits).abs().max() < 1e-4
     return report, load_file(dest / "model.safetensors")
 
 
@@ -325,9 +325,9 @@ def test_a_transposed_embedding_is_transposed_back(tmp_path):
         state[HEAD], state[WTE] = state[WTE].clone(), state[WTE].T
 
     source = rewrite(save(their_gpt2(), tmp_path / "m"), turn)
-    found = audit(source)
-    assert found.verdict == "broken" and found.matrices[0].shape == (V, D)
-    assert [f.title.split()[0] for f in found.findings if f.kind == "transposed"] == [WTE]
+    audited = audit(source)
+    assert audited.verdict == "broken" and audited.matrices[0].shape == (V, D)
+    assert [f.title.split()[0] for f in audited.findings if f.kind == "transposed"] == [WTE]
     _, state = mended(source, tmp_path / "new")
     original = load_file(source / "model.safetensors")
     assert torch.equal(state[WTE], original[HEAD])

@@ -30,7 +30,7 @@ LM_HEAD, WTE = "lm_head.weight", "transformer.wte.weight"
 
 
 @pytest.fixture
-def theirs() -> GPT2LMHeadModel:
+def peer() -> GPT2LMHeadModel:
     return GPT2LMHeadModel(GPT2Config(**TINY, **SPECIAL)).eval()
 
 
@@ -108,13 +108,13 @@ CHANGES = {
 
 
 @pytest.mark.parametrize("name", CHANGES)
-def test_a_change_is_reported_at_its_line(theirs, name):
+def test_a_change_is_reported_at_its_line(peer, name):
     change, kind, says = CHANGES[name]
 
     def body():
-        with guard(theirs) as watch:
-            change(theirs)
-            theirs.eval()
+        with guard(peer) as watch:
+            change(peer)
+            peer.eval()
         return watch
 
     (event,) = run(body)
@@ -134,25 +134,25 @@ def test_to_empty_from_the_meta_device_unties_and_is_reported(empty_theirs):
     assert event.kind == "split" and "tie(model)" in event.advice
 
 
-def test_a_parameter_shared_again_is_reported(theirs):
+def test_a_parameter_shared_again_is_reported(peer):
     def body():
-        with guard(theirs) as watch:
-            theirs.lm_head = nn.Linear(32, 97, bias=False)  # HERE
-            theirs.lm_head.weight = theirs.transformer.wte.weight  # HERE
-            theirs.lm_head = nn.Sequential(nn.Dropout(0.1), nn.Linear(32, 97))  # HERE
-            tie(theirs)  # HERE
-            theirs.lm_head[1].weight.data = theirs.lm_head[1].weight.data.clone()
+        with guard(peer) as watch:
+            peer.lm_head = nn.Linear(32, 97, bias=False)  # HERE
+            peer.lm_head.weight = peer.transformer.wte.weight  # HERE
+            peer.lm_head = nn.Sequential(nn.Dropout(0.1), nn.Linear(32, 97))  # HERE
+            tie(peer)  # HERE
+            peer.lm_head[1].weight.data = peer.lm_head[1].weight.data.clone()
         return watch
 
     kinds = [event.kind for event in assert_blames_the_marks(body)]
     assert kinds == ["split", "joined", "split", "joined"]
 
 
-def test_an_adapter_on_a_copy_is_reported_and_a_tied_one_is_not(theirs):
+def test_an_adapter_on_a_copy_is_reported_and_a_tied_one_is_not(peer):
     def body():
         config = LoraConfig(target_modules=["c_attn"], modules_to_save=["lm_head"])
-        with guard(theirs) as watch:
-            adapted = get_peft_model(theirs, config)  # HERE
+        with guard(peer) as watch:
+            adapted = get_peft_model(peer, config)  # HERE
             adapted.train()
         return watch
 
@@ -163,7 +163,7 @@ def test_an_adapter_on_a_copy_is_reported_and_a_tied_one_is_not(theirs):
         assert "ensure_weight_tying=True" in event.advice
         assert "lm_head.modules_to_save.default.weight" in event.text
         for values in ({}, {"modules_to_save": ["lm_head"], "ensure_weight_tying": True}):
-            fresh = GPT2LMHeadModel(theirs.config)
+            fresh = GPT2LMHeadModel(peer.config)
             with guard(fresh) as watch:
                 get_peft_model(fresh, LoraConfig(target_modules=["c_attn"], **values))
             assert not watch.events
@@ -195,21 +195,21 @@ def test_our_model_is_reported_with_another_head(tiny):
 
 
 @pytest.mark.parametrize("claim", [True, False])
-def test_only_a_contradicting_config_is_mentioned(theirs, claim):
-    theirs.config.tie_word_embeddings = claim
-    without = nn.ModuleDict({"lm_head": theirs.lm_head, "wte": theirs.transformer.wte})
-    for module in (theirs, without):
-        theirs.lm_head.weight = theirs.transformer.wte.weight
+def test_only_a_contradicting_config_is_mentioned(peer, claim):
+    peer.config.tie_word_embeddings = claim
+    without = nn.ModuleDict({"lm_head": peer.lm_head, "wte": peer.transformer.wte})
+    for module in (peer, without):
+        peer.lm_head.weight = peer.transformer.wte.weight
         with pytest.warns(TieWarning, match="one again"), guard(module) as watch:
-            theirs.lm_head.weight = nn.Parameter(theirs.lm_head.weight.detach().clone())
+            peer.lm_head.weight = nn.Parameter(peer.lm_head.weight.detach().clone())
         (event,) = watch.events
-        told = "config.tie_word_embeddings=False" in event.advice
-        assert told == (module is theirs and claim is True)
+        advised = "config.tie_word_embeddings=False" in event.advice
+        assert advised == (module is peer and claim is True)
 
 
-def test_no_report_without_a_change(theirs, tiny, ids):
-    with guard(theirs) as first, guard(tiny) as second:
-        for model in (theirs, tiny):
+def test_no_report_without_a_change(peer, tiny, ids):
+    with guard(peer) as first, guard(tiny) as second:
+        for model in (peer, tiny):
             model.train().half().float().eval()
             optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
             logits = model(ids)
@@ -217,7 +217,7 @@ def test_no_report_without_a_change(theirs, tiny, ids):
             optimizer.step()
             model.load_state_dict(copy.deepcopy(model.state_dict()))
             copy.deepcopy(model)
-        theirs.resize_token_embeddings(101, mean_resizing=False)
+        peer.resize_token_embeddings(101, mean_resizing=False)
     assert first.events == second.events == []
 
 
@@ -329,31 +329,31 @@ BLAMED = [
 
 
 @pytest.mark.parametrize(("body", "functions"), BLAMED)
-def test_the_line_of_the_change_is_reported(theirs, body, functions):
+def test_the_line_of_the_change_is_reported(peer, body, functions):
     lines = [line for function in functions for line in marked(function or body)]
-    assert [(event.file, event.line) for event in run(body, theirs)] == lines
+    assert [(event.file, event.line) for event in run(body, peer)] == lines
 
 
-def test_a_users_hook_is_reported(theirs, ids):
+def test_a_users_hook_is_reported(peer, ids):
     def hook(module, inputs, output):
-        theirs.lm_head = nn.Linear(32, 97)  # HERE
+        peer.lm_head = nn.Linear(32, 97)  # HERE
 
     def body():
-        theirs.transformer.ln_f.register_forward_hook(hook)
-        with guard(theirs) as watch, torch.no_grad():
-            theirs(ids)
+        peer.transformer.ln_f.register_forward_hook(hook)
+        with guard(peer) as watch, torch.no_grad():
+            peer(ids)
         return watch
 
     assert [(e.file, e.line) for e in run(body)] == marked(hook)
 
 
-def test_an_exception_in_the_body_propagates_and_the_change_is_reported(theirs):
+def test_an_exception_in_the_body_propagates_and_the_change_is_reported(peer):
     watches = []
 
     def body():
-        with guard(theirs) as watch:
+        with guard(peer) as watch:
             watches.append(watch)
-            assign(theirs) or print(1 / 0)  # HERE
+            assign(peer) or print(1 / 0)  # HERE
         return watch
 
     with warnings.catch_warnings():
@@ -364,13 +364,13 @@ def test_an_exception_in_the_body_propagates_and_the_change_is_reported(theirs):
     assert (event.file, event.line) in marked(assign)
 
 
-def test_nested_guards_each_see_their_own_module(theirs, tiny):
+def test_nested_guards_each_see_their_own_module(peer, tiny):
     def body():
-        with guard(theirs) as outer:
+        with guard(peer) as outer:
             with guard(tiny) as inner:
-                theirs.lm_head = nn.Linear(32, 97)  # OUTER
+                peer.lm_head = nn.Linear(32, 97)  # OUTER
                 untie(tiny)  # INNER
-            tie(theirs)  # OUTER
+            tie(peer)  # OUTER
         return outer, inner
 
     with warnings.catch_warnings(record=True) as caught:
@@ -381,7 +381,7 @@ def test_nested_guards_each_see_their_own_module(theirs, tiny):
     assert len(caught) == 3
 
 
-def test_only_the_thread_that_entered_is_traced(theirs):
+def test_only_the_thread_that_entered_is_traced(peer):
     def trace_of_another_thread():
         traces = []
         thread = threading.Thread(target=lambda: traces.append(sys.gettrace()))
@@ -390,20 +390,20 @@ def test_only_the_thread_that_entered_is_traced(theirs):
         return traces[0]
 
     outside = trace_of_another_thread()
-    with guard(theirs):
+    with guard(peer):
         assert type(trace_of_another_thread()) is type(outside)
 
 
-def test_guards_that_end_out_of_order_each_blame_the_right_line(theirs, tiny):
+def test_guards_that_end_out_of_order_each_blame_the_right_line(peer, tiny):
     def body():
-        a, b = guard(theirs), guard(tiny)
+        a, b = guard(peer), guard(tiny)
         a.__enter__()
         b.__enter__()
         a.__exit__(None, None, None)
         x = 1
         untie(tiny)  # HERE
         x += 1
-        theirs.lm_head = nn.Linear(32, 97)
+        peer.lm_head = nn.Linear(32, 97)
         b.__exit__(None, None, None)
         assert not a.events
         return b
@@ -413,11 +413,11 @@ def test_guards_that_end_out_of_order_each_blame_the_right_line(theirs, tiny):
     assert sys.gettrace() is before and inspect.currentframe().f_trace is None
 
 
-def test_tasks_that_each_guard_a_model_do_not_disturb_each_other(theirs, tiny):
+def test_tasks_that_each_guard_a_model_do_not_disturb_each_other(peer, tiny):
     async def first(turns):
-        with guard(theirs) as watch:
+        with guard(peer) as watch:
             await turns[0].wait()
-            theirs.lm_head = nn.Linear(32, 97)  # FIRST
+            peer.lm_head = nn.Linear(32, 97)  # FIRST
             turns[1].set()
         return watch
 
@@ -442,21 +442,21 @@ def test_tasks_that_each_guard_a_model_do_not_disturb_each_other(theirs, tiny):
     assert [(e.file, e.line) for e in two.events] == marked(second, "# SECOND")
 
 
-def test_a_guard_that_ends_in_another_thread_leaves_no_tracer(theirs):
-    left = []
+def test_a_guard_that_ends_in_another_thread_leaves_no_tracer(peer):
+    remaining = []
 
     def end():
         watch.__exit__(None, None, None)
-        left.append(sys.gettrace())
+        remaining.append(sys.gettrace())
 
     before = sys.gettrace()
-    watch = guard(theirs).__enter__()
+    watch = guard(peer).__enter__()
     thread = threading.Thread(target=end)
     thread.start()
     thread.join()
     watch.events.copy()
     assert sys.gettrace() is before and not watch.events
-    assert getattr(left[0], "__self__", None) is None
+    assert getattr(remaining[0], "__self__", None) is None
 
 
 # Other trace functions
@@ -479,47 +479,47 @@ def test_a_guard_refuses_to_replace_another_trace_function(tiny):
 # Raising
 
 
-def test_with_raise_the_guard_stops_before_the_next_line(theirs):
+def test_with_raise_the_guard_stops_before_the_next_line(peer):
     reached = []
     with pytest.raises(TieBrokenError, match=r"test_guard\.py:\d+.*were one Parameter") as error:
-        with guard(theirs, action="raise"):
+        with guard(peer, action="raise"):
             reached.append(1)
-            assign(theirs)
+            assign(peer)
             reached.append(2)
     assert reached == [1]
     assert isinstance(error.value, CheckFailedError) and error.value.exit_code == 6
 
 
-def test_with_raise_the_guard_raises_for_the_last_line(theirs):
-    for model in (theirs, copy.deepcopy(theirs)):
+def test_with_raise_the_guard_raises_for_the_last_line(peer):
+    for model in (peer, copy.deepcopy(peer)):
         with pytest.raises(TieBrokenError), guard(model, action="raise"):
             model.lm_head = nn.Linear(32, 97)
 
 
-def test_an_error_of_the_body_is_not_replaced(theirs):
+def test_an_error_of_the_body_is_not_replaced(peer):
     with pytest.warns(TieWarning), pytest.raises(ZeroDivisionError):
-        with guard(theirs, action="raise"):
-            setattr(theirs, "lm_head", nn.Linear(32, 97)) or print(1 / 0)
+        with guard(peer, action="raise"):
+            setattr(peer, "lm_head", nn.Linear(32, 97)) or print(1 / 0)
 
 
-def test_a_warning_turned_into_an_error_stops_at_the_line(theirs):
+def test_a_warning_turned_into_an_error_stops_at_the_line(peer):
     with pytest.raises(TieWarning), warnings.catch_warnings():
         warnings.simplefilter("error", TieWarning)
-        with guard(theirs) as watch:
-            assign(theirs)
+        with guard(peer) as watch:
+            assign(peer)
             raise AssertionError("not reached")
     assert len(watch.events) == 1
 
 
-def test_an_outer_guard_continues_after_an_inner_one_raised(theirs, tiny):
+def test_an_outer_guard_continues_after_an_inner_one_raised(peer, tiny):
     def body():
-        with guard(theirs) as watch:
+        with guard(peer) as watch:
             with contextlib.suppress(TieBrokenError):
                 with guard(tiny, action="raise"):
                     untie(tiny)
                     raise AssertionError("not reached")
-            theirs.lm_head = nn.Linear(32, 97)  # HERE
-            theirs.eval()
+            peer.lm_head = nn.Linear(32, 97)  # HERE
+            peer.eval()
         return watch
 
     assert_blames_the_marks(body)
@@ -553,7 +553,7 @@ def test_the_source_of_a_script_is_named(tmp_path: Path):
 
 
 @pytest.mark.parametrize("folder", ["site-packages", "dist-packages"])
-def test_installed_code_is_never_reported_as_the_users(theirs, tmp_path: Path, folder):
+def test_installed_code_is_never_reported_as_the_users(peer, tmp_path: Path, folder):
     library = tmp_path / "lib" / folder / "mylib.py"
     library.parent.mkdir(parents=True)
     library.write_text(
@@ -565,9 +565,9 @@ def test_installed_code_is_never_reported_as_the_users(theirs, tmp_path: Path, f
     exec(compile(library.read_text(), str(library), "exec"), names)
 
     def body():
-        with guard(theirs) as watch:
-            names["change"](theirs, nn.Linear(32, 97))  # HERE
-            theirs.eval()
+        with guard(peer) as watch:
+            names["change"](peer, nn.Linear(32, 97))  # HERE
+            peer.eval()
         return watch
 
     assert_blames_the_marks(body)

@@ -70,10 +70,10 @@ def test_the_product_of_the_shared_matrix_is_counted_and_the_lookup_is_not():
 @pytest.mark.parametrize("tied", [True, False])
 def test_our_model_costs_the_same_tied_and_untied(tied):
     model = GPT(GPTConfig(**SHAPE, tie_word_embeddings=tied))
-    found = ledger(model)
-    assert found.total == model.config.parameter_count()
-    assert found.multiply_adds == 2 * 12 * D * D + V * D
-    rows = {row.names[0]: row.multiply_adds for row in found.rows}
+    counted = ledger(model)
+    assert counted.total == model.config.parameter_count()
+    assert counted.multiply_adds == 2 * 12 * D * D + V * D
+    rows = {row.names[0]: row.multiply_adds for row in counted.rows}
     assert rows["wte.weight"] == (V * D if tied else 0)
 
 
@@ -82,11 +82,11 @@ def test_files_count_like_their_models(tmp_path):
     path = save(model, tmp_path / "m")
     torch.save(model.state_dict(), tmp_path / "m.pt")
     for source in (path, tmp_path / "m.pt", model):
-        found = ledger(source)
-        assert found.total == TINY_TOTAL, source
-        assert found.bytes == 4 * TINY_TOTAL
-        assert found.multiply_adds == 2 * 12 * D * D + V * D
-        json.dumps(found.as_dict(), allow_nan=False)
+        counted = ledger(source)
+        assert counted.total == TINY_TOTAL, source
+        assert counted.bytes == 4 * TINY_TOTAL
+        assert counted.multiply_adds == 2 * 12 * D * D + V * D
+        json.dumps(counted.as_dict(), allow_nan=False)
     assert ledger(tmp_path / "m.pt").rows[0].names == (WTE, HEAD)
 
 
@@ -100,8 +100,8 @@ def test_the_difference_of_a_file_with_two_copies_names_the_second(tmp_path):
 
 
 def test_the_same_model_under_other_names_has_no_difference(tmp_path):
-    theirs = save(their_gpt2(), tmp_path / "m")
-    moved = ledger(theirs).difference(ledger(GPT.from_pretrained(theirs)))
+    peer = save(their_gpt2(), tmp_path / "m")
+    moved = ledger(peer).difference(ledger(GPT.from_pretrained(peer)))
     assert (moved.added_rows, moved.removed_rows, moved.reasons) == ((), (), ())
     assert moved.explain.startswith("Nothing came in")
 
@@ -120,24 +120,24 @@ def test_masks_of_old_files_are_not_counted(tmp_path):
     state["transformer.h.0.attn.bias"] = torch.ones(1, 1, 24, 24)
     state["transformer.h.0.attn.masked_bias"] = torch.tensor(-1e4)
     torch.save(state, tmp_path / "m.bin")
-    found = ledger(tmp_path / "m.bin")
-    assert found.total == TINY_TOTAL
-    assert len(found.left_out) == 2
+    counted = ledger(tmp_path / "m.bin")
+    assert counted.total == TINY_TOTAL
+    assert len(counted.left_out) == 2
 
 
 def test_views_of_one_storage_are_one_row():
     class Views(nn.Module):
         def __init__(self) -> None:
             super().__init__()
-            whole = torch.randn(128, D)
-            self.whole = nn.Parameter(whole)
-            self.top = nn.Parameter(whole[:V])
-            self.across = nn.Parameter(whole.T)
+            table = torch.randn(128, D)
+            self.whole = nn.Parameter(table)
+            self.top = nn.Parameter(table[:V])
+            self.across = nn.Parameter(table.T)
             self.apart = nn.Parameter(torch.randn(3))
 
-    found = ledger(Views())
-    assert [row.names for row in found.rows] == [("whole", "top", "across"), ("apart",)]
-    assert found.total == 128 * D + 3
+    counted = ledger(Views())
+    assert [row.names for row in counted.rows] == [("whole", "top", "across"), ("apart",)]
+    assert counted.total == 128 * D + 3
 
 
 def test_slices_of_one_buffer_that_do_not_overlap_are_apart():
@@ -163,25 +163,25 @@ def test_a_classifier_in_memory_counts_as_its_directory_does(tiny, tmp_path):
 
 def test_a_plain_embedding_in_the_place_of_wte_does_not_predict(tiny):
     tiny.wte = nn.Embedding(97, 32)
-    found = audit(tiny)
-    assert found.verdict == "broken" and "a module without unembed" in found.explain
+    counted = audit(tiny)
+    assert counted.verdict == "broken" and "a module without unembed" in counted.explain
     assert ledger(tiny).reads_and_predicts is None
 
 
 def test_frozen_parameters_are_marked():
     model = their_gpt2()
     model.transformer.wte.weight.requires_grad_(False)
-    found = ledger(model)
-    assert (found.total - found.trainable, found.rows[0].trainable) == (V * D, False)
+    counted = ledger(model)
+    assert (counted.total - counted.trainable, counted.rows[0].trainable) == (V * D, False)
 
 
 def test_any_module_has_a_ledger():
     linear = nn.Linear(3, 4)
     net = nn.Sequential(linear, nn.LayerNorm(4), linear)
-    found = ledger(net)
-    assert (found.total, found.multiply_adds) == (12 + 4 + 8, 24)  # used twice, paid twice
-    assert found.rows[0].names == ("0.weight", "2.weight")
-    assert ledger(copy.deepcopy(net)).total == found.total
+    counted = ledger(net)
+    assert (counted.total, counted.multiply_adds) == (12 + 4 + 8, 24)  # used twice, paid twice
+    assert counted.rows[0].names == ("0.weight", "2.weight")
+    assert ledger(copy.deepcopy(net)).total == counted.total
     assert ledger(nn.Identity()).total == 0
 
 
@@ -191,11 +191,11 @@ def test_gguf_and_onnx_files_have_a_ledger(tmp_path):
         "token_embd.weight": w, "position_embd.weight": w[:24], "blk.0.attn_output.weight": w[:D],
         "output_norm.weight": w[0],
     }  # fmt: skip
-    for kind, each in (("F32", 4), ("Q8_0", 34 / 32)):
-        found = ledger(write_gguf(tmp_path / f"{kind}.gguf", tensors, kind=kind))
-        assert found.total == (V + 24 + D + 1) * D
-        assert found.bytes == (V + 24 + D) * D * each + 4 * D
-        assert found.multiply_adds == D * D + V * D
+    for kind, n_bytes in (("F32", 4), ("Q8_0", 34 / 32)):
+        counted = ledger(write_gguf(tmp_path / f"{kind}.gguf", tensors, kind=kind))
+        assert counted.total == (V + 24 + D + 1) * D
+        assert counted.bytes == (V + 24 + D) * D * n_bytes + 4 * D
+        assert counted.multiply_adds == D * D + V * D
     one = ledger(write_onnx(tmp_path / "one.onnx", "one"))
     two = ledger(write_onnx(tmp_path / "two.onnx", "copy"))
     assert two.total - one.total == V * D
@@ -211,5 +211,5 @@ def test_complex_and_uninitialised_parameters_are_counted():
 
 def test_buffers_of_statistics_are_not_counted(tmp_path):
     torch.save(nn.BatchNorm1d(7).state_dict(), tmp_path / "a.pt")
-    found = ledger(tmp_path / "a.pt")
-    assert found.total == 14 and "running_mean" in found.left_out
+    counted = ledger(tmp_path / "a.pt")
+    assert counted.total == 14 and "running_mean" in counted.left_out

@@ -33,7 +33,7 @@ def wrapped(bias: bool = True) -> nn.Sequential:
 
 
 @pytest.fixture
-def theirs() -> GPT2LMHeadModel:
+def peer() -> GPT2LMHeadModel:
     torch.manual_seed(0)
     return GPT2LMHeadModel(GPT2Config(**TINY, **SPECIAL)).eval()
 
@@ -172,7 +172,7 @@ def test_a_head_that_holds_w_itself_is_recognised_as_tied(tiny, ids):
 
 
 def test_a_second_name_outside_a_linear_layer_is_tied_with_a_warning(tiny):
-    class Own(nn.Module):
+    class OwnTable(nn.Module):
         def __init__(self, weight: nn.Parameter) -> None:
             super().__init__()
             self.table = weight
@@ -180,7 +180,7 @@ def test_a_second_name_outside_a_linear_layer_is_tied_with_a_warning(tiny):
         def forward(self, h: torch.Tensor) -> torch.Tensor:
             return h @ self.table.T
 
-    report = replace_head(tiny, Own(tiny.wte.weight))
+    report = replace_head(tiny, OwnTable(tiny.wte.weight))
     assert report.tied and "head.table is wte.weight under a second name" in str(report)
     for operation in (untie, lambda model: resize_vocab(model, 99)):
         with pytest.raises(UserError, match=r"head\.table .*wte\.weight"):
@@ -211,10 +211,10 @@ def test_heads_that_cannot_score_the_vocabulary_are_refused(tiny, head, says):
     assert not isinstance(head, nn.Module) or head.training
 
 
-def test_other_surgery_needs_our_model(theirs):
+def test_other_surgery_needs_our_model(peer):
     for operation in (untie, lambda m: resize_vocab(m, 9), lambda m: replace_head(m, None)):
         with pytest.raises(UserError, match=r"is no tiedgpt\.GPT"):
-            operation(theirs)
+            operation(peer)
 
 
 def test_surgery_on_a_wrapped_model_names_the_model_inside(tiny):
@@ -239,31 +239,31 @@ def test_a_config_that_a_head_set_by_hand_contradicts_names_the_call(tiny, tmp_p
 
 @pytest.mark.parametrize("bias", [False, True])
 @pytest.mark.parametrize("wrap", [False, True])
-def test_a_transformers_model_with_a_new_head_shares_one_parameter_again(theirs, ids, bias, wrap):
-    count = total(theirs)
+def test_a_transformers_model_with_a_new_head_shares_one_parameter_again(peer, ids, bias, wrap):
+    count = total(peer)
     head = nn.Linear(32, 97, bias=bias)
-    theirs.lm_head = nn.Sequential(nn.Dropout(0.1), head).eval() if wrap else head
-    theirs.config.tie_word_embeddings = False
-    report = tie(theirs)
-    assert head.weight is theirs.transformer.wte.weight
-    assert total(theirs) == count + 97 * bias
+    peer.lm_head = nn.Sequential(nn.Dropout(0.1), head).eval() if wrap else head
+    peer.config.tie_word_embeddings = False
+    report = tie(peer)
+    assert head.weight is peer.transformer.wte.weight
+    assert total(peer) == count + 97 * bias
     assert report.change.before == count + MATRIX + 97 * bias
-    assert theirs.config.tie_word_embeddings is True and "was False" in str(report)
-    hidden = theirs.transformer(ids).last_hidden_state
-    torch.testing.assert_close(theirs(ids).logits, head(hidden))
+    assert peer.config.tie_word_embeddings is True and "was False" in str(report)
+    hidden = peer.transformer(ids).last_hidden_state
+    torch.testing.assert_close(peer(ids).logits, head(hidden))
     with pytest.raises(UserError, match="tied already"):
-        tie(theirs)
+        tie(peer)
 
 
-def test_a_wrapper_module_is_tied_through_its_model(theirs):
-    theirs.lm_head = nn.Linear(32, 97, bias=False)
-    theirs.config.tie_word_embeddings = False
-    report = tie(nn.DataParallel(nn.DataParallel(theirs)))
-    assert theirs.lm_head.weight is theirs.transformer.wte.weight
-    assert theirs.config.tie_word_embeddings is True and "was False" in str(report)
-    theirs.lm_head = nn.Sequential(nn.Linear(32, 97))
-    theirs.other = nn.Linear(32, 97)
-    report = tie(nn.DataParallel(theirs))
+def test_a_wrapper_module_is_tied_through_its_model(peer):
+    peer.lm_head = nn.Linear(32, 97, bias=False)
+    peer.config.tie_word_embeddings = False
+    report = tie(nn.DataParallel(nn.DataParallel(peer)))
+    assert peer.lm_head.weight is peer.transformer.wte.weight
+    assert peer.config.tie_word_embeddings is True and "was False" in str(report)
+    peer.lm_head = nn.Sequential(nn.Linear(32, 97))
+    peer.other = nn.Linear(32, 97)
+    report = tie(nn.DataParallel(peer))
     assert report.outputs == ("module.lm_head.0.weight",)
 
 
@@ -280,29 +280,29 @@ def test_tie_restores_124_439_808_parameters_in_transformers_gpt2(wrap):
 
 
 @pytest.mark.parametrize("keep", ["input", "output", "mean"])
-def test_any_modules_two_matrices_become_one_with_the_chosen_values(theirs, keep):
-    theirs.lm_head = nn.Linear(32, 97, bias=False)
-    a, b = (w.detach().clone() for w in (theirs.transformer.wte.weight, theirs.lm_head.weight))
-    report = tie(theirs, keep)
+def test_any_modules_two_matrices_become_one_with_the_chosen_values(peer, keep):
+    peer.lm_head = nn.Linear(32, 97, bias=False)
+    a, b = (w.detach().clone() for w in (peer.transformer.wte.weight, peer.lm_head.weight))
+    report = tie(peer, keep)
     assert report.apart.differing_rows == 97
     expected = {"input": a, "output": b, "mean": (a + b) / 2}[keep]
-    torch.testing.assert_close(theirs.lm_head.weight.detach(), expected)
+    torch.testing.assert_close(peer.lm_head.weight.detach(), expected)
 
 
-def test_two_parameters_over_one_memory_become_one(theirs):
-    theirs.load_state_dict(theirs.state_dict(), assign=True)
-    n_seen_by_an_optimizer = len(list(theirs.parameters()))
-    assert theirs.lm_head.weight is not theirs.transformer.wte.weight
-    assert tie(theirs).apart.differing_rows == 0
-    assert theirs.lm_head.weight is theirs.transformer.wte.weight
-    assert len(list(theirs.parameters())) == n_seen_by_an_optimizer - 1
+def test_two_parameters_over_one_memory_become_one(peer):
+    peer.load_state_dict(peer.state_dict(), assign=True)
+    n_seen_by_an_optimizer = len(list(peer.parameters()))
+    assert peer.lm_head.weight is not peer.transformer.wte.weight
+    assert tie(peer).apart.differing_rows == 0
+    assert peer.lm_head.weight is peer.transformer.wte.weight
+    assert len(list(peer.parameters())) == n_seen_by_an_optimizer - 1
 
 
-def test_a_peft_copy_of_the_head_is_tied_again(theirs):
+def test_a_peft_copy_of_the_head_is_tied_again(peer):
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         adapted = get_peft_model(
-            theirs, LoraConfig(target_modules=["c_attn"], modules_to_save=["lm_head"])
+            peer, LoraConfig(target_modules=["c_attn"], modules_to_save=["lm_head"])
         )
     report = tie(adapted)
     assert report.outputs == ("base_model.model.lm_head.modules_to_save.default.weight",)
@@ -349,10 +349,10 @@ def test_given_names_resolve_the_ambiguity():
     assert model.heads[1].weight is not model.tables[0].weight
 
 
-def test_heads_of_another_size_are_distinguished_from_no_head(theirs):
-    theirs.lm_head = nn.Linear(32, 99)
+def test_heads_of_another_size_are_distinguished_from_no_head(peer):
+    peer.lm_head = nn.Linear(32, 99)
     with pytest.raises(UserError, match=r"lm_head\.weight \(99, 32\).*resize"):
-        tie(theirs)
+        tie(peer)
 
 
 # resize_vocab, add_tokens, prune
@@ -564,7 +564,7 @@ def leave(model):
     """Change nothing."""
 
 
-WHOLE, LOST = "whole number", "eos_token_id=96 and pad_token_id=90 would be lost"
+INTEGER, LOST = "whole number", "eos_token_id=96 and pad_token_id=90 would be lost"
 SAMPLES = ([[1, 2], [3]], [[1.5]], [1, 2], [[100]], [[-1]], [[]], "text", [[10**30]])
 REFUSED = [
     (leave, tie, {}, "tied already"),
@@ -604,9 +604,9 @@ REFUSED = [
     (leave, prune, {"keep_ids": [0.5]}, "whole numbers"),
     (leave, add_tokens, {"n_new": 10**13}, "no memory for"),
     *((leave, add_tokens, {"n_new": 3, "sample": sample}, r"\bids\b") for sample in SAMPLES),
-    *((leave, resize_vocab, {"n": n}, WHOLE) for n in (0, -3, 2.5, True, 10**30)),
-    *((leave, add_tokens, {"n_new": n}, WHOLE) for n in (0, -3, 2.5, True)),
-    *((leave, resize_vocab, {"n": 99, "seed": seed}, WHOLE) for seed in (2**70, 0.5)),
+    *((leave, resize_vocab, {"n": n}, INTEGER) for n in (0, -3, 2.5, True, 10**30)),
+    *((leave, add_tokens, {"n_new": n}, INTEGER) for n in (0, -3, 2.5, True)),
+    *((leave, resize_vocab, {"n": 99, "seed": seed}, INTEGER) for seed in (2**70, 0.5)),
 ]  # fmt: skip
 """A change of the model, an operation, its arguments, and the error's text."""
 

@@ -25,6 +25,7 @@ from tiedgpt import GPT, GPTConfig
 from tiedgpt.cli.main import main
 from tiedgpt.errors import CorruptInputError, TiedGPTError
 from tiedgpt.tie import audit, fix, ledger, tie, untie
+from tiedgpt.weights.decision import RESOLUTION_OF
 
 HEAD_BIAS = "lm_head.bias"
 SOUND = {"tied": "tied", "tied, stored twice": "tied", "untied as claimed": "untied"}
@@ -65,7 +66,7 @@ def state_of(content: str) -> dict[str, Tensor]:
     return state if both[1] is None else state | {"head.weight": both[1]}
 
 
-def theirs(state: dict[str, Tensor], *, turn: bool) -> dict[str, Tensor]:
+def peer_state(state: dict[str, Tensor], *, turn: bool) -> dict[str, Tensor]:
     """The names of transformers and nanoGPT; transformers' matrices in blocks lie as (in, out)."""
     named = {
         "lm_head.weight" if n == "head.weight" else f"transformer.{n}": t for n, t in state.items()
@@ -92,28 +93,28 @@ def write_gguf(path: Path, state: dict[str, Tensor], claim: bool | None) -> None
     writer.close()
 
 
-def write(home: Path, form: str, inside, beside, content: str) -> Path:
+def write(home: Path, layout: str, inside, beside, content: str) -> Path:
     """Write a cell's file and its config.json; return the path a user would type."""
     state = state_of(content)
     config = {} if beside in (None, "none") else {"tie_word_embeddings": beside}
     path = home
-    match form:
+    match layout:
         case "safetensors":
-            save_file(theirs(state, turn=True), home / "model.safetensors", {"format": "pt"})
+            save_file(peer_state(state, turn=True), home / "model.safetensors", {"format": "pt"})
             config |= CONFIG
         case "torch":
-            torch.save(theirs(state, turn=True), home / "pytorch_model.bin")
+            torch.save(peer_state(state, turn=True), home / "pytorch_model.bin")
             config |= CONFIG
         case "nanoGPT":
             args = {k: SHAPE[k] for k in ("n_layer", "n_head", "n_embd", "vocab_size")}
             args |= {"block_size": SHAPE["n_positions"], "bias": True, "dropout": 0.0}
             path = home / "ckpt.pt"
-            torch.save({"model": theirs(state, turn=False), "model_args": args}, path)
+            torch.save({"model": peer_state(state, turn=False), "model_args": args}, path)
         case "minGPT":
             n = SHAPE["n_positions"]
             mask = {f"h.{i}.attn.bias": torch.ones(n, n).tril()[None, None] for i in range(2)}
             path = home / "model.pt"
-            torch.save(theirs(state | mask, turn=False), path)
+            torch.save(peer_state(state | mask, turn=False), path)
         case "tiedgpt":
             path = home / "state.pt"
             torch.save(state, path)
@@ -125,14 +126,17 @@ def write(home: Path, form: str, inside, beside, content: str) -> Path:
             path = home / "model.bin"
             write_checkpoint(path, 3, state, **sizes)
             config |= CONFIG
-        case "ONNX":
-            plain = home / "plain"
-            plain.mkdir()
+        case "ONNX" | "packed":
+            directory = home / "plain"
+            directory.mkdir()
             untied = {"tie_word_embeddings": inside}
-            (plain / "config.json").write_text(json.dumps(CONFIG | untied))
-            save_file(theirs(state, turn=True), plain / "model.safetensors", {"format": "pt"})
-            path = home / "model.onnx"
-            assert main(["convert", str(plain), str(path)]) == 0
+            (directory / "config.json").write_text(json.dumps(CONFIG | untied))
+            save_file(
+                peer_state(state, turn=True), directory / "model.safetensors", {"format": "pt"}
+            )
+            path = home / ("model.onnx" if layout == "ONNX" else "packed")
+            options = ["--to", layout.lower(), "--precision", "fp32"]
+            assert main(["convert", str(directory), str(path), *options]) == 0
     if beside != "none":
         (home / "config.json").write_text(json.dumps(config))
     return path
@@ -143,8 +147,8 @@ def cells() -> list[tuple]:
     two = [content for content in CONTENTS if content != "views"]
     table = [("safetensors", None, claim, c) for claim in (None, True, False) for c in two]
     table += [("torch", None, claim, c) for claim in (None, True, False) for c in CONTENTS]
-    for form in ("nanoGPT", "minGPT", "tiedgpt"):
-        table += [(form, None, claim, c) for claim in ("none", True, False) for c in CONTENTS]
+    for layout in ("nanoGPT", "minGPT", "tiedgpt"):
+        table += [(layout, None, claim, c) for claim in ("none", True, False) for c in CONTENTS]
     claims = itertools.product((None, True, False), ("none", True, False))
     table += [("GGUF", *pair, content) for pair in claims for content in two]
     table += [("llm.c", None, claim, "one") for claim in ("none", None, True, False)]
@@ -152,20 +156,21 @@ def cells() -> list[tuple]:
     table += [
         ("ONNX", c, beside, content) for c, content in written for beside in ("none", True, False)
     ]
+    table += [("packed", c, "none", content) for c, content in written]
     return table
 
 
-def expected(form: str, inside: bool | None, beside: bool | str | None, content: str) -> str:
+def expected(layout: str, inside: bool | None, beside: bool | str | None, content: str) -> str:
     """The verdict: the file's claim, else the config's, else the format's."""
     claim = beside if inside is None and beside != "none" else inside
-    if form in ("minGPT", "tiedgpt") and content in ("equal", "different") and claim is None:
+    if layout in ("minGPT", "tiedgpt") and content in ("equal", "different") and claim is None:
         claim = False  # two matrices are meant to be two
     if content in ("transposed", "longer head", "longer embedding"):
         return "broken"
     if claim is False:
         return "contradicts the claim" if content == "one" else "untied as claimed"
     if content == "different":
-        return "untied as claimed" if form == "GGUF" and claim is None else "broken"
+        return "untied as claimed" if layout == "GGUF" and claim is None else "broken"
     return "tied, stored twice" if content == "equal" else "tied"
 
 
@@ -188,10 +193,10 @@ def kind(loaded) -> str:
 
 def disagreements(home: Path, cell: tuple, capsys) -> Iterator[str]:
     """Yield each disagreement of the commands about a cell's file."""
-    form, _, _, content = cell
+    layout, _, _, content = cell
     (home / "in").mkdir()
     path = write(home / "in", *cell)
-    fill_in = N_HEAD if form in ("minGPT", "tiedgpt") else {}
+    fill_in = N_HEAD if layout in ("minGPT", "tiedgpt") else {}
     found, counted, loaded = (
         audit(path),
         ledger(path),
@@ -201,6 +206,15 @@ def disagreements(home: Path, cell: tuple, capsys) -> Iterator[str]:
         yield f"audit: {found.verdict}, expected: {expected(*cell)}"
     if kind(loaded) != SOUND.get(found.verdict, "error"):
         yield f"load: {kind(loaded)}, audit: {found.verdict}"
+    if content == "different" and found.verdict == "broken":
+        if str(found.comparison) not in str(loaded):  # rows, largest difference, cosine
+            yield f"load: {loaded}, audit: {found.comparison}"
+    if found.verdict == "contradicts the claim":
+        resolved = attempt(GPT.from_pretrained, path, resolve="tie", **fill_in)
+        if kind(resolved) != "tied" or not torch.equal(
+            resolved.wte.weight, state_of(content)["wte.weight"]
+        ):
+            yield f"load(resolve='tie'): {resolved}"
     does_both = found.verdict == "tied" and content == "one"
     if (counted.reads_and_predicts is not None) != does_both:
         yield f"ledger: {counted.reads_and_predicts}, audit: {found.verdict}"
@@ -253,11 +267,16 @@ def wrongs(home: Path, path: Path, keep: str | None, fill_in: dict, content: str
     state["wte.weight"] = head if keep == "output" else reads
     if kind(mended) == "untied":
         state["head.weight"] = head
-    rows = len(mended.wte.weight)
-    if rows < V or not all(
-        torch.equal(t, state[n][: len(t)]) for n, t in mended.state_dict().items()
-    ):
-        yield f"fix --keep {keep}: other weights"
+    models = {f"fix --keep {keep}": mended}
+    if keep is not None:
+        resolve = RESOLUTION_OF[keep]
+        resolved = attempt(GPT.from_pretrained, path, resolve=resolve, **fill_in)
+        models[f"load(resolve={resolve!r})"] = resolved
+    for name, model in models.items():
+        if kind(model) != kind(mended) or len(model.wte.weight) < V:
+            yield f"{name}: {model}"
+        elif not all(torch.equal(x, state[n][: len(x)]) for n, x in model.state_dict().items()):
+            yield f"{name}: other weights"
 
 
 @pytest.mark.parametrize("cell", cells(), ids=lambda cell: "-".join(map(str, cell)))

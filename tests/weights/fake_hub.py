@@ -64,13 +64,13 @@ class Handler(BaseHTTPRequestHandler):
             return self.answer({"error": "Invalid username or password."}, 401)
         match self.path.split("?")[0].strip("/").split("/"):
             case ["api", "repos", "create"]:
-                asked = json.loads(body)
-                repo = f"{asked['organization']}/{asked['name']}"
-                if asked["organization"] != "someone":
+                request = json.loads(body)
+                repo = f"{request['organization']}/{request['name']}"
+                if request["organization"] != "someone":
                     return self.answer({"error": "no rights"}, 403)
                 if repo in hub.private:
                     return self.answer({"url": f"{hub.url}/{repo}", "error": "exists"}, 409)
-                hidden = asked.get("private", asked.get("visibility") == "private")
+                hidden = request.get("private", request.get("visibility") == "private")
                 hub.private[repo], hub.files[repo] = hidden, {}
                 return self.answer({"url": f"{hub.url}/{repo}"})
             case ["api", "validate-yaml"]:
@@ -94,10 +94,10 @@ class Handler(BaseHTTPRequestHandler):
             case ["api", "models", owner, name, *_] if f"{owner}/{name}" in self.server.files:
                 files = self.server.files[f"{owner}/{name}"]
                 if "tree" in self.path:
-                    tree = [{"type": "file", "path": each, "size": len(data), "oid": each}
-                            for each, data in files.items()]  # fmt: skip
+                    tree = [{"type": "file", "path": item, "size": len(data), "oid": item}
+                            for item, data in files.items()]  # fmt: skip
                     return self.answer(tree)
-                siblings = [{"rfilename": each} for each in files]
+                siblings = [{"rfilename": item} for item in files]
                 return self.answer(
                     {"id": f"{owner}/{name}", "sha": COMMIT, "siblings": siblings, "tags": [],
                      "private": True, "downloads": 0, "likes": 0}

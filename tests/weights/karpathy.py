@@ -39,9 +39,9 @@ def attend(q: Tensor, k: Tensor, v: Tensor, n_head: int) -> Tensor:
     future = torch.ones(length, length).triu(1).bool()
     heads = []
     for h in range(n_head):
-        part = slice(h * size, (h + 1) * size)
-        scores = q[..., part] @ k[..., part].transpose(1, 2) / size**0.5
-        heads.append(scores.masked_fill(future, -torch.inf).softmax(-1) @ v[..., part])
+        columns = slice(h * size, (h + 1) * size)
+        scores = q[..., columns] @ k[..., columns].transpose(1, 2) / size**0.5
+        heads.append(scores.masked_fill(future, -torch.inf).softmax(-1) @ v[..., columns])
     return torch.cat(heads, -1)
 
 

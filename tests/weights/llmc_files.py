@@ -24,8 +24,8 @@ ORDER = (
 
 
 def shape_of(units: str, sizes: dict[str, int]) -> tuple[int, ...]:
-    known = sizes | {f"{n}C": n * sizes["C"] for n in (3, 4)}
-    return tuple(known[unit] for unit in units.split(","))
+    sizes_of = sizes | {f"{n}C": n * sizes["C"] for n in (3, 4)}
+    return tuple(sizes_of[unit] for unit in units.split(","))
 
 
 def write_checkpoint(
@@ -37,15 +37,15 @@ def write_checkpoint(
     """
     random = np.random.default_rng(3)
     numbers: dict[str, np.ndarray] = {}
-    for _, units, theirs in ORDER:
+    for _, units, ours in ORDER:
         per_layer = units.startswith("L,")
         shape = shape_of(units.removeprefix("L,"), sizes)
-        names = [f"h.{i}.{theirs}" for i in range(sizes["L"])] if per_layer else [theirs]
+        names = [f"h.{i}.{ours}" for i in range(sizes["L"])] if per_layer else [ours]
         for name in names:
             array = random.standard_normal(shape).astype(np.float32)
             if state is not None:
-                given = state[name].detach().float().numpy()
-                array[: len(given)] = given
+                values = state[name].detach().float().numpy()
+                array[: len(values)] = values
             numbers[name] = to_bfloat16(array)[1] if version == 5 else array
     padded = 0 if version == 1 else sizes["Vp"]
     header = np.zeros(256, "<i4")

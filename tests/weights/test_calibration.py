@@ -106,7 +106,7 @@ def test_calibration_keeps_the_layout_and_changes_only_matrices(model, text, tmp
         is_matrix = name.endswith((".weights", ".scales"))
         assert np.array_equal(array, usual.arrays[name]) is not is_matrix
     rounded, scales = calibrate(model, text)
-    for name, found in scales.items():
+    for name, scales_found in scales.items():
         key, index = place_of(name)
         array, bits = (
             packed.arrays[key][index],
@@ -115,7 +115,9 @@ def test_calibration_keeps_the_layout_and_changes_only_matrices(model, text, tmp
         weight = rounded.get_parameter(name)
         np.testing.assert_array_equal(unpack(Panels(array, bits, *weight.shape)), weight)
         held = from_bf16(bits).transpose(0, 2, 1).reshape(-1, bits.shape[1])
-        np.testing.assert_array_equal(held[: len(found), : found.shape[1]], found)
+        np.testing.assert_array_equal(
+            held[: len(scales_found), : scales_found.shape[1]], scales_found
+        )
     save_packed(packed, tmp_path / "p")
     assert open_packed(tmp_path / "p").precision == "int4"
     for name, parameter in load(tmp_path / "p").model.named_parameters():

@@ -125,8 +125,8 @@ def test_a_directory_of_onnx_holds_config_and_tokenizer(source, tokenizer, tmp_p
 
 def test_tokenizer_config_has_the_models_context_length(source, tokenizer, tmp_path):
     to(source, tmp_path / "dir", "transformers", tokenizer)
-    theirs = AutoTokenizer.from_pretrained(tmp_path / "dir")
-    assert theirs.model_max_length == GPT.from_pretrained(source).config.n_positions
+    peer = AutoTokenizer.from_pretrained(tmp_path / "dir")
+    assert peer.model_max_length == GPT.from_pretrained(source).config.n_positions
     assert Tokenizer.from_pretrained(tmp_path / "dir").encode("abc") == tokenizer.encode("abc")
 
 
@@ -236,8 +236,8 @@ def test_impossible_output_paths_are_refused_in_one_line(saved, tmp_path, capsys
     (tmp_path / "file").write_text("x")
     os.mkfifo(tmp_path / "pipe")
     places = ["new/..", "file/m.onnx", "q" * 300, "pipe"]
-    for place in places:
-        rest = ["convert", str(saved), str(tmp_path / place), "--to", "onnx", "--overwrite"]
+    for path_name in places:
+        rest = ["convert", str(saved), str(tmp_path / path_name), "--to", "onnx", "--overwrite"]
         assert main(rest) == 1
         assert capsys.readouterr().err.startswith("error: ")
     assert sorted(path.name for path in tmp_path.iterdir()) == ["file", "pipe", "saved"]
@@ -263,12 +263,12 @@ def test_a_message_is_one_line_for_any_path(tmp_path: Path, capsys):
 
 
 def test_leftovers_of_killed_conversions_are_removed_and_running_ones_kept(saved, tmp_path):
-    gone, running = f".x.onnx.tmp-{2**22 - 1}-ab", f".x.onnx.tmp-{os.getpid()}-ab"
-    for name in (gone, running, ".other.tmp-1-ab"):
+    ended, running = f".x.onnx.tmp-{2**22 - 1}-ab", f".x.onnx.tmp-{os.getpid()}-ab"
+    for name in (ended, running, ".other.tmp-1-ab"):
         (tmp_path / name).mkdir()
     convert(load(saved), tmp_path / "x.onnx", "onnx", tokenizer=None)
-    kept = {path.name for path in tmp_path.iterdir()}
-    assert kept == {running, ".other.tmp-1-ab", "saved", "x.onnx"}
+    names_left = {path.name for path in tmp_path.iterdir()}
+    assert names_left == {running, ".other.tmp-1-ab", "saved", "x.onnx"}
 
 
 @pytest.mark.parametrize(

@@ -112,8 +112,12 @@ def test_hostile_headers_are_refused(name, tmp_path):
 def test_an_unknown_type_is_listed_and_not_read(tmp_path):
     path = tmp_path / "x.gguf"
     path.write_bytes(header(n_tensors=1, body=tensor(kind=77)))
-    found = open_checkpoint(path).tensors["w"]
-    assert (found.shape, found.dtype, found.is_decodable) == ((4, 32), "ggml type 77", False)
+    stored_tensor = open_checkpoint(path).tensors["w"]
+    assert (stored_tensor.shape, stored_tensor.dtype, stored_tensor.is_decodable) == (
+        (4, 32),
+        "ggml type 77",
+        False,
+    )
 
 
 def test_a_name_of_megabytes_is_refused_and_a_long_text_is_skipped(tmp_path):
@@ -145,7 +149,7 @@ def their_file(
     """Write a model as their converter does, with their library; `kind` holds for matrices."""
     config = model.config
     writer = gguf.GGUFWriter(path, architecture)
-    plain = {
+    sizes_of = {
         "add_context_length": config.n_positions,
         "add_embedding_length": config.n_embd,
         "add_block_count": config.n_layer,
@@ -153,7 +157,7 @@ def their_file(
         "add_head_count": config.n_head,
         "add_layer_norm_eps": config.layer_norm_epsilon,
     }
-    for name, value in plain.items():
+    for name, value in sizes_of.items():
         if name not in leave:
             getattr(writer, name)(value)
     for name, value in (pairs or {}).items():
@@ -180,8 +184,8 @@ def test_a_file_of_llama_cpp_is_read_like_the_gguf_package(kind, tiny, ids, tmp_
         expected = gguf.quants.dequantize(tensor.data, tensor.tensor_type)
         ours = model.get_parameter(to_ours(tensor.name)).detach().numpy()
         assert np.array_equal(ours, expected.reshape(ours.shape)), tensor.name
-    wanted = {"F16": torch.float16, "BF16": torch.bfloat16}.get(kind, torch.float32)
-    assert GPT.from_pretrained(path).wte.weight.dtype is wanted
+    dtype = {"F16": torch.float16, "BF16": torch.bfloat16}.get(kind, torch.float32)
+    assert GPT.from_pretrained(path).wte.weight.dtype is dtype
     assert model.head is None and model.config.layer_norm_epsilon == 1e-5
     if kind == "F32":
         assert torch.equal(model(ids), tiny(ids))
@@ -200,10 +204,10 @@ def test_other_architectures_are_refused_by_name(tiny, tmp_path):
 
 def test_types_that_the_gguf_package_cannot_decode_are_refused(tiny, tmp_path):
     path = their_file(tmp_path / "a.gguf", tiny, "F16")
-    whole = path.read_bytes()
+    content = path.read_bytes()
     info = text(b"token_embd.weight") + struct.pack("<IQQI", 2, 32, 97, 1)
-    assert info in whole
-    path.write_bytes(whole.replace(info, info[:-4] + struct.pack("<I", 9)))  # Q8_1
+    assert info in content
+    path.write_bytes(content.replace(info, info[:-4] + struct.pack("<I", 9)))  # Q8_1
     with pytest.raises(UserError, match=r"token_embd\.weight is Q8_1, which is not read"):
         GPT.from_pretrained(path)
 
@@ -246,9 +250,9 @@ def test_names_convert_both_ways_and_match_the_gguf_package(tiny_config):
         for tensor in gguf.MODEL_TENSORS[gguf.MODEL_ARCH.GPT2]
         for bid in range(tiny_config.n_layer)
     }
-    theirs = {name: to_theirs(name) for name in [*shapes(tiny_config), "head.weight"]}
-    assert {name.rpartition(".")[0] for name in theirs.values()} == of_gpt2
-    assert all(to_ours(name) == ours for ours, name in theirs.items())
+    peer = {name: to_theirs(name) for name in [*shapes(tiny_config), "head.weight"]}
+    assert {name.rpartition(".")[0] for name in peer.values()} == of_gpt2
+    assert all(to_ours(name) == ours for ours, name in peer.items())
 
 
 TEXTS = [
@@ -370,11 +374,11 @@ def test_damaged_vocabularies_are_refused(why, tokenizer, tmp_path):
 def test_numbers_in_place_of_texts_are_refused(tokenizer, tmp_path):
     path = their_vocabulary(tmp_path / "a", tokenizer)
     key = b"tokenizer.ggml.token_type"
-    whole = path.read_bytes()
-    at = whole.index(key) + len(key)
-    assert struct.unpack_from("<II", whole, at) == (9, 5)
-    length = struct.unpack_from("<Q", whole, at + 8)[0]
-    scalars = whole[:at] + struct.pack("<Ii", 5, 1) + whole[at + 16 + 4 * length :]
+    content = path.read_bytes()
+    at = content.index(key) + len(key)
+    assert struct.unpack_from("<II", content, at) == (9, 5)
+    length = struct.unpack_from("<Q", content, at + 8)[0]
+    scalars = content[:at] + struct.pack("<Ii", 5, 1) + content[at + 16 + 4 * length :]
     path.write_bytes(scalars)
     with pytest.raises(CorruptInputError, match="token_type is missing or no array"):
         read_tokenizer(path)

@@ -63,10 +63,10 @@ def tensors_of(path) -> dict[str, tuple[str, np.ndarray]]:
 def test_the_gguf_package_reads_what_it_would_have_written(precision, tokenizer, tmp_path):
     model = gpt(tokenizer)
     write_gguf(model, tmp_path / "a.gguf", tokenizer=tokenizer, precision=precision)
-    theirs = tensors_of(tmp_path / "a.gguf")
-    assert list(theirs) == [to_theirs(name) for name, _ in model.named_parameters()]
+    peer = tensors_of(tmp_path / "a.gguf")
+    assert list(peer) == [to_theirs(name) for name, _ in model.named_parameters()]
     for name, parameter in model.named_parameters():
-        kind, numbers = theirs[to_theirs(name)]
+        kind, numbers = peer[to_theirs(name)]
         vector = parameter.ndim == 1 or name == "wpe.weight"
         of_w = "q8_0" if name == "wte.weight" and precision[:2] in ("q4", "q5") else precision
         assert kind == ("F32" if vector else of_w.upper().replace("FP", "F"))
@@ -118,8 +118,8 @@ def test_a_tied_matrix_is_written_once_or_twice_on_request(tokenizer, tmp_path):
     for twice in (False, True):
         path = tmp_path / f"{twice}.gguf"
         write_gguf(model, path, tokenizer=tokenizer, duplicate_head=twice)
-        theirs = tensors_of(path)
-        assert ("output.weight" in theirs) is twice
+        peer = tensors_of(path)
+        assert ("output.weight" in peer) is twice
         sizes[twice] = path.stat().st_size
         loaded = load(path)
         assert loaded.model.head is None
@@ -189,8 +189,8 @@ def go(template: str, messages) -> str:
         return "".join(content if part == ".Content" else json.loads(part) for part in parts)
 
     roles = re.findall(r'if eq \.Role "(\w+)" \}\}(.*?)(?=\{\{ else|$)', body)
-    made = [literal(dict(roles)[m["role"]], m["content"]) for m in messages]
-    return literal(before) + "".join(made) + literal(after)
+    texts = [literal(dict(roles)[m["role"]], m["content"]) for m in messages]
+    return literal(before) + "".join(texts) + literal(after)
 
 
 @pytest.mark.parametrize("template", [CHATML, PLAIN], ids=["chatml", "plain"])
@@ -271,8 +271,8 @@ def test_a_tokenizer_without_merges_is_refused(tokenizer, tmp_path):
     )
     rust.add_special_tokens(["<|endoftext|>"])
     with pytest.raises(UserError, match="without merges"):
-        plain = gpt(tokenizer, bos_token_id=None, eos_token_id=None)
-        write_gguf(plain, tmp_path / "a", tokenizer=Tokenizer(rust))
+        no_ids = gpt(tokenizer, bos_token_id=None, eos_token_id=None)
+        write_gguf(no_ids, tmp_path / "a", tokenizer=Tokenizer(rust))
 
 
 def test_tokens_named_like_padding_are_not_duplicated(tokenizer, tmp_path):
@@ -301,15 +301,15 @@ def llama(path, **options):
         )  # fmt: skip
 
 
-def greedy(theirs, ids: list[int], n: int) -> list[int]:
-    tokens = theirs.generate(ids, temp=0.0, top_k=1, repeat_penalty=1.0)
+def greedy(peer, ids: list[int], n: int) -> list[int]:
+    tokens = peer.generate(ids, temp=0.0, top_k=1, repeat_penalty=1.0)
     return [token for token, _ in zip(tokens, range(n), strict=False)]
 
 
-def logits(theirs, ids: list[int]) -> np.ndarray:
-    theirs.reset()
-    theirs.eval(ids)
-    return np.array(theirs.scores[: len(ids)])
+def logits(peer, ids: list[int]) -> np.ndarray:
+    peer.reset()
+    peer.eval(ids)
+    return np.array(peer.scores[: len(ids)])
 
 
 def table_gelu(x: torch.Tensor) -> torch.Tensor:
@@ -332,22 +332,22 @@ def test_llama_cpp_computes_and_generates_the_same_text(shape, tokenizer, tmp_pa
     model = gpt(tokenizer, **SHAPES[shape])
     path = tmp_path / "a.gguf"
     write_gguf(model, path, tokenizer=tokenizer, precision="fp32", duplicate_head=shape == "padded")
-    theirs = llama(path)
+    peer = llama(path)
     ids = tokenizer.encode(PROMPT)
-    assert theirs.tokenize(PROMPT.encode(), add_bos=False, special=False) == ids
-    assert theirs.detokenize(ids).decode() == PROMPT
-    assert theirs.token_eos() == tokenizer.eos_token_id
+    assert peer.tokenize(PROMPT.encode(), add_bos=False, special=False) == ids
+    assert peer.detokenize(ids).decode() == PROMPT
+    assert peer.token_eos() == tokenizer.eos_token_id
     completion = Engine(model, precision="fp32").generate(ids, max_new_tokens=32, temperature=0)
     assert len(completion.ids) == 32 and len(set(completion.ids)) > 8
-    assert greedy(theirs, ids, 32) == completion.ids
-    found = logits(theirs, ids)
+    assert greedy(peer, ids, 32) == completion.ids
+    computed = logits(peer, ids)
     with torch.no_grad():
-        assert np.abs(model(torch.tensor([ids]))[0].numpy() - found).max() < 0.02
+        assert np.abs(model(torch.tensor([ids]))[0].numpy() - computed).max() < 0.02
         for block in model.h:
             block.mlp.activation = table_gelu
         ours = model(torch.tensor([ids]))[0].numpy()
     assert ours.std() > 1
-    assert np.abs(ours - found).max() < 2e-3
+    assert np.abs(ours - computed).max() < 2e-3
 
 
 @pytest.mark.slow
@@ -359,9 +359,9 @@ def test_llama_cpp_predicts_20000_tokens_like_the_dequantized_weights(
     path = tmp_path / "a.gguf"
     write_gguf(model, path, tokenizer=tokenizer, precision=precision)
     ids = torch.randint(len(tokenizer), (80, 256), generator=torch.Generator().manual_seed(0))
-    theirs, loss = llama(path), 0.0
+    peer, loss = llama(path), 0.0
     for row in ids:
-        logprobs = torch.from_numpy(logits(theirs, row.tolist())).log_softmax(-1)
+        logprobs = torch.from_numpy(logits(peer, row.tolist())).log_softmax(-1)
         loss -= float(logprobs[:-1].gather(1, row[1:, None]).sum()) / (80 * 255)
     with torch.no_grad():
         ours = float(load(path).model.loss(ids[:, :-1], ids[:, 1:]))
@@ -373,9 +373,9 @@ def test_llama_cpp_reads_the_chat_template(tokenizer, tmp_path):
     chat_model(tokenizer, tmp_path / "chat")
     options = ["--precision", "q4_0"]
     assert main(["convert", str(tmp_path / "chat"), str(tmp_path / "a.gguf"), *options]) == 0
-    theirs = llama(tmp_path / "a.gguf")
-    assert "<|im_start|>" in theirs.metadata["tokenizer.chat_template"]
-    reply = theirs.create_chat_completion(MESSAGES[:1], max_tokens=4, temperature=0)
+    peer = llama(tmp_path / "a.gguf")
+    assert "<|im_start|>" in peer.metadata["tokenizer.chat_template"]
+    reply = peer.create_chat_completion(MESSAGES[:1], max_tokens=4, temperature=0)
     assert reply["choices"][0]["message"]["role"] == "assistant"
 
 
@@ -384,19 +384,19 @@ def test_llama_cpp_reads_the_chat_template(tokenizer, tmp_path):
 def test_llama_cpp_runs_the_smaller_types_near_the_model(precision, near, tokenizer, tmp_path):
     model = gpt(tokenizer)
     write_gguf(model, tmp_path / "a.gguf", tokenizer=tokenizer, precision=precision)
-    theirs = llama(tmp_path / "a.gguf")
+    peer = llama(tmp_path / "a.gguf")
     ids = tokenizer.encode(PROMPT)
-    assert len(greedy(theirs, ids, 32)) == 32
+    assert len(greedy(peer, ids, 32)) == 32
     with torch.no_grad():
         ours = model(torch.tensor([ids]))[0].numpy()
-    assert np.abs(ours - logits(theirs, ids)).max() < near
+    assert np.abs(ours - logits(peer, ids)).max() < near
 
 
 @pytest.mark.slow
 def test_llama_cpp_splits_text_like_the_tokenizer(tokenizer, tmp_path):
     model = gpt(tokenizer)
     write_gguf(model, tmp_path / "a.gguf", tokenizer=tokenizer)
-    theirs = llama(tmp_path / "a.gguf")
+    peer = llama(tmp_path / "a.gguf")
     for text in [
         *TEXTS,
         "",
@@ -406,9 +406,9 @@ def test_llama_cpp_splits_text_like_the_tokenizer(tokenizer, tmp_path):
         "x² ½ Ⅷ 漢字 かな кириллица  mixed123abc 4.5,6",
         "<|endoftext|> is text here",
     ]:
-        ids = theirs.tokenize(text.encode(), add_bos=False, special=False) if text else []
+        ids = peer.tokenize(text.encode(), add_bos=False, special=False) if text else []
         assert ids == tokenizer.encode(text), text
-    special = theirs.tokenize(b"the<|endoftext|>", add_bos=False, special=True)
+    special = peer.tokenize(b"the<|endoftext|>", add_bos=False, special=True)
     assert special == tokenizer.encode("the<|endoftext|>", allow_special=True)
 
 

@@ -28,8 +28,8 @@ def test_tensors_lie_at_the_formats_offsets(tmp_path, version):
     for name, tensor in checkpoint.tensors.items():
         expected = numbers[name][:5] if name == "wte.weight" else numbers[name]
         assert tensor.shape == expected.shape
-        found = tensor.rows(0, tensor.matrix_shape[0]).reshape(tensor.shape)
-        assert np.array_equal(found, expected), name
+        rows = tensor.rows(0, tensor.matrix_shape[0]).reshape(tensor.shape)
+        assert np.array_equal(rows, expected), name
 
 
 def header(*numbers: int, body: int = 0) -> bytes:
@@ -66,7 +66,7 @@ def test_hostile_headers_are_refused(name, tmp_path):
 SIZES = {"T": 24, "V": 97, "L": 3, "H": 4, "C": 32, "Vp": 128}
 
 
-def theirs():
+def peer_model():
     """transformers' GPT-2, whose weights llm.c's own script exports."""
     from transformers import GPT2Config, GPT2LMHeadModel
 
@@ -93,7 +93,7 @@ def state_of(model) -> dict[str, torch.Tensor]:
 
 @pytest.mark.parametrize("version", [1, 3])
 def test_logits_match_transformers(tmp_path, version, ids):
-    model = theirs()
+    model = peer_model()
     sizes = SIZES | ({"Vp": 97} if version == 1 else {})
     write_checkpoint(tmp_path / "model.bin", version, state_of(model), **sizes)
     loaded = load(tmp_path / "model.bin")
@@ -106,7 +106,7 @@ def test_logits_match_transformers(tmp_path, version, ids):
 
 
 def test_bfloat16_is_read_bit_by_bit(tmp_path):
-    numbers = write_checkpoint(tmp_path / "model.bin", 5, state_of(theirs()), **SIZES)
+    numbers = write_checkpoint(tmp_path / "model.bin", 5, state_of(peer_model()), **SIZES)
     model = GPT.from_pretrained(tmp_path / "model.bin")
     for name, parameter in model.named_parameters():
         assert parameter.dtype == torch.bfloat16

@@ -23,18 +23,18 @@ from tiedgpt.weights.sources import open_checkpoint
 pytestmark = pytest.mark.filterwarnings("ignore::tiedgpt.weights.load.CheckpointWarning")
 
 
-def same_logits(ours: GPT, theirs: torch.nn.Module, args: dict = ARGS) -> None:
+def same_logits(ours: GPT, peer: torch.nn.Module, args: dict = ARGS) -> None:
     ids = some_ids(args)
     with torch.no_grad():
-        assert_close(ours(ids), theirs(ids), rtol=1e-4, atol=1e-4)
+        assert_close(ours(ids), peer(ids), rtol=1e-4, atol=1e-4)
 
 
 @pytest.mark.parametrize("bias", [False, True])
 @pytest.mark.parametrize("prefix", ["", "_orig_mod.", "module._orig_mod."])
 def test_a_checkpoint_loads_as_nanogpt_computes(tmp_path, bias, prefix):
     args = ARGS | {"bias": bias}
-    theirs = Karpathy(args)
-    path = save_nanogpt(tmp_path / "ckpt.pt", theirs, args, prefix=prefix)
+    peer = Karpathy(args)
+    path = save_nanogpt(tmp_path / "ckpt.pt", peer, args, prefix=prefix)
     loaded = load(path)
     config = loaded.model.config
     assert loaded.layout == "torch, nanoGPT"
@@ -43,19 +43,19 @@ def test_a_checkpoint_loads_as_nanogpt_computes(tmp_path, bias, prefix):
     assert (config.embd_pdrop, config.attn_pdrop, config.resid_pdrop) == (0.2, 0.2, 0.2)
     assert config.activation_function == "gelu" and config.tie_word_embeddings
     assert loaded.model.head is None
-    same_logits(loaded.model, theirs, args)
+    same_logits(loaded.model, peer, args)
 
 
 def test_the_legacy_format_and_a_bare_state_dict_load_too(tmp_path):
-    theirs = Karpathy(ARGS)
-    path = save_nanogpt(tmp_path / "old.pt", theirs, ARGS, legacy=True)
-    same_logits(GPT.from_pretrained(path), theirs)
-    torch.save(theirs.state_dict(), tmp_path / "bare.pt")
+    peer = Karpathy(ARGS)
+    path = save_nanogpt(tmp_path / "old.pt", peer, ARGS, legacy=True)
+    same_logits(GPT.from_pretrained(path), peer)
+    torch.save(peer.state_dict(), tmp_path / "bare.pt")
     with pytest.raises(UserError, match="n_head"):
         GPT.from_pretrained(tmp_path / "bare.pt")
     loaded = load(tmp_path / "bare.pt", n_head=4)
     assert loaded.layout == "torch, nanoGPT" and not loaded.model.config.bias
-    same_logits(loaded.model, theirs)
+    same_logits(loaded.model, peer)
 
 
 def test_one_storage_is_tied_without_comparing_values(tmp_path, monkeypatch):
@@ -68,35 +68,35 @@ def test_one_storage_is_tied_without_comparing_values(tmp_path, monkeypatch):
 def test_a_padded_vocabulary_is_kept(tmp_path):
     """nanoGPT's 50,304 rows for 50,257 tokens take part in its softmax."""
     args = ARGS | {"vocab_size": 128}
-    theirs = Karpathy(args)
-    model = GPT.from_pretrained(save_nanogpt(tmp_path / "ckpt.pt", theirs, args))
+    peer = Karpathy(args)
+    model = GPT.from_pretrained(save_nanogpt(tmp_path / "ckpt.pt", peer, args))
     assert model.config.vocab_size == 128
-    same_logits(model, theirs, args)
+    same_logits(model, peer, args)
 
 
 def test_masks_are_dropped_and_determine_the_gelu(tmp_path):
-    theirs = Karpathy(ARGS, masks=True, approximate="tanh")
-    loaded = load(save_nanogpt(tmp_path / "ckpt.pt", theirs, ARGS))
+    peer = Karpathy(ARGS, masks=True, approximate="tanh")
+    loaded = load(save_nanogpt(tmp_path / "ckpt.pt", peer, ARGS))
     assert loaded.model.config.activation_function == "gelu_new"
     assert any("does not say which GELU" in note for note in loaded.notes)
-    same_logits(loaded.model, theirs)
+    same_logits(loaded.model, peer)
 
 
 def test_checkpoints_without_a_bias_argument_determine_the_gelu(tmp_path):
     args = {name: value for name, value in ARGS.items() if name != "bias"}
-    theirs = Karpathy(ARGS | {"bias": True}, masks=True, approximate="tanh")
-    loaded = load(save_nanogpt(tmp_path / "ckpt.pt", theirs, args))
+    peer = Karpathy(ARGS | {"bias": True}, masks=True, approximate="tanh")
+    loaded = load(save_nanogpt(tmp_path / "ckpt.pt", peer, args))
     assert loaded.model.config.activation_function == "gelu_new" and loaded.model.config.bias
     assert not loaded.notes
-    same_logits(loaded.model, theirs)
+    same_logits(loaded.model, peer)
 
 
 def test_the_gelu_can_be_given(tmp_path):
-    theirs = Karpathy(ARGS, approximate="tanh")
-    path = save_nanogpt(tmp_path / "ckpt.pt", theirs, ARGS)
+    peer = Karpathy(ARGS, approximate="tanh")
+    path = save_nanogpt(tmp_path / "ckpt.pt", peer, ARGS)
     assert any("activation_function='gelu_new'" in note for note in load(path).notes)
     model = GPT.from_pretrained(path, activation_function="gelu_new")
-    same_logits(model, theirs)
+    same_logits(model, peer)
 
 
 def test_arguments_that_contradict_the_file_are_refused(tmp_path):
@@ -114,20 +114,12 @@ def test_a_forks_architecture_is_refused_by_name(tmp_path):
     assert GPT.from_pretrained(path).config.n_layer == 2
 
 
-def test_a_nanogpt_from_before_tying_needs_a_choice(tmp_path):
-    theirs = Karpathy(ARGS, tied=False)
-    path = save_nanogpt(tmp_path / "ckpt.pt", theirs, ARGS)
-    with pytest.raises(CorruptInputError, match='resolve="untie"'):
-        GPT.from_pretrained(path)
-    same_logits(GPT.from_pretrained(path, resolve="untie"), theirs)
-
-
 def test_other_containers_of_the_same_layout_load(tmp_path):
-    theirs = Karpathy(ARGS)
-    state = {name: t for name, t in theirs.state_dict().items() if name != "lm_head.weight"}
+    peer = Karpathy(ARGS)
+    state = {name: t for name, t in peer.state_dict().items() if name != "lm_head.weight"}
     save_file(state, tmp_path / "model.safetensors")
     model = GPT.from_pretrained(tmp_path / "model.safetensors", n_head=4)
-    same_logits(model, theirs)
+    same_logits(model, peer)
 
 
 @pytest.mark.parametrize(
@@ -166,40 +158,40 @@ def test_only_plain_values_of_the_checkpoint_are_kept(tmp_path):
 
 
 def test_a_loaded_model_survives_truncation_of_its_file(tmp_path):
-    theirs = Karpathy(ARGS)
-    path = save_nanogpt(tmp_path / "ckpt.pt", theirs, ARGS)
+    peer = Karpathy(ARGS)
+    path = save_nanogpt(tmp_path / "ckpt.pt", peer, ARGS)
     model = GPT.from_pretrained(path)
     path.write_bytes(b"")  # in place, as a program that saves again does
-    same_logits(model, theirs)
+    same_logits(model, peer)
 
 
 MINGPT = ARGS | {"bias": True}
 
 
 def test_mingpt_has_two_matrices_and_no_heads_in_its_file(tmp_path):
-    theirs = Karpathy(MINGPT, masks=True, tied=False, approximate="tanh")
-    torch.save(theirs.state_dict(), tmp_path / "model.pt")
+    peer = Karpathy(MINGPT, masks=True, tied=False, approximate="tanh")
+    torch.save(peer.state_dict(), tmp_path / "model.pt")
     with pytest.raises(UserError, match="n_head"):
         GPT.from_pretrained(tmp_path / "model.pt")
     loaded = load(tmp_path / "model.pt", n_head=4)
     assert loaded.layout == "torch, minGPT" and not loaded.notes
-    assert torch.equal(loaded.model.head.weight, theirs.lm_head.weight)
+    assert torch.equal(loaded.model.head.weight, peer.lm_head.weight)
     with pytest.raises(UserError, match="holds two matrices"):
         GPT.from_pretrained(tmp_path / "model.pt", n_head=4, resolve="tie")
     assert loaded.model.config.activation_function == "gelu_new"
-    same_logits(loaded.model, theirs, MINGPT)
+    same_logits(loaded.model, peer, MINGPT)
 
 
 def test_mingpts_config_gives_the_heads(tmp_path):
     args = MINGPT | {"n_layer": 3, "n_head": 3, "n_embd": 48}
-    theirs = Karpathy(args, masks=True, tied=False, approximate="tanh")
-    torch.save(theirs.state_dict(), tmp_path / "model.pt")
+    peer = Karpathy(args, masks=True, tied=False, approximate="tanh")
+    torch.save(peer.state_dict(), tmp_path / "model.pt")
     model = {"model_type": "gpt-nano", "n_layer": None, "n_head": None, "n_embd": None}
     logged = {"system": {"seed": 3407}, "model": model | {"attn_pdrop": 0.1}}
     (tmp_path / "config.json").write_text(json.dumps(logged))
     ours = GPT.from_pretrained(tmp_path)
     assert ours.config.n_head == 3
-    same_logits(ours, theirs, args)
+    same_logits(ours, peer, args)
 
 
 SIZES = {"vocab_size": 67, "n_positions": 16, "n_embd": 32, "n_layer": 2, "n_head": 4}
@@ -219,28 +211,28 @@ def as_nanogpt_samples(path, approximate="none") -> Karpathy:
     checkpoint = torch.load(path, map_location="cpu", weights_only=True)
     assert checkpoint["model_args"].keys() == ARGS.keys()
     assert "dataset" not in checkpoint["config"] and checkpoint["iter_num"] == 0
-    theirs = Karpathy(checkpoint["model_args"], approximate=approximate)
-    theirs.load_state_dict(checkpoint["model"])
-    return theirs.eval()
+    peer = Karpathy(checkpoint["model_args"], approximate=approximate)
+    peer.load_state_dict(checkpoint["model"])
+    return peer.eval()
 
 
 @pytest.mark.parametrize("bias", [False, True])
 def test_nanogpt_computes_the_same(tmp_path, bias):
     model = model_of(bias=bias)
     write_nanogpt(model, tmp_path / "ckpt.pt")
-    theirs = as_nanogpt_samples(tmp_path / "ckpt.pt")
+    peer = as_nanogpt_samples(tmp_path / "ckpt.pt")
     with torch.no_grad():
-        assert_close(theirs(some_ids(ARGS)), model(some_ids(ARGS)), rtol=1e-4, atol=1e-4)
+        assert_close(peer(some_ids(ARGS)), model(some_ids(ARGS)), rtol=1e-4, atol=1e-4)
 
 
 def test_conversion_from_and_to_nanogpt_is_exact(tmp_path):
-    theirs = Karpathy(ARGS)
-    model = GPT.from_pretrained(save_nanogpt(tmp_path / "ckpt.pt", theirs, ARGS))
+    peer = Karpathy(ARGS)
+    model = GPT.from_pretrained(save_nanogpt(tmp_path / "ckpt.pt", peer, ARGS))
     write_nanogpt(model, tmp_path / "again.pt")
     again = torch.load(tmp_path / "again.pt", weights_only=True)
     assert again["model_args"] == ARGS
-    assert again["model"].keys() == theirs.state_dict().keys()
-    for name, tensor in theirs.state_dict().items():
+    assert again["model"].keys() == peer.state_dict().keys()
+    for name, tensor in peer.state_dict().items():
         assert torch.equal(again["model"][name], tensor)
 
 

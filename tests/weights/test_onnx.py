@@ -100,7 +100,7 @@ def test_onnxruntime_computes_the_models_logits(tmp_path, numbers, kind):
     at_once = Session(tmp_path / "a.onnx", model, 3)(numbers)
     assert np.allclose(at_once, expected, rtol=0, atol=1e-5)
     step = Session(tmp_path / "a.onnx", model, 3)
-    pieces = [step(part) for part in np.split(numbers, [9, 10, 11, 15], axis=1)]
+    pieces = [step(piece) for piece in np.split(numbers, [9, 10, 11, 15], axis=1)]
     assert np.allclose(np.concatenate(pieces, axis=1), expected, rtol=0, atol=1e-5)
     assert step.past["past_key_values.2.key"].shape == (3, 4, 24, 8)
 
@@ -144,10 +144,12 @@ def test_the_file_passes_the_checker_and_declares_its_shapes(tmp_path, kind, pre
     inferred = onnx.shape_inference.infer_shapes(
         file, check_type=True, strict_mode=True, data_prop=True
     )
-    known = {value.name: value.type.tensor_type for value in inferred.graph.value_info}
-    assert [d.dim_value for d in known["h.2.mlp.c_fc.out"].shape.dim][2] == model.config.inner_dim
+    inferred_types = {value.name: value.type.tensor_type for value in inferred.graph.value_info}
+    assert [d.dim_value for d in inferred_types["h.2.mlp.c_fc.out"].shape.dim][
+        2
+    ] == model.config.inner_dim
     floats = TensorProto.FLOAT16 if precision == "fp16" else TensorProto.FLOAT
-    assert {value.elem_type for name, value in known.items() if "h." in name} == {floats}
+    assert {value.elem_type for name, value in inferred_types.items() if "h." in name} == {floats}
 
 
 def test_the_names_match_optimum(tmp_path, tiny):
@@ -223,8 +225,8 @@ def test_large_models_have_external_data(tmp_path, numbers):
     assert path.stat().st_size < 40_000
     onnx.checker.check_model(str(path), full_check=True)
     for tensor in onnx.load(path, load_external_data=False).graph.initializer:
-        place = {entry.key: entry.value for entry in tensor.external_data}
-        assert place["location"] == "a.onnx_data" and int(place["offset"]) % 4096 == 0
+        entries = {entry.key: entry.value for entry in tensor.external_data}
+        assert entries["location"] == "a.onnx_data" and int(entries["offset"]) % 4096 == 0
     expected = ours(model, numbers)
     assert np.allclose(Session(path, model, 3)(numbers), expected, rtol=0, atol=1e-5)
     assert audit(path).verdict == "tied"
@@ -255,10 +257,10 @@ print((kilobytes('VmHWM') - before) // 1024)
 @pytest.mark.skipif(not os.path.exists("/proc/self/clear_refs"), reason="Linux tells the peak")
 def test_gpt2_is_written_in_the_memory_of_one_tensor_and_matches(tmp_path):
     path = tmp_path / "a.onnx"
-    told = subprocess.run(
+    result = subprocess.run(
         [sys.executable, "-c", PEAK, path], capture_output=True, text=True, check=True
     )
-    assert int(told.stdout) < 100
+    assert int(result.stdout) < 100
     assert 0 < path.stat().st_size - 497_759_232 < 100_000
     model = GPT.from_pretrained(path)
     ids = np.random.default_rng(0).integers(0, 50257, (2, 40))
@@ -278,11 +280,11 @@ def graph_of(*tensors, nodes=()):
 def test_initializers_match_the_onnx_package(tmp_path, external):
     path = write_theirs(tmp_path / "a.onnx", "other", external=external)
     checkpoint = open_checkpoint(path)
-    theirs = {
+    peer = {
         t.name: numpy_helper.to_array(t, str(tmp_path)) for t in onnx.load(path).graph.initializer
     }
-    assert set(checkpoint.tensors) == set(theirs)
-    for name, expected in theirs.items():
+    assert set(checkpoint.tensors) == set(peer)
+    for name, expected in peer.items():
         ours = checkpoint.tensors[name]
         assert ours.shape == expected.shape
         assert np.array_equal(ours.rows(0, len(expected)), expected)
@@ -313,8 +315,8 @@ def test_raw_values_of_every_float_type_are_read(tmp_path, dtype):
 def test_values_that_are_not_raw_are_read_and_texts_and_integers_are_listed(tmp_path):
     halves = helper.make_tensor("w", TensorProto.FLOAT16, [2, 2], np.arange(4, dtype=np.float16))
     texts = helper.make_tensor("t", TensorProto.STRING, [2], [b"a", b"b"])
-    whole = helper.make_tensor("i", TensorProto.INT4, [4], [1, 2, 3, 4])
-    onnx.save(graph_of(halves, texts, whole), tmp_path / "a.onnx")
+    integers = helper.make_tensor("i", TensorProto.INT4, [4], [1, 2, 3, 4])
+    onnx.save(graph_of(halves, texts, integers), tmp_path / "a.onnx")
     tensors = open_checkpoint(tmp_path / "a.onnx").tensors
     assert np.array_equal(tensors["w"].rows(0, 2), [[0, 1], [2, 3]])
     assert (tensors["t"].shape, tensors["t"].is_decodable) == ((2,), False)
@@ -413,8 +415,8 @@ def test_a_graph_that_ends_in_another_product_is_not_tied(tmp_path):
     with pytest.raises(UserError, match="--output"):
         audit(path)
     padded = [helper.make_node("MatMul", ["z", "P"], ["logits"])]
-    found = audit(graph_ending_in(tmp_path / "c.onnx", padded, P=matrix(2, D, 128)))
-    assert found.verdict == "broken" and found.matrices[1].names == ("P",)
+    report = audit(graph_ending_in(tmp_path / "c.onnx", padded, P=matrix(2, D, 128)))
+    assert report.verdict == "broken" and report.matrices[1].names == ("P",)
 
 
 def test_a_missing_package_is_named(tmp_path, monkeypatch):
@@ -437,8 +439,8 @@ def test_foreign_metadata_are_ignored(tmp_path):
 
 
 def alike(model: GPT, other: GPT) -> bool:
-    ours, theirs = model.state_dict(), other.state_dict()
-    return ours.keys() == theirs.keys() and all(torch.equal(ours[k], theirs[k]) for k in ours)
+    ours, peer = model.state_dict(), other.state_dict()
+    return ours.keys() == peer.keys() and all(torch.equal(ours[k], peer[k]) for k in ours)
 
 
 def test_an_adjacent_config_of_an_onnx_file_is_checked(tmp_path):

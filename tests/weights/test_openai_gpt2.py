@@ -16,17 +16,17 @@ from tiedgpt.weights.load import load
 from tiedgpt.weights.sources import open_checkpoint
 
 
-def theirs(model, arrays, embeddings):
+def fill_peer(model, arrays, embeddings):
     """Fill a model of transformers with the arrays of OpenAI's names, as its converter does."""
     state = {f"transformer.{to}.weight": arrays[name] for name, to in embeddings.items()}
     last = {"g": "weight", "w": "weight", "b": "bias"}
     for name, array in arrays.items():
         if name not in embeddings:
-            scope, kind = name.removeprefix("model/").rsplit("/", 1)
+            scope, suffix = name.removeprefix("model/").rsplit("/", 1)
             scope = scope.replace("/", ".")
             if scope.startswith("h"):
                 scope = f"h.{scope[1:]}"
-            state[f"transformer.{scope}.{last[kind]}"] = array.squeeze()
+            state[f"transformer.{scope}.{last[suffix]}"] = array.squeeze()
     tensors = {name: torch.from_numpy(array) for name, array in state.items()}
     missing, unknown = model.load_state_dict(tensors, strict=False)
     assert not unknown and set(missing) <= {"lm_head.weight"}
@@ -53,7 +53,7 @@ def test_gpt2s_release_computes_transformers_logits():
         vocab_size=61, n_positions=16, n_embd=12, n_head=3, n_layer=2,
         bos_token_id=None, eos_token_id=None,
     )  # fmt: skip
-    gpt2 = theirs(GPT2LMHeadModel(config), values(), {"model/wte": "wte", "model/wpe": "wpe"})
+    gpt2 = fill_peer(GPT2LMHeadModel(config), values(), {"model/wte": "wte", "model/wpe": "wpe"})
     assert_same_logits(model, gpt2, 16)
 
 

@@ -31,9 +31,9 @@ def test_every_format_is_recognised_by_its_content(tmp_path):
     write_gguf(tmp_path / "d", {"token_embd.weight": matrix()})
     write_onnx(tmp_path / "e", "one", names=("wte.weight", ""))
     formats = ["safetensors", "torch", "torch", "GGUF", "ONNX"]
-    for name, kind in zip("abcde", formats, strict=True):
+    for name, container in zip("abcde", formats, strict=True):
         checkpoint = open_checkpoint(tmp_path / name)
-        assert checkpoint.container == kind
+        assert checkpoint.container == container
         tensor = next(
             t for n, t in checkpoint.tensors.items() if n in ("wte.weight", "token_embd.weight")
         )
@@ -201,12 +201,12 @@ def unreadable(monkeypatch):
     """Refuse to open files of these names, since root may read files of any mode."""
 
     def refuse(*names: str) -> None:
-        whole = Path.open
+        original_open = Path.open
 
         def opened(self, *arguments, **options):
             if self.name in names:
                 raise PermissionError(errno.EACCES, "Permission denied", str(self))
-            return whole(self, *arguments, **options)
+            return original_open(self, *arguments, **options)
 
         monkeypatch.setattr(Path, "open", opened)
 

@@ -112,8 +112,8 @@ def test_an_unknown_suffix_is_refused_with_the_known_ones(name, saved, tmp_path,
     message = " ".join(capsys.readouterr().err.split())
     assert not (tmp_path / name).exists()
     assert all(suffix in message for suffix in (".gguf", ".onnx", ".pt", "--to"))
-    meant = {"out.ggfu": "out.gguf", "out.gguff": "out.gguf", "out.onx": "out.onnx"}
-    assert f"did you mean {meant.get(name, 'out.pt')}?" in message or name == "out.txt"
+    suggestions = {"out.ggfu": "out.gguf", "out.gguff": "out.gguf", "out.onx": "out.onnx"}
+    assert f"did you mean {suggestions.get(name, 'out.pt')}?" in message or name == "out.txt"
 
 
 def test_writing_llmc_is_refused_with_the_program_that_does_it(saved, tmp_path, capsys):
@@ -132,13 +132,13 @@ def test_only_a_formats_own_file_names_it():
     """Outside `weights/formats/` and the registry's order nothing is compared with a format."""
     names = [format.name for format in formats()] + [format.title for format in formats()]
     source = ROOT / "src" / "tiedgpt"
-    found = []
+    comparisons = []
     for path in source.rglob("*.py"):
-        place = path.relative_to(source).as_posix()
-        if place.startswith("weights/formats/") or place == "weights/registry.py":
+        relative = path.relative_to(source).as_posix()
+        if relative.startswith("weights/formats/") or relative == "weights/registry.py":
             continue
         for line in path.read_text().splitlines():
             compared = any(f'{sign} "{name}"' in line for sign in ("==", "!=") for name in names)
             if compared or ".format in (" in line or ".container in (" in line:
-                found.append(f"{place}: {line.strip()}")
-    assert not found
+                comparisons.append(f"{relative}: {line.strip()}")
+    assert not comparisons

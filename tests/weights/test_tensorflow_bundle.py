@@ -78,11 +78,11 @@ def copy(tmp_path):
 
 
 def test_a_changed_byte_in_the_data_is_found_when_its_tensor_is_read(copy):
-    whole = bytearray((copy / DATA).read_bytes())
+    content = bytearray((copy / DATA).read_bytes())
     tensors = open_checkpoint(copy / INDEX).tensors
     for name in ("model/h0/attn/c_attn/w", "model/wte", "model/ln_f/b"):
         at = tensors[name].storage.stop - 1
-        damaged = whole.copy()
+        damaged = content.copy()
         damaged[at] ^= 16
         (copy / DATA).write_bytes(damaged)
         for other, tensor in open_checkpoint(copy / INDEX).tensors.items():
@@ -95,9 +95,9 @@ def test_a_changed_byte_in_the_data_is_found_when_its_tensor_is_read(copy):
 
 
 def test_a_changed_byte_anywhere_in_the_index_is_an_error_or_changes_nothing(copy):
-    whole = (copy / INDEX).read_bytes()
-    for at in range(len(whole)):
-        damaged = bytearray(whole)
+    content = (copy / INDEX).read_bytes()
+    for at in range(len(content)):
+        damaged = bytearray(content)
         damaged[at] ^= 1 << at % 8
         (copy / INDEX).write_bytes(damaged)
         try:
@@ -153,8 +153,8 @@ def message(*fields) -> bytes:
 
 def entry(shape=(2, 3), kind=1, shard=0, offset=0, size=24, crc=0, more=b"") -> bytes:
     dims = b"".join(message((2, message((1, n)))) for n in shape)
-    plain = message((1, kind), (2, dims), (3, shard), (4, offset), (5, size))
-    return plain + varint(6 << 3 | 5) + struct.pack("<I", crc) + more
+    fields_of = message((1, kind), (2, dims), (3, shard), (4, offset), (5, size))
+    return fields_of + varint(6 << 3 | 5) + struct.pack("<I", crc) + more
 
 
 def pair(key: bytes, value: bytes, before: bytes = b"") -> bytes:
@@ -180,9 +180,9 @@ def table(blocks: list[bytes], kind: int = 0, handles=None, index=None) -> bytes
         places.append(varint(len(out)) + varint(len(body)))
         out += sealed(body, kind)
     places = handles or places
-    body = index or block([(bytes([97 + at]), place) for at, place in enumerate(places)])
-    place = varint(len(out)) + varint(len(body))
-    footer = (varint(0) + varint(0) + place).ljust(40, b"\0") + MAGIC
+    body = index or block([(bytes([97 + at]), handle) for at, handle in enumerate(places)])
+    handle = varint(len(out)) + varint(len(body))
+    footer = (varint(0) + varint(0) + handle).ljust(40, b"\0") + MAGIC
     return out + sealed(body) + footer
 
 
@@ -207,9 +207,9 @@ def test_a_table_of_several_blocks_is_read(tmp_path):
     ]
     blocks = [[(b"", HEADER), *entries[:40]], entries[40:41], entries[41:]]
     path = write(tmp_path, table([block(pairs) for pairs in blocks]), data.tobytes())
-    found = open_checkpoint(path).tensors
-    assert list(found) == [key.decode() for key, _ in keys]
-    assert np.array_equal(np.stack([numbers(t) for t in found.values()]).ravel(), data)
+    stored = open_checkpoint(path).tensors
+    assert list(stored) == [key.decode() for key, _ in keys]
+    assert np.array_equal(np.stack([numbers(t) for t in stored.values()]).ravel(), data)
 
 
 ONE = (b"w", entry())
@@ -276,8 +276,12 @@ def test_a_name_is_never_a_path(tmp_path):
 
 
 def test_an_unknown_type_is_listed_and_not_read(tmp_path):
-    found = open_checkpoint(write(tmp_path, bundle((b"w", entry(kind=77))))).tensors["w"]
-    assert (found.shape, found.dtype, found.is_decodable) == ((2, 3), "TensorFlow type 77", False)
+    tensor = open_checkpoint(write(tmp_path, bundle((b"w", entry(kind=77))))).tensors["w"]
+    assert (tensor.shape, tensor.dtype, tensor.is_decodable) == (
+        (2, 3),
+        "TensorFlow type 77",
+        False,
+    )
 
 
 @settings(max_examples=200, deadline=None, suppress_health_check=list(HealthCheck))

@@ -49,27 +49,27 @@ def their_gpt2(seed: int = 0, **values) -> GPT2LMHeadModel:
     return model
 
 
-def assert_same_logits(ours: GPT, theirs, ids: torch.Tensor) -> None:
+def assert_same_logits(ours: GPT, peer, ids: torch.Tensor) -> None:
     with torch.no_grad():
-        a, b = ours(ids), theirs(ids).logits
+        a, b = ours(ids), peer(ids).logits
     assert (a - b).abs().max() <= 1e-4
     assert (a - b).norm() <= 2e-6 * b.norm()
 
 
 @pytest.mark.parametrize("shape", SHAPES)
 def test_a_transformers_file_gives_its_logits_and_gradients(shape, tmp_path):
-    theirs = their_gpt2(**SHAPES[shape])
-    theirs.save_pretrained(tmp_path)
+    peer = their_gpt2(**SHAPES[shape])
+    peer.save_pretrained(tmp_path)
     ours = GPT.from_pretrained(tmp_path)
     ids = torch.randint(SHAPES[shape]["vocab_size"], (3, SHAPES[shape]["n_positions"]))
-    assert_same_logits(ours, theirs, ids)
-    assert_same_gradients(ours, theirs, ids)
+    assert_same_logits(ours, peer, ids)
+    assert_same_gradients(ours, peer, ids)
 
 
-def assert_same_gradients(ours: GPT, theirs, ids: torch.Tensor) -> None:
-    theirs(ids, labels=ids).loss.backward()
+def assert_same_gradients(ours: GPT, peer, ids: torch.Tensor) -> None:
+    peer(ids, labels=ids).loss.backward()
     ours.loss(ids[:, :-1], ids[:, 1:]).backward()
-    expected = {name: p.grad for name, p in theirs.named_parameters()}
+    expected = {name: p.grad for name, p in peer.named_parameters()}
     assert len(expected) == len(list(ours.parameters()))
     for name, parameter in ours.named_parameters():
         grad = expected["transformer." + name]
@@ -78,12 +78,12 @@ def assert_same_gradients(ours: GPT, theirs, ids: torch.Tensor) -> None:
 
 
 def test_64_greedy_tokens_equal_transformers_with_and_without_a_cache(tmp_path):
-    theirs = their_gpt2(**{**SHAPES["tiny"], "n_positions": 96})
-    theirs.save_pretrained(tmp_path)
+    peer = their_gpt2(**{**SHAPES["tiny"], "n_positions": 96})
+    peer.save_pretrained(tmp_path)
     ours = GPT.from_pretrained(tmp_path)
     ours.config = GPTConfig(**{**vars(ours.config), "eos_token_id": None})
     prompt = [5, 17, 80, 3]
-    expected = theirs.generate(
+    expected = peer.generate(
         torch.tensor([prompt]), max_new_tokens=64, do_sample=False, eos_token_id=None,
         pad_token_id=0,
     )[0, 4:].tolist()  # fmt: skip
@@ -100,11 +100,11 @@ def test_transformers_loads_saved_models_without_missing_or_unexpected_keys(norm
     torch.manual_seed(1)
     ours = GPT(GPTConfig(**SHAPES["tiny"], norm=norm, tie_word_embeddings=tied)).eval()
     ours.save_pretrained(tmp_path)
-    theirs, info = AutoModelForCausalLM.from_pretrained(tmp_path, output_loading_info=True)
+    peer, info = AutoModelForCausalLM.from_pretrained(tmp_path, output_loading_info=True)
     assert not any(info[kind] for kind in info)
-    assert_same_logits(ours, theirs, torch.randint(97, (2, 24)))
-    assert sum(p.numel() for p in theirs.parameters()) == ours.config.parameter_count()
-    theirs.save_pretrained(tmp_path / "again")
+    assert_same_logits(ours, peer, torch.randint(97, (2, 24)))
+    assert sum(p.numel() for p in peer.parameters()) == ours.config.parameter_count()
+    peer.save_pretrained(tmp_path / "again")
     back = GPT.from_pretrained(tmp_path / "again")
     assert back.config == ours.config
     for name, parameter in ours.state_dict().items():
@@ -130,52 +130,52 @@ def test_saving_twice_writes_the_same_bytes(tiny, tmp_path):
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
 def test_the_files_dtype_is_kept_unless_dtype_is_given(dtype, tmp_path):
-    theirs = their_gpt2(**SHAPES["tiny"]).to(dtype)
-    theirs.save_pretrained(tmp_path)
+    peer = their_gpt2(**SHAPES["tiny"]).to(dtype)
+    peer.save_pretrained(tmp_path)
     ours = GPT.from_pretrained(tmp_path)
     assert {p.dtype for p in ours.parameters()} == {dtype}
-    assert torch.equal(ours.wte.weight, theirs.transformer.wte.weight)
+    assert torch.equal(ours.wte.weight, peer.transformer.wte.weight)
     full = GPT.from_pretrained(tmp_path, dtype=torch.float32)
-    assert_same_logits(full, theirs.float(), torch.randint(97, (2, 24)))
+    assert_same_logits(full, peer.float(), torch.randint(97, (2, 24)))
     ours.save_pretrained(tmp_path / "again")
     assert AutoModelForCausalLM.from_pretrained(tmp_path / "again", dtype="auto").dtype == dtype
 
 
 def test_a_sharded_file_is_read_through_its_index(tmp_path):
-    theirs = their_gpt2(**SHAPES["tiny"])
-    theirs.save_pretrained(tmp_path, max_shard_size="20KB")
+    peer = their_gpt2(**SHAPES["tiny"])
+    peer.save_pretrained(tmp_path, max_shard_size="20KB")
     assert len(list(tmp_path.glob("model-*.safetensors"))) > 2
-    assert_same_logits(GPT.from_pretrained(tmp_path), theirs, torch.randint(97, (2, 24)))
+    assert_same_logits(GPT.from_pretrained(tmp_path), peer, torch.randint(97, (2, 24)))
 
 
 def test_a_file_of_torch_save_is_read_without_running_code(tmp_path):
-    theirs = their_gpt2(**SHAPES["tiny"])
-    theirs.config.save_pretrained(tmp_path)
-    torch.save(theirs.state_dict(), tmp_path / "pytorch_model.bin")
-    assert_same_logits(GPT.from_pretrained(tmp_path), theirs, torch.randint(97, (2, 24)))
+    peer = their_gpt2(**SHAPES["tiny"])
+    peer.config.save_pretrained(tmp_path)
+    torch.save(peer.state_dict(), tmp_path / "pytorch_model.bin")
+    assert_same_logits(GPT.from_pretrained(tmp_path), peer, torch.randint(97, (2, 24)))
 
 
 def test_transformers_gpt1_directory_gives_its_logits(tmp_path):
     torch.manual_seed(0)
     shape = {key: SHAPES["tiny"][key] for key in ("vocab_size", "n_embd", "n_layer", "n_head")}
-    theirs = transformers.OpenAIGPTLMHeadModel(OpenAIGPTConfig(**shape, n_positions=24)).eval()
-    theirs.save_pretrained(tmp_path)
+    peer = transformers.OpenAIGPTLMHeadModel(OpenAIGPTConfig(**shape, n_positions=24)).eval()
+    peer.save_pretrained(tmp_path)
     ours = GPT.from_pretrained(tmp_path)
     assert ours.config.norm == "post"
-    assert_same_logits(ours, theirs, torch.randint(97, (2, 24)))
+    assert_same_logits(ours, peer, torch.randint(97, (2, 24)))
 
 
 @pytest.mark.slow
 def test_gpt2_124m_agrees_in_logits_gradients_and_greedy_tokens(tmp_path):
     torch.manual_seed(0)
-    theirs = GPT2LMHeadModel(GPT2Config()).eval()
-    theirs.save_pretrained(tmp_path)
+    peer = GPT2LMHeadModel(GPT2Config()).eval()
+    peer.save_pretrained(tmp_path)
     ours = GPT.from_pretrained(tmp_path)
     assert sum(p.numel() for p in ours.parameters()) == 124_439_808
     ids = torch.randint(50257, (2, 128))
-    assert_same_logits(ours, theirs, ids)
-    assert_same_gradients(ours, theirs, ids)
-    expected = theirs.generate(
+    assert_same_logits(ours, peer, ids)
+    assert_same_gradients(ours, peer, ids)
+    expected = peer.generate(
         ids[:1, :16], max_new_tokens=64, do_sample=False, eos_token_id=None, pad_token_id=0
     )[0, 16:].tolist()
     ours.config = GPTConfig(**{**vars(ours.config), "eos_token_id": None})
@@ -210,10 +210,10 @@ def test_transformers_refuses_models_it_would_compute_wrongly(tiny, tmp_path, ch
 def test_absent_biases_are_zeros_in_transformers(tiny, ids, tmp_path, norm):
     model = fresh(tiny, bias=False, norm=norm)
     model.save_pretrained(tmp_path)
-    theirs, report = AutoModelForCausalLM.from_pretrained(tmp_path, output_loading_info=True)
+    peer, report = AutoModelForCausalLM.from_pretrained(tmp_path, output_loading_info=True)
     assert not any(report.values())
     with torch.no_grad():
-        torch.testing.assert_close(theirs.eval()(ids).logits, model(ids), rtol=0, atol=2e-5)
+        torch.testing.assert_close(peer.eval()(ids).logits, model(ids), rtol=0, atol=2e-5)
 
 
 def test_nonzero_biases_are_kept_and_reported(tiny, ids, tmp_path):
@@ -253,47 +253,47 @@ IDS = torch.randint(61, (2, 24), generator=torch.Generator().manual_seed(0))
 
 @pytest.mark.parametrize("shape", SHAPES)
 def test_a_transformers_gpt2_module_gives_its_logits(shape):
-    theirs = their_gpt2(**SHAPES[shape])
-    ours = GPT.from_pretrained(theirs)
+    peer = their_gpt2(**SHAPES[shape])
+    ours = GPT.from_pretrained(peer)
     assert ours.head is None and not ours.training
-    assert_same_logits(ours, theirs, IDS)
+    assert_same_logits(ours, peer, IDS)
 
 
 def test_weights_of_a_module_are_copied():
-    theirs = their_gpt2(**SHAPES["tiny"])
-    ours = GPT.from_pretrained(theirs)
+    peer = their_gpt2(**SHAPES["tiny"])
+    ours = GPT.from_pretrained(peer)
     before = ours.wte.weight.clone()
     with torch.no_grad():
-        theirs.transformer.wte.weight.zero_()
+        peer.transformer.wte.weight.zero_()
     assert torch.equal(ours.wte.weight, before)
 
 
 def test_a_transformers_gpt1_module_gives_its_logits():
     sizes = {key: SHAPES["tiny"][key] for key in ("vocab_size", "n_embd", "n_layer", "n_head")}
-    theirs = OpenAIGPTLMHeadModel(OpenAIGPTConfig(**sizes, n_positions=24)).eval()
-    ours = GPT.from_pretrained(theirs)
+    peer = OpenAIGPTLMHeadModel(OpenAIGPTConfig(**sizes, n_positions=24)).eval()
+    ours = GPT.from_pretrained(peer)
     assert ours.config.norm == "post"
-    assert_same_logits(ours, theirs, IDS)
+    assert_same_logits(ours, peer, IDS)
 
 
 def test_an_untied_head_stays_untied_and_an_undeclared_one_needs_a_choice():
-    theirs = their_gpt2(**SHAPES["tiny"], tie_word_embeddings=False)
-    ours = GPT.from_pretrained(theirs)
+    peer = their_gpt2(**SHAPES["tiny"], tie_word_embeddings=False)
+    ours = GPT.from_pretrained(peer)
     assert ours.head is not None and not ours.config.tie_word_embeddings
-    assert_same_logits(ours, theirs, IDS)
-    theirs = their_gpt2(**SHAPES["tiny"])
-    theirs.lm_head.weight = torch.nn.Parameter(2 * theirs.lm_head.weight.detach())
+    assert_same_logits(ours, peer, IDS)
+    peer = their_gpt2(**SHAPES["tiny"])
+    peer.lm_head.weight = torch.nn.Parameter(2 * peer.lm_head.weight.detach())
     with pytest.raises(UserError, match='resolve="untie"'):
-        GPT.from_pretrained(theirs)
-    assert_same_logits(GPT.from_pretrained(theirs, resolve="untie"), theirs, IDS)
+        GPT.from_pretrained(peer)
+    assert_same_logits(GPT.from_pretrained(peer, resolve="untie"), peer, IDS)
 
 
 def test_a_head_that_is_the_embedding_contradicts_a_config_that_says_untied():
-    theirs = their_gpt2(**SHAPES["tiny"])
-    theirs.config.tie_word_embeddings = False
+    peer = their_gpt2(**SHAPES["tiny"])
+    peer.config.tie_word_embeddings = False
     with pytest.raises(UserError, match=r'tie_word_embeddings: false.*one matrix.*resolve="tie"'):
-        GPT.from_pretrained(theirs)
-    assert GPT.from_pretrained(theirs, resolve="tie").head is None
+        GPT.from_pretrained(peer)
+    assert GPT.from_pretrained(peer, resolve="tie").head is None
 
 
 def test_a_body_predicts_with_its_embedding():
@@ -305,10 +305,10 @@ def test_a_body_predicts_with_its_embedding():
 
 
 def test_dtype_is_applied_to_compiled_models():
-    theirs = their_gpt2(**SHAPES["tiny"])
-    ours = GPT.from_pretrained(torch.compile(theirs, backend="eager"), dtype=torch.bfloat16)
+    peer = their_gpt2(**SHAPES["tiny"])
+    ours = GPT.from_pretrained(torch.compile(peer, backend="eager"), dtype=torch.bfloat16)
     assert ours.wte.weight.dtype == torch.bfloat16
-    assert torch.equal(ours.wte.weight, theirs.transformer.wte.weight.bfloat16())
+    assert torch.equal(ours.wte.weight, peer.transformer.wte.weight.bfloat16())
 
 
 def test_other_modules_are_refused_by_name(tiny):
@@ -320,22 +320,22 @@ def test_other_modules_are_refused_by_name(tiny):
         GPT.from_pretrained(LlamaForCausalLM(config))
     with pytest.raises(UserError, match="GPT is no model of transformers"):
         GPT.from_pretrained(tiny)
-    theirs = their_gpt2(**SHAPES["tiny"])
-    theirs.config.pad_token_id = 0
+    peer = their_gpt2(**SHAPES["tiny"])
+    peer.config.pad_token_id = 0
     with pytest.raises(UserError, match=r"classifier.*tiedgpt\.heads"):
-        GPT.from_pretrained(GPT2ForSequenceClassification(theirs.config))
-    del theirs.transformer.h[0].ln_1.bias
+        GPT.from_pretrained(GPT2ForSequenceClassification(peer.config))
+    del peer.transformer.h[0].ln_1.bias
     with pytest.raises(UserError, match=r"h\.0\.ln_1\.bias is missing"):
-        GPT.from_pretrained(theirs)
+        GPT.from_pretrained(peer)
 
 
 @pytest.mark.filterwarnings("ignore::FutureWarning")
 def test_an_unmerged_adapter_is_refused():
     peft = pytest.importorskip("peft")
-    theirs = GPT2LMHeadModel(their_gpt2(**SHAPES["tiny"]).config)
+    peer = GPT2LMHeadModel(their_gpt2(**SHAPES["tiny"]).config)
     adapted = peft.get_peft_model(
-        theirs, peft.LoraConfig(target_modules=["c_attn"], fan_in_fan_out=True)
+        peer, peft.LoraConfig(target_modules=["c_attn"], fan_in_fan_out=True)
     )
     with pytest.raises(UserError, match="adapter"):
         GPT.from_pretrained(adapted)
-    assert_same_logits(GPT.from_pretrained(adapted.merge_and_unload()), theirs.eval(), IDS)
+    assert_same_logits(GPT.from_pretrained(adapted.merge_and_unload()), peer.eval(), IDS)

@@ -56,8 +56,8 @@ def make(tokenizer):
     def model_for(writer: Writer, **fields) -> GPT:
         torch.manual_seed(3)
         sizes = {"vocab_size": len(tokenizer), "n_positions": 24, "n_embd": 32, "n_layer": 2}
-        own = {"n_head": 4, "activation_function": writer.activation or "gelu_new"}
-        model = GPT(GPTConfig(**sizes | own | fields)).eval()
+        required = {"n_head": 4, "activation_function": writer.activation or "gelu_new"}
+        model = GPT(GPTConfig(**sizes | required | fields)).eval()
         with torch.no_grad():
             for name, parameter in model.named_parameters():
                 parameter.normal_(1.0 if "ln_" in name and "weight" in name else 0.0, 0.2)
@@ -92,10 +92,10 @@ def can_hold(name: str, variant: str) -> bool:
     return all(fixed.get(field, value) == value for field, value in fields.items())
 
 
-HELD = [(name, variant) for name in writers() for variant in VARIANTS if can_hold(name, variant)]
+CASES = [(name, variant) for name in writers() for variant in VARIANTS if can_hold(name, variant)]
 
 
-@pytest.mark.parametrize(("name", "variant"), HELD)
+@pytest.mark.parametrize(("name", "variant"), CASES)
 def test_a_model_and_its_config_come_back_bit_for_bit(name, variant, make, write, tmp_path):
     model = make(writers()[name], **VARIANTS[variant])
     loaded = load(write(name, model, tmp_path))
@@ -115,10 +115,10 @@ def test_sixteen_bit_files_load_with_rounded_weights(name, precision, make, writ
     model, dtype = make(writers()[name]), PRECISIONS[precision]
     rounded = load(write(name, model, tmp_path / "a", precision=precision), dtype=dtype).model
     model.to(dtype)
-    own = load(write(name, model, tmp_path / "b", precision=precision), dtype=dtype).model
+    native = load(write(name, model, tmp_path / "b", precision=precision), dtype=dtype).model
     for key, value in model.state_dict().items():
         assert torch.equal(rounded.state_dict()[key], value), key
-        assert torch.equal(own.state_dict()[key], value), key
+        assert torch.equal(native.state_dict()[key], value), key
 
 
 def test_gguf_holds_zeros_for_absent_biases(make, write, tmp_path):
@@ -140,8 +140,8 @@ def test_gguf_holds_zeros_for_absent_biases(make, write, tmp_path):
 def test_architectures_a_program_lacks_are_refused_by_name(name, field, make, write, tmp_path):
     writer = writers()[name]
     model = make(writer, **{field: REFUSED[field]})
-    said = {"tie_word_embeddings": "a head of its own", "activation_function": "activation 'relu'"}
-    with pytest.raises(UserError, match=rf"{said.get(field, field)}.* cannot be written") as error:
+    texts = {"tie_word_embeddings": "a head of its own", "activation_function": "activation 'relu'"}
+    with pytest.raises(UserError, match=rf"{texts.get(field, field)}.* cannot be written") as error:
         write(name, model, tmp_path)
     assert writer.program in str(error.value)
     assert not list(tmp_path.iterdir())
@@ -265,7 +265,7 @@ def test_progress_ends_at_all_bytes(name, make, write, tmp_path):
     seen = []
     write(name, make(writers()[name]), tmp_path, progress=lambda *now: seen.append(now))
     done = [now for now, _ in seen]
-    assert done == sorted(done) and {whole for _, whole in seen} == {done[-1]}
+    assert done == sorted(done) and {total for _, total in seen} == {done[-1]}
 
 
 @pytest.mark.parametrize("name", FILES)
@@ -291,7 +291,7 @@ def test_a_directory_is_not_replaced_by_a_file(name, make, write, tmp_path):
 @pytest.mark.parametrize("name", writers())
 def test_disk_space_is_checked_first(name, make, write, tmp_path, monkeypatch):
     usage = type("Usage", (), {"free": 1000})
-    monkeypatch.setattr("tiedgpt.files.shutil.disk_usage", lambda place: usage)
+    monkeypatch.setattr("tiedgpt.files.shutil.disk_usage", lambda path_given: usage)
     with pytest.raises(NoRoomError):
         write(name, make(writers()[name]), tmp_path)
     assert not list(tmp_path.iterdir())
@@ -302,11 +302,11 @@ def test_disk_space_is_checked_first(name, make, write, tmp_path, monkeypatch):
 
 def assert_written_as_it_computes(model: GPT, ids, path) -> None:
     model.save_pretrained(path)
-    theirs, report = AutoModelForCausalLM.from_pretrained(path, output_loading_info=True)
+    peer, report = AutoModelForCausalLM.from_pretrained(path, output_loading_info=True)
     assert not any(report.values())
     with torch.no_grad():
         expected = GPT.from_pretrained(path)(ids)
-        torch.testing.assert_close(theirs.eval()(ids).logits, expected, rtol=0, atol=2e-5)
+        torch.testing.assert_close(peer.eval()(ids).logits, expected, rtol=0, atol=2e-5)
         torch.testing.assert_close(model(ids), expected, rtol=0, atol=2e-5)
 
 
