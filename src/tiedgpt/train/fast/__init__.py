@@ -3,14 +3,14 @@
     with fast_training(model):
         model.loss(ids, targets).backward()
 
-Inside the `with` block the model and its layers have other classes (`SUBSTITUTES`), which compute
-the same at a lower cost. Copies of the model keep the original classes, and so does the model
-afterwards. Each optimization is one file, which states its measured gain. It returns the same value
-and gradient as the core, or falls back to the core. Without a file and its line in `SUBSTITUTES`
-everything still works, only slower.
+Inside the block the model and its layers have other classes (`SUBSTITUTES`), but not their copies.
+Each optimization is one file, which states its measured gain. It returns the same value and
+gradient as the core, or falls back to the core. Deleting a file and its line in `SUBSTITUTES`
+leaves everything working, only slower.
 
 Tried without gain: W's gradient from reading in sparse layout (5 % longer steps), and computing
-GELU again in the backward pass (140 MB less for GPT-2 124M at 4 x 512, and 10 % more time).
+GELU again in the backward pass (140 MB less for GPT-2 124M at 4 x 512, and 10 % more time). A
+kernel for the loss's softmax and its gradient gains 1 % of a step of `tiny` in fp32, 3 % in bf16.
 """
 
 from __future__ import annotations

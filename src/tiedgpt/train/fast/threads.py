@@ -13,20 +13,15 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from numpy.typing import NDArray
 from torch import Tensor
 
 from tiedgpt.infer.kernels.compile_cache import Kernel, Step
 
-MAX_IDLE_THREADS = 2
-"""Without access to OpenMP a kernel runs on one thread, and at most so many others may wait."""
-
 
 def are_available() -> bool:
     """Return whether kernels can be compiled and are faster than torch's operations."""
-    if os.environ.get("NUMBA_DISABLE_JIT"):
-        return False
-    return _parallel() is not None or torch.get_num_threads() <= 1 + MAX_IDLE_THREADS
+    is_fast = _parallel() is not None or torch.get_num_threads() <= 3
+    return is_fast and not os.environ.get("NUMBA_DISABLE_JIT")
 
 
 def run(kernel: Kernel, *tensors: Tensor) -> None:
@@ -34,18 +29,14 @@ def run(kernel: Kernel, *tensors: Tensor) -> None:
 
     Each thread calls it, and claims chunks by the first counter of its control.
     """
-    step = Step(kernel, 0, 1, tuple(_flat_array(tensor) for tensor in tensors))
+    flat = (tensor.detach().view(-1) for tensor in tensors)
+    arrays = (t.view(torch.uint16) if t.dtype == torch.bfloat16 else t for t in flat)
+    step = Step(kernel, 0, 1, tuple(array.numpy() for array in arrays))
     parallel, threads = _parallel(), torch.get_num_threads()
     if parallel is None or threads == 1:
         step(0)
     else:  # the function's second argument, the number of the thread, is not read
         parallel(step.function, step.address, threads, 0)
-
-
-def _flat_array(tensor: Tensor) -> NDArray[Any]:
-    flat = tensor.detach().view(-1)
-    array: NDArray[Any] = flat.view(torch.uint16 if flat.itemsize == 2 else flat.dtype).numpy()
-    return array
 
 
 @cache
