@@ -40,7 +40,7 @@ export default function Pass({ state, update }) {
   const cost = costLook(positions, scaleOf(info), dark);
   const choose = (chosen) => chosen <= pin && update({ pin: chosen });
   return html`<${Panel} title=${html`One pass, played: from <q><${Piece} text=${positions.pieces[pin]} /></q> to the next token`} quiet=${playing}
-      found=${dot.error ? dot : lens.error ? lens : { ...dot, stale: false }} says="A token's row leaves W, the blocks turn it into h, and h meets all rows of W again. All numbers are this model's.">
+      found=${dot.error ? dot : lens.error ? lens : { ...dot, stale: false }} says=${`A token's row is read, the blocks turn it into h, and h meets all rows of ${info.tied === false ? "the head" : "W again"}.`}>
     ${step && html`<div class="row">
         <button type="button" class="main" onClick=${() => setPlaying(!playing)}>${playing ? "Pause" : "Play"}</button>
         <button type="button" disabled=${k === 0} onClick=${() => setAt([pass, k - 1])}>Back</button>
