@@ -6,7 +6,7 @@ import { fullAt, NamedStrip } from "../chart.js";
 import { costLook } from "./text.js";
 
 const SECONDS = 2.6; // that a step is shown at speed 1; a block takes half of it
-const SHOWN = 5; // candidates
+const GATHER = "Heads gather from earlier tokens, and an MLP adds its part.";
 
 export default function Pass({ state, update }) {
   const { info, positions, pin, dark } = state;
@@ -16,7 +16,7 @@ export default function Pass({ state, update }) {
   const [speed, setSpeed] = useState(1);
   const ids = [...positions.ids.slice(0, pin + 1), ...added.map(({ id }) => id)];
   const hasLens = ids.length <= (info.most_tokens?.lens ?? 256);
-  const dot = useCall("/inspect/dot", { ids, position: ids.length - 1, top: SHOWN }, true);
+  const dot = useCall("/inspect/dot", { ids, position: ids.length - 1, top: 5 }, true);
   const lens = useCall("/inspect/lens", hasLens ? { ids, top: 1, position: ids.length - 1 } : null, true);
   const isReady = dot.data && !dot.stale && (!hasLens || (lens.data && !lens.stale));
   const shown = useRef(null); // the newest pass of which all is known
@@ -67,8 +67,8 @@ function stepsOf(dot, lens, ids, info) {
   const blocks = Array.from({ length: layers }, (_, layer) => {
     const there = lens && { id: lens.top_ids[layer + 1].at(-1)[0], p: Math.exp(lens.top_logprob[layer + 1].at(-1)[0]) };
     return { name: `Block ${layer + 1} of ${layers}`, view: "layers", time: 0.5, block: layer,
-      says: there ? html`Heads gather from earlier tokens, an MLP adds its part. Read out here, ${predicts} would say ${word(lens.words[there.id])}, at <${Num} x=${there.p} show=${prob} />.`
-        : "Heads gather from earlier tokens, and an MLP adds its part." };
+      says: there ? html`${GATHER} Read out here, ${predicts} would say ${word(lens.words[there.id])}, at <${Num} x=${there.p} show=${prob} />.`
+        : GATHER };
   });
   const odds = dot.ids.map((one, j) => ({ id: one, place: j + 1, piece: dot.pieces[j], p: dot.prob[j] }));
   return [
