@@ -22,6 +22,7 @@ from typing import Any, Literal, ParamSpec, TypeVar
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.rendezvous import rendezvous
 
 from tiedgpt.errors import DivergedError, TiedGPTError, UserError
 from tiedgpt.train.objective import Arrays, Loss, LossModule, Model, Objective, body_of, on_device
@@ -318,7 +319,7 @@ def join_processes(parallel: Parallel | None, device: torch.device) -> Iterator[
         device = torch.device("cuda", int(os.environ["LOCAL_RANK"]))
         torch.cuda.set_device(device)
     with _report_lost_connection():
-        dist.init_process_group(backend, timeout=EXCHANGE_TIMEOUT)
+        _init_process_group(backend)
         processes = Shards(device) if parallel == "fsdp" else Processes(device, parallel=True)
         try:
             yield processes
@@ -336,6 +337,21 @@ def join_processes(parallel: Parallel | None, device: torch.device) -> Iterator[
             if isinstance(error, DivergedError) and not processes.is_main:
                 raise SystemExit(error.exit_code) from None
             raise
+
+
+def _init_process_group(backend: str) -> None:
+    """Join the processes of torchrun under keys of this restart.
+
+    On one machine torchrun's default (static) rendezvous keeps its store over restarts, with the
+    addresses of the lost processes under the same keys. Over machines, a restart makes a new one.
+    """
+    store, rank, number = next(rendezvous("env://", timeout=EXCHANGE_TIMEOUT))
+    if os.environ["LOCAL_WORLD_SIZE"] == os.environ["WORLD_SIZE"]:
+        restart = os.environ["TORCHELASTIC_RESTART_COUNT"]
+        store = dist.PrefixStore(f"restart-{restart}", store)  # type: ignore[attr-defined]
+    dist.init_process_group(
+        backend, store=store, rank=rank, world_size=number, timeout=EXCHANGE_TIMEOUT
+    )
 
 
 @contextlib.contextmanager
