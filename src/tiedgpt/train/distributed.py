@@ -346,8 +346,8 @@ def _init_process_group(backend: str) -> None:
     addresses of the lost processes under the same keys. Over machines, a restart makes a new one.
     """
     store, rank, number = next(rendezvous("env://", timeout=EXCHANGE_TIMEOUT))
-    if os.environ["LOCAL_WORLD_SIZE"] == os.environ["WORLD_SIZE"]:
-        restart = os.environ["TORCHELASTIC_RESTART_COUNT"]
+    restart = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
+    if os.environ.get("LOCAL_WORLD_SIZE") == os.environ["WORLD_SIZE"]:
         store = dist.PrefixStore(f"restart-{restart}", store)  # type: ignore[attr-defined]
     dist.init_process_group(
         backend, store=store, rank=rank, world_size=number, timeout=EXCHANGE_TIMEOUT
