@@ -6,7 +6,8 @@ Class by class (fp32; bf16; 8-bit; 4-bit), everyone in turn: a prompt is read, t
 decoded greedily, at positions 64 to 192, and 120 at 900 to 1,020. Ratios are medians over rounds;
 llama.cpp runs with and without flash attention, and the faster one counts. The limit of memory is
 read bandwidth, measured in every round, over the bytes that a token streams: all packed arrays but
-`wpe`, and the keys and values. Memory: each alone in a fresh process, its whole peak.
+`wpe`, and the keys and values. Memory: each alone in a fresh process, its whole peak. With --busy,
+32 tokens are decoded at positions 64 to 96.
 """
 
 from __future__ import annotations
@@ -44,6 +45,8 @@ from ways import CLASSES, Room, Way, add_choice, names_of
 
 SPANS = ((64, 128), (900, 120))
 """Prompt, and tokens after it."""
+QUICK_SPAN, BUSY_SPAN = (16, 8), (64, 32)
+"""The one span of a quick run, and of a run beside busy processes, in which peers are slow."""
 READ = "read bandwidth"
 LIMIT = "ours over the bandwidth's limit (median of ratios)"
 
@@ -82,7 +85,8 @@ def one_class(name: str, files: Files, args: argparse.Namespace) -> None:
     ways = {way: open_way(way, files, room) for way in names}
     bandwidth = Bandwidth(args.threads)
     rows: list[dict[str, Any]] = []
-    for length, n in ((16, 8),) if args.quick else SPANS:
+    spans = (QUICK_SPAN,) if args.quick else (BUSY_SPAN,) if args.busy else SPANS
+    for length, n in spans:
         with busy(args.busy):
             seconds, read = measure(ways, bandwidth, length, n, args.rounds)
         streamed = streamed_bytes(config, precision, length + n / 2)

@@ -291,8 +291,9 @@ def prepare_data(
     _begin(directory, facts)
     if n_parts == 1:
         remove_leftovers(directory)
-    trained = _open_tokenizer(plan, directory, tokenizer, vocab_size, progress)
-    identity = hashlib.sha256(json.dumps([facts, trained.to_json()]).encode()).hexdigest()
+    _write_tokenizer(plan, directory, tokenizer, vocab_size, progress)
+    files = [identify(path) for path in sorted((directory / TOKENIZER).iterdir())]
+    identity = hashlib.sha256(json.dumps([facts, files]).encode()).hexdigest()
     numbers = range(index - 1, len(plan.parts), n_parts)
     missing = [number for number in numbers if _read_part(directory, number, identity) is None]
     total = sum(plan.parts[number].n_bytes for number in numbers)
@@ -368,14 +369,14 @@ def _find_change(then: Sequence[Sequence[Any]], now: Sequence[Sequence[Any]]) ->
     return "" if [*before] == [*after] else "the order of the files changed"
 
 
-def _open_tokenizer(
+def _write_tokenizer(
     plan: Plan,
     directory: Path,
     tokenizer: Tokenizer | str,
     vocab_size: int,
     progress: Progress | None,
-) -> Tokenizer:
-    """Return the tokenizer of a directory; train or copy it first if it is not there."""
+) -> None:
+    """Train or copy the tokenizer of a directory if it is not there."""
     from tiedgpt.text import Tokenizer
 
     output = directory / TOKENIZER
@@ -391,7 +392,6 @@ def _open_tokenizer(
         except UserError:
             if not output.is_dir():  # another task of an array may have been first
                 raise
-    return Tokenizer.from_pretrained(output)
 
 
 def _run(tasks: Sequence[tuple[Any, ...]], workers: int, ray: str | None) -> Iterator[int]:
