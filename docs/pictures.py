@@ -17,7 +17,7 @@ from playwright.sync_api import sync_playwright
 from tests.serve.browsing import CHROMIUM, OPTIONS, serving, settled
 
 TEXT = "Return a new dictionary with the same"
-HEIGHTS = {"start": 1100, "dot": 760, "layers": 880, "heads": 1400}
+HEIGHTS = {"start": 1170, "dot": 760, "layers": 880, "heads": 1400}
 """The views, and the pixels from the top that are shown."""
 
 
