@@ -30,13 +30,13 @@ function Game({ positions, found }) {
   const mean = (who) => (scores.length ? scores.reduce((total, score) => total + score[who], 0) / scores.length : null);
   const rows = five.map((one) => ({ ...one, p: one.p / sum, after: share(one.id, picked), mark: one.id === answer.id && "true next" }))
     .sort((a, b) => b.p - a.p).map((row, k) => ({ ...row, place: k + 1 }));
-  return html`<${Panel} title="Guess first" found=${found} says="Which token comes next? Say how sure you are, and press one. The score is the mean surprise in bits: fewer are better.">
+  return html`<${Panel} title="Guess first" found=${found} says="Which token comes next? Say how sure you are, and press one. The score is the mean surprise in bits: lower is better.">
     <p class="written">${pieces.slice(0, at + 1).map((piece, k) => html`<${Piece} key=${k} text=${piece} />`)}<span class="ghost">?</span></p>
     ${picked === null
       ? html`<div class="row"><${Choice} label="How sure you are" value=${sure} onChange=${setSure} options=${[0.3, 0.6, 0.9].map((x) => [x, `${prob(x)} sure`])} /></div>
         <div class="chips" role="group" aria-label="The next token">${five.map(({ id, piece }) => html`<button type="button" key=${id} onClick=${() => choose(id)}><${Piece} text=${piece} /></button>`)}</div>`
       : html`<p class="verdict" aria-live="polite">${picked === answer.id ? "Right" : "Not this time"}: <b class="truth"><${Piece} text=${answer.piece} /></b>.</p>
-        <p class="says">Grey: the model's probability among the five. In colour: yours.</p><${Odds} rows=${rows} />
+        <p class="says">Upper bar: the model's probability among the five. Lower: yours.</p><${Odds} rows=${rows} />
         ${at + 1 < next ? html`<button type="button" class="main" onClick=${() => { setAt(at + 1); pick(null); }}>Next token</button>` : "The text ends here."}`}
     <${Facts} of=${[["you, bits", mean(0), two], ["the model, bits", mean(1), two], ["a blind guess, bits", Math.log2(five.length), two], ["tokens guessed", scores.length]]} /><//>`;
 }
