@@ -97,15 +97,15 @@ def _matmul(n):
                 start = builder.mul(loop.index, w.stride)
                 if n == 1:
                     _prefetch_row(builder, builder.gep(after, [start]))
-                places = [builder.add(start, i64(LANES * part)) for part in parts]
-                rows = [load_float32(builder, builder.gep(w.data, [place])) for place in places]
-                places = [builder.add(builder.mul(x.stride, i64(m)), loop.index) for m in range(n)]
-                numbers = [builder.load(builder.gep(x.data, [place])) for place in places]
+                offsets = [builder.add(start, i64(LANES * block)) for block in parts]
+                rows = [load_float32(builder, builder.gep(w.data, [offset])) for offset in offsets]
+                offsets = [builder.add(builder.mul(x.stride, i64(m)), loop.index) for m in range(n)]
+                numbers = [builder.load(builder.gep(x.data, [offset])) for offset in offsets]
                 add_products(builder, sums, rows, numbers, add_scaled)
             for m, vectors in enumerate(load_sums(builder, sums)):
                 row = builder.gep(out.data, [builder.mul(out.stride, i64(m))])
-                for part, values in zip(parts, vectors, strict=True):
-                    store(builder, values, builder.gep(row, [i64(part * LANES)]))
+                for block, values in zip(parts, vectors, strict=True):
+                    store(builder, values, builder.gep(row, [i64(block * LANES)]))
 
     return matmul
 
@@ -154,10 +154,10 @@ def attend(queries, head, next_keys, p, mixed, out):
         last = position + query
         lowest = max(0, last - window + 1) if window else 0
         _softmax(p[query], Span(begin, lowest, last, stop), factor, head)
-    for part in range(0, padded, PANEL):
-        after = next_keys[first // BLOCK, part // PANEL :]  # as far from its beginning as values
-        values, weights = _rows_at(head.values, first, part), _rows_at(p, 0, first)
-        _multiply(n, weights, values, end - first, _rows_at(mixed, 0, part), after)
+    for column in range(0, padded, PANEL):
+        after = next_keys[first // BLOCK, column // PANEL :]  # as far from its beginning as values
+        values, weights = _rows_at(head.values, first, column), _rows_at(p, 0, first)
+        _multiply(n, weights, values, end - first, _rows_at(mixed, 0, column), after)
     for query in range(n):
         row = out[queries.first + query]
         for d in range(size):

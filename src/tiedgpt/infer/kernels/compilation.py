@@ -58,17 +58,17 @@ def machine_code(callback: Any, symbol: str) -> tuple[bytes, str]:
     """
     module = llvm.parse_assembly(callback.inspect_llvm())
     stubs = ["declare void @llvm.trap()"]
-    for each in module.functions:
-        if not each.is_declaration:
-            each.linkage = "internal"
-        elif FOREIGN.match(each.name):
-            if not ERROR_HANDLING.match(each.name):
-                raise UserError(f"the kernel calls {each.name}, which needs Numba")
+    for function in module.functions:
+        if not function.is_declaration:
+            function.linkage = "internal"
+        elif FOREIGN.match(function.name):
+            if not ERROR_HANDLING.match(function.name):
+                raise UserError(f"the kernel calls {function.name}, which needs Numba")
             body = "{ call void @llvm.trap() unreachable }"
-            stubs.append(f"define hidden void @{each.name}() {body}")
-    for each in module.global_variables:
-        if each.is_declaration and FOREIGN.match(each.name):
-            stubs.append(f"@{each.name} = hidden global ptr null")
+            stubs.append(f"define hidden void @{function.name}() {body}")
+    for variable in module.global_variables:
+        if variable.is_declaration and FOREIGN.match(variable.name):
+            stubs.append(f"@{variable.name} = hidden global ptr null")
     module.link_in(llvm.parse_assembly("\n".join(stubs)))
     entry = module.get_function(callback.native_name)
     entry.name, entry.linkage = symbol, "external"
@@ -77,8 +77,8 @@ def machine_code(callback: Any, symbol: str) -> tuple[bytes, str]:
         features=FEATURE_LIST, opt=3, reloc="pic", codemodel="default",
     )  # fmt: skip
     data = machine.emit_object(module)
-    with suppress(OSError, subprocess.SubprocessError), tempfile.TemporaryDirectory() as place:
-        file, library = Path(place) / "kernel.o", Path(place) / "kernel.so"
+    with suppress(OSError, subprocess.SubprocessError), tempfile.TemporaryDirectory() as folder:
+        file, library = Path(folder) / "kernel.o", Path(folder) / "kernel.so"
         file.write_bytes(data)
         command = [LINKER, "-shared", "-o", str(library), str(file), "-lm"]
         subprocess.run(command, check=True, capture_output=True, timeout=60)
@@ -95,7 +95,7 @@ def _example(value: Any) -> Any:
     return type(value)(*map(_example, value)) if isinstance(value, tuple) else value
 
 
-def _reader(kind: Any) -> Any:
+def _reader(numba_type: Any) -> Any:
     """Make a function that reads a value of this type from a record of int64.
 
     `compile_cache._flatten` writes the record.
@@ -105,30 +105,30 @@ def _reader(kind: Any) -> Any:
     def read(typing, record):
         def emit(context, builder, signature, arguments):
             words = (builder.load(builder.gep(arguments[0], [i64(n)])) for n in range(1 << 16))
-            return _value(context, builder, kind, words)
+            return _value(context, builder, numba_type, words)
 
-        return kind(record), emit
+        return numba_type(record), emit
 
     return read
 
 
-def _value(context, builder, kind, words):
+def _value(context, builder, numba_type, words):
     """Return a value of a type, made of the next words."""
-    if isinstance(kind, types.BaseTuple):
-        values = [_value(context, builder, each, words) for each in kind.types]
-        return context.make_tuple(builder, kind, values)
+    if isinstance(numba_type, types.BaseTuple):
+        values = [_value(context, builder, item, words) for item in numba_type.types]
+        return context.make_tuple(builder, numba_type, values)
     word = next(words)
-    if not isinstance(kind, types.Array):
-        if kind == types.float32:
+    if not isinstance(numba_type, types.Array):
+        if numba_type == types.float32:
             return builder.bitcast(builder.trunc(word, i32), f32)
-        return context.cast(builder, word, types.int64, kind)
-    element = context.get_data_type(kind.dtype)
+        return context.cast(builder, word, types.int64, numba_type)
+    element = context.get_data_type(numba_type.dtype)
     size = step = i64(context.get_abi_sizeof(element))
-    shape, strides = [next(words) for _ in range(kind.ndim)], []
+    shape, strides = [next(words) for _ in range(numba_type.ndim)], []
     for n in reversed(shape):
         strides.insert(0, step)
         step = builder.mul(step, n)
-    array = cgutils.create_struct_proxy(kind)(context, builder)
+    array = cgutils.create_struct_proxy(numba_type)(context, builder)
     array.data = builder.inttoptr(word, element.as_pointer())
     array.shape = cgutils.pack_array(builder, shape)
     array.strides = cgutils.pack_array(builder, strides)

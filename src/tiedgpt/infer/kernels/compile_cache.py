@@ -161,7 +161,7 @@ def _places() -> list[Path]:
 
 def _load(file: str) -> Function | None:
     """Return the function of the first undamaged file that can be loaded, or None."""
-    for path in (path for place in _places() for path in place.glob(f"{file}-*")):
+    for path in (path for folder in _places() for path in folder.glob(f"{file}-*")):
         with suppress(OSError, RuntimeError, ValueError, AttributeError):
             data = path.read_bytes()
             if zlib.crc32(data) != int(path.stem[-8:], 16):
@@ -188,13 +188,13 @@ def _address_in(data: bytes) -> int:
 
 def _keep(file: str, data: bytes, suffix: str) -> None:
     """Write machine code to the first place that can be written, or raise the last error."""
-    for place in (places := _places()):
+    for folder in (places := _places()):
         try:
-            with replacing(place / f"{file}-{zlib.crc32(data):08x}{suffix}") as temporary:
+            with replacing(folder / f"{file}-{zlib.crc32(data):08x}{suffix}") as temporary:
                 temporary.write_bytes(data)
             return
         except (OSError, TiedGPTError):
-            if place is places[-1]:
+            if folder is places[-1]:
                 raise
 
 

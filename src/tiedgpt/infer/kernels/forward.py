@@ -18,7 +18,7 @@ from tiedgpt.infer.kernels.norms import layer_norm
 from tiedgpt.infer.kernels.quantize import quantize, row_of
 from tiedgpt.infer.kernels.work_stealing import claim_chunks, end, is_over
 
-PLAIN, NORM, REPLACE = range(3)
+UNCHANGED, NORM, REPLACE = range(3)
 """The next GEMM reads h, norm(h), or norm(h) that also takes the place of h."""
 
 
@@ -48,7 +48,7 @@ def _layer(control, phase, layer, model, buffers, cache, batch):
     x, sums = buffers.x, buffers.sums[control.me]
     if post:
         before = norms[layer - 1, 1] if layer else norms[0, 1]
-        mode = int(REPLACE) if layer else int(PLAIN)
+        mode = int(REPLACE) if layer else int(UNCHANGED)
         phase = _normalize(control, phase, model, buffers, before, n, mode)
     else:
         phase = _normalize(control, phase, model, buffers, norms[layer, 0], n, int(NORM))
@@ -76,7 +76,7 @@ def _normalize(control, phase, model, buffers, norm, n, mode):
     out = buffers.normed[control.me]
     for m in claim_chunks(control, phase, n):
         h = buffers.h[m]
-        if mode > PLAIN:
+        if mode > UNCHANGED:
             layer_norm(h, model.n_embd, norm[0], norm[1], model.epsilon, out)
             if mode == REPLACE:
                 for k in range(padded):

@@ -45,14 +45,14 @@ def _scale_rows(out, n, scales, panel):
 @njit(inline="always", error_model="numpy")
 def multiply(matrix, panel, x, first, n, out):
     """Multiply a panel with vectors first .. first + 5 (at most, up to n); return how many."""
-    left, width = n - first, x.values.shape[1]
-    if left >= 6:
+    remaining, width = n - first, x.values.shape[1]
+    if remaining >= 6:
         done = 6
         microkernel6(matrix, panel, x, first, width, out)
-    elif left >= 4:
+    elif remaining >= 4:
         done = 4
         microkernel4(matrix, panel, x, first, width, out)
-    elif left >= 2:
+    elif remaining >= 2:
         done = 2
         microkernel2(matrix, panel, x, first, width, out)
     else:

@@ -52,17 +52,17 @@ def _microkernel(n: int) -> Any:
         multiply = PRECISIONS[precision]
         for parts in split_panel(n):
             for m, row in enumerate(multiply(builder, panel_of_it, vectors, width, n, parts)):
-                for part, values in zip(parts, row, strict=True):
-                    simd.store(builder, values, builder.gep(out, [i64(m * PANEL + part * LANES)]))
+                for block, values in zip(parts, row, strict=True):
+                    simd.store(builder, values, builder.gep(out, [i64(m * PANEL + block * LANES)]))
 
     return microkernel
 
 
 def _precision(matrix: Matrix) -> str:
     """Return the precision of a packed matrix by the LLVM types of its arrays."""
-    kind = matrix.weights.type.pointee
-    if kind in (f32, i16):
-        return "fp32" if kind == f32 else "bf16"
+    dtype = matrix.weights.type.pointee
+    if dtype in (f32, i16):
+        return "fp32" if dtype == f32 else "bf16"
     return "int4" if matrix.scales.type.pointee == i16 else "int8"
 
 
@@ -86,37 +86,37 @@ def _prefetch_ahead(builder: Any, row: Any, parts: range, size: int) -> None:
             simd.prefetch(builder, builder.gep(row, [i64(size * number)]))
 
 
-def _variables(builder: Any, n: int, n_parts: int, kind: Any) -> list[list[Any]]:
-    """Return places on the stack for n rows of vectors; LLVM keeps them in registers."""
-    return [[cgutils.alloca_once(builder, kind) for _ in range(n_parts)] for _ in range(n)]
+def _variables(builder: Any, n: int, n_parts: int, vector_type: Any) -> list[list[Any]]:
+    """Return slots on the stack for n rows of vectors; LLVM keeps them in registers."""
+    return [[cgutils.alloca_once(builder, vector_type) for _ in range(n_parts)] for _ in range(n)]
 
 
 def zero_sums(builder: Any, n: int, n_parts: int) -> list[list[Any]]:
-    """Return places for the sums of n vectors with `n_parts` parts of 16 rows, set to 0."""
+    """Return slots for the sums of n vectors with `n_parts` parts of 16 rows, set to 0."""
     sums = _variables(builder, n, n_parts, vector(f32))
     for row in sums:
-        for place in row:
-            builder.store(constant(f32, 0.0), place)
+        for slot in row:
+            builder.store(constant(f32, 0.0), slot)
     return sums
 
 
 def load_sums(builder: Any, sums: list[list[Any]]) -> list[list[Any]]:
-    """Return the sums at these places."""
-    return [[builder.load(place) for place in row] for row in sums]
+    """Return the sums in these slots."""
+    return [[builder.load(slot) for slot in row] for row in sums]
 
 
 def add_products(
     builder: Any, sums: list[list[Any]], parts: list[Any], x: list[Any], add: Any
 ) -> None:
-    """Add to each vector's sums the 64 rows' numbers times the vector's: `add(sum, part, x)`."""
+    """Add to each vector's sums the 64 rows' numbers times the vector's: `add(sum, row, x)`."""
     for row, number in zip(sums, x, strict=True):
-        for part, place in zip(parts, row, strict=True):
-            builder.store(add(builder, builder.load(place), part, number), place)
+        for weights, slot in zip(parts, row, strict=True):
+            builder.store(add(builder, builder.load(slot), weights, number), slot)
 
 
-def add_scaled(builder: Any, total: Any, part: Any, x: Any) -> Any:
+def add_scaled(builder: Any, total: Any, weights: Any, x: Any) -> Any:
     """Add 16 numbers times x to a sum."""
-    return simd.fma(builder, part, simd.splat(builder, x), total)
+    return simd.fma(builder, weights, simd.splat(builder, x), total)
 
 
 def _fp32(builder: Any, w: Matrix, x: Vectors, width: Any, n: int, parts: range) -> list[list[Any]]:
@@ -147,8 +147,8 @@ def _floats(
     sums = zero_sums(builder, n, len(parts))
     with cgutils.for_range(builder, steps) as loop:
         row = builder.gep(weights, [builder.mul(loop.index, i64(PANEL))])
-        places = [builder.gep(row, [i64(LANES * part)]) for part in parts]
-        rows = [simd.load(builder, place, place.type.pointee) for place in places]
+        addresses = [builder.gep(row, [i64(LANES * block)]) for block in parts]
+        rows = [simd.load(builder, address, address.type.pointee) for address in addresses]
         _prefetch_ahead(builder, row, parts, LANES)
         starts = [builder.mul(steps, i64(m)) for m in range(n)]
         numbers = [builder.load(builder.gep(x, [builder.add(s, loop.index)])) for s in starts]
@@ -181,15 +181,15 @@ def _integers(
         for m in range(n):
             x_sum = i32(0) if is_signed else _x_sum(builder, x, width, m, g, group)
             begins.append(simd.splat(builder, builder.mul(x_sum, i32(-offset))))
-            for place in totals[m]:
-                builder.store(ir.Constant(lanes, None) if adds_words else begins[m], place)
+            for slot in totals[m]:
+                builder.store(ir.Constant(lanes, None) if adds_words else begins[m], slot)
         with cgutils.for_range(builder, i64(steps)) as inner:
             step = builder.add(builder.mul(g, i64(steps)), inner.index)
             row = builder.gep(w.weights, [builder.mul(step, i64(4 * PANEL))])
             rows = [simd.load(builder, builder.gep(row, [i64(64 * p)]), i8, 64) for p in parts]
             _prefetch_ahead(builder, row, parts, 64)
             if is_signed:
-                rows = [builder.xor(part, constant(i8, -128, 64)) for part in rows]
+                rows = [builder.xor(numbers, constant(i8, -128, 64)) for numbers in rows]
             for half, its in enumerate([rows] if per_byte == 1 else _halves(builder, rows)):
                 k = builder.add(builder.mul(step, i64(per_byte)), i64(half))
                 fours = [builder.load(builder.gep(words, [builder.add(s, k)])) for s in starts]
@@ -200,15 +200,15 @@ def _integers(
         for m in range(n):
             x_row = builder.mul(builder.lshr(width, i64(6)), i64(m))
             x_scale = builder.load(builder.gep(x.scales, [builder.add(x_row, x_group)]))
-            for part, place, total in zip(parts, sums[m], totals[m], strict=True):
+            for block, slot, total in zip(parts, sums[m], totals[m], strict=True):
                 integers = builder.load(total)
                 if adds_words:
                     integers = builder.add(simd.add_pairs(builder, integers), begins[m])
                 product = builder.sitofp(integers, vector(f32))
                 if group == GROUP_INT4:
-                    scale = simd.load_float32(builder, builder.gep(row, [i64(LANES * part)]))
+                    scale = simd.load_float32(builder, builder.gep(row, [i64(LANES * block)]))
                     product = builder.fmul(product, scale)
-                builder.store(add_scaled(builder, builder.load(place), product, x_scale), place)
+                builder.store(add_scaled(builder, builder.load(slot), product, x_scale), slot)
     return load_sums(builder, sums)
 
 
@@ -222,10 +222,11 @@ def _halves(builder: Any, parts: list[Any]) -> list[list[Any]]:
     """Return the low halves of bytes, and their high halves."""
     low = constant(i8, 15, 64)
     shifted = [
-        builder.lshr(builder.bitcast(part, vector(i16, 32)), constant(i16, 4, 32)) for part in parts
+        builder.lshr(builder.bitcast(numbers, vector(i16, 32)), constant(i16, 4, 32))
+        for numbers in parts
     ]
-    high = [builder.bitcast(part, vector(i8, 64)) for part in shifted]
-    return [[builder.and_(part, low) for part in half] for half in (parts, high)]
+    high = [builder.bitcast(numbers, vector(i8, 64)) for numbers in shifted]
+    return [[builder.and_(numbers, low) for numbers in half] for half in (parts, high)]
 
 
 def _x_sum(builder: Any, x: Vectors, width: Any, m: int, g: Any, group: int) -> Any:
@@ -233,8 +234,10 @@ def _x_sum(builder: Any, x: Vectors, width: Any, m: int, g: Any, group: int) -> 
     of_32s = group // 32
     start = builder.mul(builder.lshr(width, i64(5)), i64(m))
     start = builder.add(start, builder.mul(g, i64(of_32s)))
-    places = [builder.add(start, i64(i)) for i in range(of_32s)]
-    return reduce(builder.add, [builder.load(builder.gep(x.sums, [place])) for place in places])
+    addresses = [builder.add(start, i64(i)) for i in range(of_32s)]
+    return reduce(
+        builder.add, [builder.load(builder.gep(x.sums, [address])) for address in addresses]
+    )
 
 
 PRECISIONS = {
@@ -264,8 +267,8 @@ def _number_at(weights, scales, panel, row, k):
 
         def int4(weights, scales, panel, row, k):
             both = np.int32(weights[panel, k // 8, row, k % 4])
-            whole = (both >> 4 if k % 8 >= 4 else both & 15) - 8
-            return np.float32(whole) * vec.float_of_bits(
+            integer = (both >> 4 if k % 8 >= 4 else both & 15) - 8
+            return np.float32(integer) * vec.float_of_bits(
                 np.int32(scales[panel, k // 32, row]) << 16
             )
 

@@ -12,21 +12,21 @@ from tiedgpt.infer.kernels.arguments import GELU, GELU_NEW, LANES, RELU
 
 
 @njit(error_model="numpy")
-def activate(x, n, kind):
+def activate(x, n, activation):
     """Apply an activation to the first n of x, a multiple of 16, in place."""
-    if kind == GELU:
+    if activation == GELU:
         half, root = np.float32(0.5), np.float32(0.7071067811865476)
         for i in range(n):
             x[i] = half * x[i] * (np.float32(1.0) + np.float32(math.erf(x[i] * root)))
-    elif kind == RELU:
+    elif activation == RELU:
         for i in range(n):
             x[i] = max(x[i], np.float32(0.0))
     else:  # x / (1 + e^-y), where y is x (SiLU) or 2 sqrt(2 / pi) (x + 0.044715 x^3)
         one, cubic = vec.splat(np.float32(1.0)), vec.splat(np.float32(0.044715))
-        factor = np.float32(-2 * 0.7978845608028654 if kind == GELU_NEW else -1.0)
+        factor = np.float32(-2 * 0.7978845608028654 if activation == GELU_NEW else -1.0)
         for at in range(0, n, LANES):
             y = v = vec.load(x, at)
-            if kind == GELU_NEW:
+            if activation == GELU_NEW:
                 y = vec.add(v, vec.multiply(vec.multiply(v, cubic), vec.multiply(v, v)))
             e = vec.exp(vec.shift(y, np.float32(0.0), factor))
             vec.store(x, at, vec.divide(v, vec.add(one, e)))

@@ -54,9 +54,9 @@ def quantize64(builder, x, start, out, at):
 
     Their scale is the largest of them over 127.
     """
-    places = [i64(p) for p in range(0, GROUP, LANES)]
-    parts = [simd.load(builder, builder.gep(x, [builder.add(start, p)]), f32) for p in places]
-    tops = [simd.call(builder, "llvm.fabs.v16f32", vector(f32), [part]) for part in parts]
+    offsets = [i64(p) for p in range(0, GROUP, LANES)]
+    parts = [simd.load(builder, builder.gep(x, [builder.add(start, p)]), f32) for p in offsets]
+    tops = [simd.call(builder, "llvm.fabs.v16f32", vector(f32), [numbers]) for numbers in parts]
     join = partial(simd.larger, builder)
     top = simd.reduce_lanes(builder, reduce(join, tops), join)
     scale = builder.fmul(top, f32(float(np.float32(1 / 127))))
@@ -64,17 +64,19 @@ def quantize64(builder, x, start, out, at):
     inverse = builder.select(is_positive, builder.fdiv(f32(1.0), scale), f32(0.0))
     group = builder.lshr(at, i64(6))
     builder.store(scale, builder.gep(out.scales, [group]))
-    whole = []
-    for place, part in zip(places, parts, strict=True):
-        scaled = builder.fmul(part, simd.splat(builder, inverse))
+    integers = []
+    for offset, numbers in zip(offsets, parts, strict=True):
+        scaled = builder.fmul(numbers, simd.splat(builder, inverse))
         rounded = simd.call(builder, "llvm.rint.v16f32", vector(f32), [scaled])
-        whole.append(builder.fptosi(rounded, vector(i32)))
-        target = builder.gep(out.values, [builder.add(at, place)])
-        simd.store(builder, builder.trunc(whole[-1], vector(i8)), target)
+        integers.append(builder.fptosi(rounded, vector(i32)))
+        target = builder.gep(out.values, [builder.add(at, offset)])
+        simd.store(builder, builder.trunc(integers[-1], vector(i8)), target)
     for half in range(2):
-        both = builder.add(whole[2 * half], whole[2 * half + 1])
-        place = builder.add(builder.shl(group, i64(1)), i64(half))
-        builder.store(simd.reduce_lanes(builder, both, builder.add), builder.gep(out.sums, [place]))
+        both = builder.add(integers[2 * half], integers[2 * half + 1])
+        address = builder.add(builder.shl(group, i64(1)), i64(half))
+        builder.store(
+            simd.reduce_lanes(builder, both, builder.add), builder.gep(out.sums, [address])
+        )
 
 
 def quantize(x: Any, at: int, n: int, out: Vectors) -> None:

@@ -40,17 +40,17 @@ class Candidates(NamedTuple):
 def _copy(logits, scores):
     """Copy a row, with -inf behind it; return its largest, NaN if one is."""
     n = len(logits)
-    whole = n // (2 * LANES) * (2 * LANES)
+    n_paired = n // (2 * LANES) * (2 * LANES)
     top, other = vec.splat(NONE), vec.splat(NONE)
-    for at in range(0, whole, 2 * LANES):
+    for at in range(0, n_paired, 2 * LANES):
         a, b = vec.load(logits, at), vec.load(logits, at + LANES)
         vec.store(scores, at, a)
         vec.store(scores, at + LANES, b)
         top, other = vec.larger(top, a), vec.larger(other, b)
-    for i in range(whole, whole + 2 * LANES):
+    for i in range(n_paired, n_paired + 2 * LANES):
         scores[i] = logits[i] if i < n else NONE
-    top = vec.larger(top, vec.load(scores, whole))
-    other = vec.larger(other, vec.load(scores, whole + LANES))
+    top = vec.larger(top, vec.load(scores, n_paired))
+    other = vec.larger(other, vec.load(scores, n_paired + LANES))
     return vec.largest(vec.larger(top, other))
 
 
@@ -59,22 +59,22 @@ def _exponentials(scores, n, top, factor, weights):
     """Write e^((score - top) * factor) to weights; return their sum."""
     total = 0.0
     for block in range(0, n, BLOCK):
-        part = vec.splat(np.float32(0.0))
+        block_sum = vec.splat(np.float32(0.0))
         for at in range(block, min(block + BLOCK, n), LANES):
             e = vec.exp(vec.shift(vec.load(scores, at), top, factor))
             vec.store(weights, at, e)
-            part = vec.add(part, e)
-        total += vec.total(part)
+            block_sum = vec.add(block_sum, e)
+        total += vec.total(block_sum)
     return total
 
 
 @njit(error_model="numpy")
 def _total(weights, begin, end):
     """Return the sum of weights begin..end - 1, of one block."""
-    part = vec.splat(np.float32(0.0))
+    block_sum = vec.splat(np.float32(0.0))
     for at in range(begin, end, LANES):
-        part = vec.add(part, vec.load(weights, at))
-    return np.float64(vec.total(part))
+        block_sum = vec.add(block_sum, vec.load(weights, at))
+    return np.float64(vec.total(block_sum))
 
 
 @njit(error_model="numpy")
@@ -104,18 +104,18 @@ def _sums_around(keys, weights, n, pivot):
 @njit(error_model="numpy")
 def _partition(keys, weights, n, pivot, above, tokens):
     """Write keys above or below a pivot, and their weights, to the spare; return how many."""
-    kept = 0
+    n_kept = 0
     for at in range(0, n, LANES):
         key, weight = vec.load(keys, at), vec.load(weights, at)
         those = vec.above(key, pivot if above else NONE)
         if not above:
             those ^= vec.at_least(key, pivot)
-        vec.compress(tokens.spare_keys, kept, key, those)
-        vec.compress(tokens.spare_weights, kept, weight, those)
-        kept += vec.count_bits(those)
-    vec.store(tokens.spare_keys, kept, vec.splat(NONE))
-    vec.store(tokens.spare_weights, kept, vec.splat(np.float32(0.0)))
-    return kept
+        vec.compress(tokens.spare_keys, n_kept, key, those)
+        vec.compress(tokens.spare_weights, n_kept, weight, those)
+        n_kept += vec.count_bits(those)
+    vec.store(tokens.spare_keys, n_kept, vec.splat(NONE))
+    vec.store(tokens.spare_weights, n_kept, vec.splat(np.float32(0.0)))
+    return n_kept
 
 
 @njit(error_model="numpy")
@@ -150,7 +150,7 @@ def _threshold(keys, n, target, pivot, tokens):
 @njit(error_model="numpy")
 def _keep(keys, threshold, ties, n, tokens):
     """Keep tokens with keys above a threshold, and the first `ties` of those at it; return n."""
-    ids, scores, weights, kept = tokens.ids, tokens.scores, tokens.weights, 0
+    ids, scores, weights, n_kept = tokens.ids, tokens.scores, tokens.weights, 0
     for at in range(0, n, LANES):
         key = vec.load(keys, at)
         equal = vec.equal(key, threshold)
@@ -162,13 +162,13 @@ def _keep(keys, threshold, ties, n, tokens):
         ties -= vec.count_bits(equal)
         those = vec.above(key, threshold) | equal
         token, score, weight = vec.load(ids, at), vec.load(scores, at), vec.load(weights, at)
-        vec.compress(ids, kept, token, those)
-        vec.compress(scores, kept, score, those)
-        vec.compress(weights, kept, weight, those)
-        kept += vec.count_bits(those)
-    vec.store(scores, kept, vec.splat(NONE))
-    vec.store(weights, kept, vec.splat(np.float32(0.0)))
-    return kept
+        vec.compress(ids, n_kept, token, those)
+        vec.compress(scores, n_kept, score, those)
+        vec.compress(weights, n_kept, weight, those)
+        n_kept += vec.count_bits(those)
+    vec.store(scores, n_kept, vec.splat(NONE))
+    vec.store(weights, n_kept, vec.splat(np.float32(0.0)))
+    return n_kept
 
 
 @njit(error_model="numpy")
@@ -192,13 +192,13 @@ def _filter(row, n, top, changed, tokens):
     factor = np.float32(max(1 / row.temperature, SMALLEST))
     for at in range(0, n, LANES):
         vec.store(tokens.ids, at, vec.count_from(at))
-    for kind in range(4):
+    for filter_id in range(4):
         keys, threshold, ties, target = scores, NONE, n, 0.0
-        if kind == TOP_N_SIGMA:
+        if filter_id == TOP_N_SIGMA:
             if row.top_n_sigma <= 0:
                 continue
             threshold = _below(scores, n, top, row.top_n_sigma)
-        elif kind == TOP_K:
+        elif filter_id == TOP_K:
             if not 0 < row.top_k < n:
                 continue
             weights[:n], changed = np.float32(1.0), True
@@ -206,7 +206,7 @@ def _filter(row, n, top, changed, tokens):
             pivot = scores[0]
             for at in range(0, n, n // SAMPLE + 1):
                 pivot = max(pivot, scores[at])
-        elif kind == TOP_P:
+        elif filter_id == TOP_P:
             if changed or factor != 1:
                 _exponentials(scores, n, top, factor, weights)
             if row.top_p >= 1:
@@ -216,9 +216,9 @@ def _filter(row, n, top, changed, tokens):
             pivot = np.float32(top + math.log(max((total - target) / n, SMALLEST)) / factor)
         else:
             keys, threshold = weights, np.float32(row.min_p)
-        if kind in (TOP_K, TOP_P):
+        if filter_id in (TOP_K, TOP_P):
             threshold, ties = _threshold(keys, n, target, pivot, tokens)
-            if kind == TOP_K and threshold > NONE:
+            if filter_id == TOP_K and threshold > NONE:
                 ties = n
         n = _keep(keys, threshold, ties, n, tokens)
     return n
@@ -227,18 +227,18 @@ def _filter(row, n, top, changed, tokens):
 @njit(error_model="numpy")
 def _draw(weights, n, uniform):
     """Return the index at which the running sum of weights passes this share of the whole."""
-    left = uniform * _sum(weights, n)
+    remaining = uniform * _sum(weights, n)
     for block in range(0, n, BLOCK):
         stop = min(block + BLOCK, n)
-        part = _total(weights, block, stop)
-        if left < part:
+        block_sum = _total(weights, block, stop)
+        if remaining < block_sum:
             for i in range(block, stop):
-                left -= weights[i]
-                if left < 0:
+                remaining -= weights[i]
+                if remaining < 0:
                     return i
-            left = 0.0  # rounding: the next that can be drawn
+            remaining = 0.0  # rounding: the next that can be drawn
         else:
-            left -= part
+            remaining -= block_sum
     while weights[n - 1] == 0:  # rounding: the last
         n -= 1
     return n - 1

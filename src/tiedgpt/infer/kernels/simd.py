@@ -116,20 +116,20 @@ def instructions(result: Any, *kinds: Any) -> Callable[[Callable[..., Any]], Any
                 return context.get_dummy_value() if result == types.void else value
 
             pairs = zip(kinds, types_given, strict=True)
-            return result(*(kind or its for kind, its in pairs)), emit
+            return result(*(override or default for override, default in pairs)), emit
 
         return intrinsic(typed)
 
     return decorate
 
 
-def _addresses(context: Any, builder: Any, kind: Any, value: Any) -> Any:
+def _addresses(context: Any, builder: Any, numba_type: Any, value: Any) -> Any:
     """Return a value with the address of its data in the place of an array, also in a tuple."""
-    if isinstance(kind, types.Array):
-        return context.make_array(kind)(context, builder, value).data
-    if isinstance(kind, (types.NamedTuple, types.NamedUniTuple)):
-        pairs = zip(kind.types, cgutils.unpack_tuple(builder, value), strict=True)
-        return kind.instance_class(*(_addresses(context, builder, *pair) for pair in pairs))
+    if isinstance(numba_type, types.Array):
+        return context.make_array(numba_type)(context, builder, value).data
+    if isinstance(numba_type, (types.NamedTuple, types.NamedUniTuple)):
+        pairs = zip(numba_type.types, cgutils.unpack_tuple(builder, value), strict=True)
+        return numba_type.instance_class(*(_addresses(context, builder, *pair) for pair in pairs))
     return value
 
 
@@ -163,8 +163,8 @@ def constant(element: ir.Type, value: float, n: int = LANES) -> Any:
 
 def call(builder: Any, name: str, result: ir.Type, arguments: list[Any]) -> Any:
     """Call an LLVM intrinsic, or a function of the C library."""
-    kind = ir.FunctionType(result, [argument.type for argument in arguments])
-    function = builder.module.globals.get(name) or ir.Function(builder.module, kind, name)
+    signature = ir.FunctionType(result, [argument.type for argument in arguments])
+    function = builder.module.globals.get(name) or ir.Function(builder.module, signature, name)
     return builder.call(function, arguments)
 
 
@@ -214,7 +214,7 @@ def _call_on_parts(builder: Any, name: str, result: ir.Type, arguments: list[Any
     """
     n_parts = 512 // (result.count * result.element.width)
     parts = zip(*(_split(builder, x, n_parts) for x in arguments), strict=True)
-    return _join(builder, [call(builder, name, result, list(part)) for part in parts])
+    return _join(builder, [call(builder, name, result, list(registers)) for registers in parts])
 
 
 def _vnni(builder: Any, sums: Any, weights: Any, x: Any, bits: int) -> Any:
@@ -232,15 +232,15 @@ def _avx2(builder: Any, sums: Any, weights: Any, x: Any) -> Any:
     16 bits hold: nothing saturates.
     """
     size = call(builder, "llvm.abs.v64i8", x.type, [x, ir.Constant(ir.IntType(1), 0)])
-    kind = vector(i8, 32)
-    signed = _call_on_parts(builder, "llvm.x86.avx2.psign.b", kind, [weights, x])
+    vector_type = vector(i8, 32)
+    signed = _call_on_parts(builder, "llvm.x86.avx2.psign.b", vector_type, [weights, x])
     return builder.add(sums, add_pairs(builder, multiply_pairs(builder, size, signed)))
 
 
 def multiply_pairs(builder: Any, unsigned: Any, signed: Any) -> Any:
     """Return the 32 sums of 2 products of bytes in 16 bits (AVX2's `vpmaddubsw`)."""
-    kind = vector(i16, 16)
-    return _call_on_parts(builder, "llvm.x86.avx2.pmadd.ub.sw", kind, [unsigned, signed])
+    vector_type = vector(i16, 16)
+    return _call_on_parts(builder, "llvm.x86.avx2.pmadd.ub.sw", vector_type, [unsigned, signed])
 
 
 def add_pairs(builder: Any, words: Any) -> Any:
@@ -255,7 +255,7 @@ def _arm(builder: Any, sums: Any, weights: Any, x: Any, name: str) -> Any:
     return _call_on_parts(builder, name, vector(i32, 4), [sums, weights, x])
 
 
-def _plain(builder: Any, sums: Any, weights: Any, x: Any) -> Any:
+def _multiply_widened(builder: Any, sums: Any, weights: Any, x: Any) -> Any:
     """Shifts and 32-bit multiplications, for any CPU."""
     words, fours = (builder.bitcast(value, vector(i32)) for value in (weights, x))
     for k in range(4):
@@ -271,7 +271,7 @@ BYTE_DOTS: dict[str, Callable[..., Any]] = {
     "avx2": _avx2,
     "arm-i8mm": partial(_arm, name="usdot"),
     "arm-dotprod": partial(_arm, name="sdot"),
-    "plain": _plain,
+    "plain": _multiply_widened,
 }
 """The dot products of bytes by class; `dot8` calls that of this CPU."""
 BYTE_CLASS = byte_class(FEATURES)
@@ -292,9 +292,9 @@ def dot8(builder: Any, sums: Any, weights: Any, four: Any) -> Any:
 def dot16(builder: Any, sums: Any, pairs: Any, two: Any) -> Any:
     """Add to 16 sums 2 products each: 32 bf16 (as 16 int32) with the 2 bf16 of an int32."""
     if HAS_DOT16:
-        kind = vector(BFloatType(), 32)
-        arguments = [sums, builder.bitcast(pairs, kind)]
-        arguments.append(builder.bitcast(splat(builder, two), kind))
+        vector_type = vector(BFloatType(), 32)
+        arguments = [sums, builder.bitcast(pairs, vector_type)]
+        arguments.append(builder.bitcast(splat(builder, two), vector_type))
         return call(builder, "llvm.x86.avx512bf16.dpbf16ps.512", vector(f32), arguments)
     both, high = splat(builder, two), constant(i32, 0xFFFF0000)
     for shifts in (True, False):
@@ -312,10 +312,10 @@ def exponential(builder: Any, x: Any) -> Any:
     def number(value: float) -> Any:
         return constant(f32, float(np.float32(value)))
 
-    kind, round_to_whole = vector(f32), number(1.5 * 2**23)
+    vector_type, round_to_whole = vector(f32), number(1.5 * 2**23)
     small = builder.fcmp_ordered("<", x, number(-87.0))
-    x = call(builder, "llvm.maxnum.v16f32", kind, [x, number(-87.0)])
-    x = call(builder, "llvm.minnum.v16f32", kind, [x, number(88.0)])
+    x = call(builder, "llvm.maxnum.v16f32", vector_type, [x, number(-87.0)])
+    x = call(builder, "llvm.minnum.v16f32", vector_type, [x, number(88.0)])
     shifted = fma(builder, x, number(1.4426950408889634), round_to_whole)
     n = builder.fsub(shifted, round_to_whole)
     r = fma(builder, n, number(-0.693359375), x)
@@ -326,7 +326,7 @@ def exponential(builder: Any, x: Any) -> Any:
     y = fma(builder, fma(builder, y, r, number(1.0)), r, number(1.0))
     exponent = builder.shl(builder.bitcast(shifted, vector(i32)), constant(i32, 23))
     power = builder.add(builder.bitcast(y, vector(i32)), exponent)
-    return builder.select(small, number(0.0), builder.bitcast(power, kind))
+    return builder.select(small, number(0.0), builder.bitcast(power, vector_type))
 
 
 def reduce_lanes(builder: Any, value: Any, join: Any) -> Any:
