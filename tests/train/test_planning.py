@@ -216,6 +216,16 @@ def test_batches_and_models_too_large_for_the_data_have_a_warning(asked, tokens,
     assert any(re.search(warning, line) for line in warnings) if warning else not warnings
 
 
+@pytest.mark.parametrize(("changes", "is_warned"), [({}, False), ({"steps": 40}, True)])
+def test_few_steps_have_a_warning_only_on_request(changes, is_warned):
+    options = TrainOptions(data=("x.jsonl",), recipe="tune", start="gpt2", **changes)
+    facts = dataclasses.replace(text(3_000), unit="examples", n_examples=2, epoch_rows=2)
+    config, planned = plan(options, facts=facts)
+    assert planned.steps < 100
+    warnings = find_warnings(options, config, facts, machine(), planned)
+    assert any("steps only" in line for line in warnings) == is_warned
+
+
 @pytest.mark.parametrize(
     ("requested", "device", "unit", "missing", "compiles"),
     [

@@ -414,7 +414,8 @@ def find_warnings(
         warnings.append(
             f"--compile {options.compile}: {machine.missing_compiler}; blocks are not compiled"
         )
-    if plan.steps < SHORT_RUN_STEPS:
+    is_default_for_few_examples = options.duration.least_steps > 1
+    if plan.steps < SHORT_RUN_STEPS and not is_default_for_few_examples:
         warnings.append(
             f"{format_count(plan.steps, 'step')} only: too few to learn much; give more --minutes, "
             "--steps or --epochs"
