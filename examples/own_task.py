@@ -44,7 +44,7 @@ class Tagger(Head):
     """One tag for each token, which sees itself and the tokens before it."""
 
     architecture = "ForTokenClassification"  # transformers' class, without the family's name
-    own = ("classifier.weight", "classifier.bias")
+    head_tensors = ("classifier.weight", "classifier.bias")
 
     def __init__(self, gpt: GPT) -> None:
         super().__init__(gpt)

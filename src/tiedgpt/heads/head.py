@@ -7,6 +7,7 @@ class in `architectures`, and the tensors of body and head under transformers' n
 from __future__ import annotations
 
 import os
+import warnings
 from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any, ClassVar, Self
@@ -33,8 +34,8 @@ from tiedgpt.weights.torch_file import stored_tensor
 class Head(nn.Module):
     """A GPT, `gpt`, with further modules on the body's states (B, T, D).
 
-    A subclass defines `architecture`, `own`, `forward` and `losses`. Its parameters and config keys
-    have the names of transformers' class.
+    A subclass defines `architecture`, `head_tensors`, `forward` and `losses`. Its parameters and
+    config keys have the names of transformers' class.
     """
 
     gpt: GPT
@@ -44,6 +45,12 @@ class Head(nn.Module):
     """Whether the head over the vocabulary is also used."""
     head_tensors: ClassVar[tuple[str, ...]] = ()
     """Names of the head's tensors in a file, a matrix (N, D) first."""
+
+    def __init_subclass__(cls, **options: Any) -> None:
+        super().__init_subclass__(**options)
+        if "own" in vars(cls):
+            warnings.warn("own is now head_tensors", DeprecationWarning, stacklevel=2)
+            cls.head_tensors = vars(cls)["own"]
 
     def __init__(self, gpt: GPT) -> None:
         super().__init__()
