@@ -30,7 +30,7 @@ from tiedgpt.data import (
     plan_split,
     python_documentation,
 )
-from tiedgpt.evaluate.intervals import t_interval
+from tiedgpt.evaluate.intervals import ratio_interval
 from tiedgpt.evaluate.perplexity import score
 from tiedgpt.inspect import gradient_split
 from tiedgpt.plots.figure import save_figure
@@ -149,7 +149,7 @@ def train(name: str, config: GPTConfig, tokenizer: Tokenizer, seed: int, steps: 
 
 def spread(values: np.ndarray) -> str:
     """Return the mean over the seeds, with its 95 % interval."""
-    low, high = t_interval(values.tolist())
+    low, high = ratio_interval(values, np.ones(len(values)))
     return f"{values.mean():+.4f} (95 %: {low:+.4f} to {high:+.4f})"
 
 
@@ -157,7 +157,8 @@ def lines(xs: Any, series: dict[str, np.ndarray]) -> tuple[Line, ...]:
     """Return a line with its interval for each series (seeds, places)."""
     made = []
     for color, (name, values) in enumerate(series.items()):
-        low, high = zip(*(t_interval(place.tolist()) for place in values.T), strict=True)
+        intervals = [ratio_interval(column, np.ones(len(column))) for column in values.T]
+        low, high = zip(*intervals, strict=True)
         made.append(Line(name, xs, values.mean(0), color, marked=True, low=low, high=high))
     return tuple(made)
 
