@@ -51,7 +51,7 @@ def write_opening(model: GPT, tokenizer: Tokenizer, directory: Path) -> None:
             is_word = (
                 bool(WORD.fullmatch(token)) and not sentence[len(text + token) :][:1].isalnum()
             )
-            score = is_word, float(logprobs[at] + logprobs[:at].mean())
+            score = is_word, float(logprobs[at] + logprobs[: max(at, 1)].mean())
             is_long = len(text) >= MIN_CHARACTERS and tokenizer.encode(text) == ids[: at + 1]
             if is_long and score > best:
                 best, opening = score, {"text": text, "next": token}
