@@ -151,7 +151,8 @@ def test_new_numbers_are_noise_and_a_trained_untied_head_works():
     calls = []
     numbers = explain("head", progress=lambda *call: calls.append(call)).numbers
     steps = {done: total for name, done, total in calls if "an untied tiny GPT" in name}
-    assert steps == dict.fromkeys(range(121), 120)
+    in_full, trained_before = dict.fromkeys(range(121), 120), {120: 120}
+    assert steps in (in_full, trained_before)  # a process trains each tiny model once
     losses = numbers["losses"]
     assert losses["a copy of W"] == losses["W itself"] < numbers["uniform"] - 2
     assert losses["new numbers from N(0, 0.02)"] == pytest.approx(numbers["uniform"], abs=0.3)
