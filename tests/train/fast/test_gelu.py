@@ -53,6 +53,15 @@ def test_nan_stays_nan(dtype):
     assert y.isnan().tolist() == gradient.isnan().tolist() == z.isnan().tolist()
 
 
+@pytest.mark.parametrize("dtype", TOLERANCES)
+def test_diverged_numbers_have_torchs_value_and_gradient(dtype):
+    sizes = torch.tensor([20.0, 1e3, 1e6, 1e12, 1e13, 1e18, 1e38, torch.inf])
+    z = torch.cat([sizes, -sizes]).to(dtype)
+    expected = gelu_and_gradient(lambda z: F.gelu(z, approximate="tanh"), z, torch.ones_like(z))
+    for mine, its in zip(gelu_and_gradient(gelu, z, torch.ones_like(z)), expected, strict=True):
+        torch.testing.assert_close(mine, its, rtol=0, atol=1e-30, equal_nan=True)
+
+
 def test_second_derivatives_are_torchs():
     z = torch.linspace(-3, 3, 32).requires_grad_()
     results = []
