@@ -40,17 +40,16 @@ class TorchModel:
 
         A client that disconnects leaves the queue, and nothing is computed for it.
         """
-        if self._n_waiting >= self._queue:
+        if self._lock.locked() and self._n_waiting >= self._queue:
             raise APIError(429, "too many requests wait: try again later", code="queue_full")
         self._n_waiting += 1
         try:
             await self._wait_for_turn(request)
         finally:
             self._n_waiting -= 1
-        try:
-            return await asyncio.to_thread(lambda: function(self._open()))
-        finally:
-            self._lock.release()
+        computation = asyncio.create_task(asyncio.to_thread(lambda: function(self._open())))
+        computation.add_done_callback(lambda _: self._lock.release())
+        return await asyncio.shield(computation)  # a thread cannot be cancelled
 
     async def _wait_for_turn(self, request: Request) -> None:
         """Acquire the lock; raise `APIError` if the client disconnects before."""
