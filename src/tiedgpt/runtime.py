@@ -52,9 +52,10 @@ def has_bf16(device: torch.device) -> bool:
 
     if device.type == "cuda":
         return torch.cuda.is_bf16_supported(including_emulation=False)
-    if torch.backends.cpu.get_cpu_capability() == "AVX2":  # also where ATEN_CPU_CAPABILITY says so
-        return False
     features = torch.cpu.get_capabilities()
+    limit = torch.backends.cpu.get_cpu_capability()  # also that of ATEN_CPU_CAPABILITY
+    if features.get("avx2") and limit in ("AVX2", "DEFAULT"):
+        return False
     return any(features.get(name) for name in ("avx512_bf16", "amx_bf16", "bf16"))
 
 
