@@ -1,6 +1,8 @@
 """`tiedgpt generate` without its input, its output or its user."""
 
 import io
+import json
+import shutil
 import signal
 import subprocess
 import sys
@@ -14,10 +16,13 @@ from tiedgpt.infer.kernels import compile_cache
 
 @pytest.fixture(scope="module")
 def packed(directory, tmp_path_factory):
-    path = tmp_path_factory.mktemp("packed") / "model"
-    assert (
-        main(["convert", str(directory), str(path), "--to", "packed", "--precision", "fp32"]) == 0
-    )
+    """A packed model without an end-of-text token, so that its text never ends by itself."""
+    source = tmp_path_factory.mktemp("packed") / "source"
+    shutil.copytree(directory, source)
+    config = json.loads((source / "config.json").read_text())
+    (source / "config.json").write_text(json.dumps(config | {"eos_token_id": None}))
+    path = source.parent / "model"
+    assert main(["convert", str(source), str(path), "--to", "packed", "--precision", "fp32"]) == 0
     return str(path)
 
 
