@@ -24,8 +24,8 @@ from tiedgpt.train.options import TrainOptions
 from tiedgpt.train.run import make_plan, prepare_fresh
 from tiedgpt.train.storage import RunDirectory
 from tiedgpt.tune import load_adapter, lora, save_adapter
+from tiedgpt.weights.checkpoint import StoredTensor
 from tiedgpt.weights.containers import SafetensorsFile
-from tiedgpt.weights.tensors import StoredTensor
 
 
 def chat(n, colours=("red", "blue", "green")):

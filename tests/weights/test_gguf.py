@@ -12,12 +12,12 @@ import torch
 
 from tiedgpt import GPT, Tokenizer
 from tiedgpt.errors import CorruptInputError, UserError
-from tiedgpt.weights.checkpoint import shapes
+from tiedgpt.weights.checkpoint import QUANTIZED
 from tiedgpt.weights.formats.gguf import to_ours, to_theirs
 from tiedgpt.weights.formats.gguf.vocabulary import read_tokenizer
+from tiedgpt.weights.gpt import shapes
 from tiedgpt.weights.load import load
 from tiedgpt.weights.sources import open_checkpoint
-from tiedgpt.weights.tensors import QUANTIZED
 
 pytestmark = pytest.mark.filterwarnings("ignore::tiedgpt.weights.load.CheckpointWarning")
 

@@ -19,8 +19,8 @@ from tiedgpt import GPT, GPTConfig
 from tiedgpt.errors import CorruptInputError, UserError
 from tiedgpt.infer import Engine
 from tiedgpt.tie import audit, ledger
-from tiedgpt.weights.checkpoint import shapes
 from tiedgpt.weights.formats.onnx.writer import write as write_onnx
+from tiedgpt.weights.gpt import shapes
 from tiedgpt.weights.sources import open_checkpoint
 
 with warnings.catch_warnings():

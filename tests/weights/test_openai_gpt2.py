@@ -11,7 +11,7 @@ from transformers import GPT2Config, GPT2LMHeadModel
 from tests.weights.fixtures.make_tensorflow import DIRECTORY, HPARAMS, values
 from tiedgpt import GPT
 from tiedgpt.errors import CorruptInputError, UserError
-from tiedgpt.weights.checkpoint import to_gpt
+from tiedgpt.weights.gpt import to_gpt
 from tiedgpt.weights.load import load
 from tiedgpt.weights.sources import open_checkpoint
 

@@ -18,9 +18,9 @@ from safetensors.torch import save_file
 from tests.tie.checkpoints import matrix, write_gguf, write_onnx
 from tiedgpt.errors import CorruptInputError, TiedGPTError, UserError
 from tiedgpt.tie import audit, ledger
+from tiedgpt.weights.checkpoint import by_storage
 from tiedgpt.weights.containers import SafetensorsFile
 from tiedgpt.weights.sources import open_checkpoint
-from tiedgpt.weights.tensors import by_storage
 
 
 def test_every_format_is_recognised_by_its_content(tmp_path):

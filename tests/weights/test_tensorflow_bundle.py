@@ -11,10 +11,10 @@ from hypothesis import strategies as st
 
 from tests.weights.fixtures.make_tensorflow import BRAIN, DIRECTORY, TYPES, values
 from tiedgpt.errors import CorruptInputError, TiedGPTError, UserError
+from tiedgpt.weights.checkpoint import decode
 from tiedgpt.weights.formats.openai_gpt2.tensorflow_bundle import MAGIC, crc32c
 from tiedgpt.weights.formats.openai_gpt2.tensorflow_bundle import mask_checksum as mask
 from tiedgpt.weights.sources import open_checkpoint
-from tiedgpt.weights.tensors import decode
 
 INDEX = "model.ckpt.index"
 DATA = "model.ckpt.data-00000-of-00001"

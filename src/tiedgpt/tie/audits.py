@@ -12,13 +12,13 @@ import sys
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from tiedgpt.errors import EXIT_OK, CheckFailedError, UserError
+from tiedgpt.errors import EXIT_OK, CheckFailedError, CorruptInputError, UserError
 from tiedgpt.runtime import to_json_data
 from tiedgpt.tie.findings import Finding, list_findings
 from tiedgpt.weights.checkpoint import Checkpoint
-from tiedgpt.weights.checks import find_load_error
 from tiedgpt.weights.comparison import Comparison
 from tiedgpt.weights.decision import SOUND, Kind, TieDecision, decide_tie
+from tiedgpt.weights.gpt import check_gpt, to_gpt
 from tiedgpt.weights.sources import open_checkpoint
 
 if TYPE_CHECKING:
@@ -113,7 +113,7 @@ def examine(decision: TieDecision) -> Audit:
     if roles.pair is not None and not roles.is_shared:
         reads, head = roles.pair
         matrices = [(reads, names, ("reads",)), (head, (head.name,), ("predicts",))]
-    load_error = find_load_error(decision) if decision.is_sound else None
+    load_error = _find_load_error(decision) if decision.is_sound else None
     return Audit(
         source=str(checkpoint.source),
         format=checkpoint.container,
@@ -127,3 +127,24 @@ def examine(decision: TieDecision) -> Audit:
         load_error=load_error,
         findings=list_findings(decision, load_error),
     )
+
+
+def _find_load_error(decision: TieDecision) -> str | None:
+    """Return the error of loading a file that claims to be a GPT and whose tie is sound.
+
+    Returns None for files of other architectures, and for files that load once the caller adds
+    missing fields, such as `n_head`.
+    """
+    checkpoint = decision.checkpoint
+    format = checkpoint.format
+    if checkpoint.in_memory or format is None or not format.detect_checkpoint(checkpoint):
+        return None
+    try:
+        gpt = to_gpt(checkpoint)
+        has_heads = "n_head" in {**gpt.assumed, **gpt.fields}
+        check_gpt(checkpoint, gpt, decision.choose(), {} if has_heads else {"n_head": 1})
+    except CorruptInputError as error:
+        return error.problem()
+    except UserError:
+        return None
+    return None

@@ -11,10 +11,9 @@ from dataclasses import dataclass
 from typing import Any
 
 from tiedgpt.files import format_bytes
-from tiedgpt.weights.checkpoint import TIE_KEY
+from tiedgpt.weights.checkpoint import TIE_KEY, StoredTensor, printable
 from tiedgpt.weights.comparison import Comparison, count_nonzero_rows, detect_initialization
 from tiedgpt.weights.decision import TieDecision
-from tiedgpt.weights.tensors import StoredTensor, printable
 
 MISSPELT = {"tie_word_embedding", "tie_embeddings", "tied_word_embeddings", "tie_weights"}
 PADDING = "No text maps to these ids, yet they take part in the softmax unless they are cut off."

@@ -28,14 +28,14 @@ from tiedgpt.text import Tokenizer
 from tiedgpt.tie.audits import Audit, audit, examine, open_source
 from tiedgpt.tie.findings import format_shape
 from tiedgpt.tie.vocabulary import resize_vocab
-from tiedgpt.weights.checkpoint import TIE_KEY, Checkpoint, to_gpt
+from tiedgpt.weights.checkpoint import TIE_KEY, Checkpoint, StoredTensor
 from tiedgpt.weights.comparison import count_nonzero_rows
 from tiedgpt.weights.containers import SafetensorsFile, open_container, write_safetensors
 from tiedgpt.weights.convert import convert
 from tiedgpt.weights.decision import Keep, TieDecision, decide_tie
+from tiedgpt.weights.gpt import to_gpt
 from tiedgpt.weights.load import MODEL_DTYPES, load
 from tiedgpt.weights.roles import Roles, is_transposed
-from tiedgpt.weights.tensors import StoredTensor
 
 SAME_WEIGHTS = "it was loaded, and its weights are the source's"
 NOT_RUN = "its matrices were audited, and all its tensors are the source's byte for byte"

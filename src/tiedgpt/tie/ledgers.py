@@ -21,10 +21,9 @@ from tiedgpt.files import format_bytes
 from tiedgpt.runtime import to_json_data
 from tiedgpt.tie.audits import open_source
 from tiedgpt.tie.findings import format_shape
-from tiedgpt.weights.checkpoint import Checkpoint
+from tiedgpt.weights.checkpoint import FLOATS, Checkpoint, StoredTensor, by_storage
 from tiedgpt.weights.decision import TieDecision, decide_tie
 from tiedgpt.weights.roles import POSITIONS, Roles, rank_name
-from tiedgpt.weights.tensors import FLOATS, StoredTensor, by_storage
 
 if TYPE_CHECKING:
     from torch import nn

@@ -1,29 +1,266 @@
-"""An opened checkpoint, and the GPT in it under our names and in our layout."""
+"""Checkpoints and their stored tensors: names, shapes and places, and rows in blocks.
+
+Every format's reader makes a `Checkpoint` of `StoredTensor`s; whoever compares, counts or copies
+them needs to know no format. Bytes come out as unsigned integers of the item's width ("native") and
+are decoded to floats on request, so that copying is exact and numpy needs no bfloat16.
+"""
 
 from __future__ import annotations
 
+import math
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
-from tiedgpt.core.config import GPTConfig
+import numpy as np
+from numpy.typing import NDArray
+
 from tiedgpt.errors import CorruptInputError, UserError
-from tiedgpt.weights.tensors import StoredTensor, printable
+from tiedgpt.files import reading
+from tiedgpt.weights.registry import require_package
 
 if TYPE_CHECKING:
+    from torch import Tensor
+
     from tiedgpt.weights.registry import Format
 
 EMBEDDING = "wte.weight"
 HEAD = "head.weight"
 TIE_KEY = "tie_word_embeddings"
-
 _PARTS = r"(?:_orig_mod|_checkpoint_wrapped_module|_fsdp_wrapped_module)\."
 WRAPPERS = re.compile(rf"^(?:module\.|{_PARTS})+|(?<=\.){_PARTS}")
 """Parts of parameter names that torch.compile, activation checkpointing and DDP insert."""
 ADAPTER = re.compile(r"lora_A|\.lora_")
 """Parts of parameter names that adapters insert."""
+Native = NDArray[Any]
+Read = Callable[[int, int, int, int], Native]
+"""(first row, end row, first column, end column) -> that block in native integers."""
+
+
+class Dtype(NamedTuple):
+    """Element type of a tensor: its size, and its name or number in other formats."""
+
+    n_bytes: int
+    safetensors: str
+    ggml: int | None = None
+
+
+DTYPES = {
+    "float64": Dtype(8, "F64", 28), "float32": Dtype(4, "F32", 0), "float16": Dtype(2, "F16", 1),
+    "bfloat16": Dtype(2, "BF16", 30), "int64": Dtype(8, "I64", 27), "int32": Dtype(4, "I32", 26),
+    "int16": Dtype(2, "I16", 25), "int8": Dtype(1, "I8", 24), "uint64": Dtype(8, "U64"),
+    "uint32": Dtype(4, "U32"), "uint16": Dtype(2, "U16"), "uint8": Dtype(1, "U8"),
+    "bool": Dtype(1, "BOOL"), "complex64": Dtype(8, "C64"), "float8_e4m3fn": Dtype(1, "F8_E4M3"),
+    "float8_e5m2": Dtype(1, "F8_E5M2"), "float8_e8m0fnu": Dtype(1, "F8_E8M0"),
+    "float8_e4m3fnuz": Dtype(1, "F8_E4M3FNUZ"), "float8_e5m2fnuz": Dtype(1, "F8_E5M2FNUZ"),
+}  # fmt: skip
+"""Element types by torch's name."""
+FLOATS = {name: DTYPES[name].n_bytes for name in ("float64", "float32", "float16", "bfloat16")}
+BLOCK_BYTES = 8 << 20
+PANEL_TYPES = ("fp32 panels", "bf16 panels", "int8 panels", "int4 panels")
+"""Matrices packed for CPU kernels (`formats/packed/panels.py`); their readers give float32."""
+QUANTIZED = (
+    "Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q8_0", "Q2_K", "Q3_K", "Q4_K", "Q5_K", "Q6_K", "IQ1_S",
+    "IQ1_M", "IQ2_XXS", "IQ2_XS", "IQ2_S", "IQ3_XXS", "IQ3_S", "IQ4_NL", "IQ4_XS", "TQ1_0",
+    "TQ2_0", "MXFP4", "NVFP4",
+)  # fmt: skip
+"""ggml's types that the package gguf decodes; their readers give rows of bytes."""
+DECODABLE = frozenset((*FLOATS, *PANEL_TYPES, *QUANTIZED))
+
+
+@dataclass(frozen=True)
+class Storage:
+    """Bytes [start, stop) of a place: a file, or an allocation in memory."""
+
+    place: Hashable
+    start: int
+    stop: int
+
+    def overlaps(self, other: Storage) -> bool:
+        """Whether the two have a byte in common."""
+        return self.place == other.place and max(self.start, other.start) < min(
+            self.stop, other.stop
+        )
+
+
+@dataclass(frozen=True)
+class StoredTensor:
+    """A tensor's name, shape, type, size in bytes, where its bytes lie, and how to read them."""
+
+    name: str
+    shape: tuple[int, ...]
+    dtype: str
+    n_bytes: int
+    storage: Storage
+    read: Read | None
+    """None where the bytes cannot be read (a tensor on the meta device)."""
+    trainable: bool = True
+    owner: int | None = None
+    """In memory, the id of the parameter: two parameters can lie on the same bytes."""
+    strides: tuple[int, ...] | None = None
+    """Elements from one index to the next of each axis; None if stored row by row."""
+
+    @property
+    def count(self) -> int:
+        """The number of elements."""
+        return math.prod(self.shape)
+
+    @property
+    def matrix_shape(self) -> tuple[int, int]:
+        """The shape as rows of the last axis."""
+        return (math.prod(self.shape[:-1]), self.shape[-1]) if self.shape else (1, 1)
+
+    def is_view_of(self, other: StoredTensor) -> bool:
+        """Whether the two are all of the same numbers, straight or as (D, V) of a (V, D)."""
+        if self.storage != other.storage or self.dtype != other.dtype:
+            return False
+        steps, others = self._steps(), other._steps()
+        return steps == others or (self.shape != other.shape and steps == others[::-1])
+
+    def _steps(self) -> list[tuple[int, int]]:
+        """Return (size, stride) of each axis."""
+        strides = self.strides or [math.prod(self.shape[at + 1 :]) for at in range(len(self.shape))]
+        return [(n, step if n > 1 else 0) for n, step in zip(self.shape, strides, strict=True)]
+
+    def transpose(self) -> StoredTensor:
+        """Return the transpose of a matrix without reading it, or any other tensor unchanged."""
+        if len(self.shape) != 2:
+            return self
+        rows, columns = self.shape
+
+        def read(first: int, end: int, low: int, high: int) -> Native:
+            return self.native(low, high, first, end).T
+
+        return replace(
+            self, shape=(columns, rows), strides=(self.strides or (columns, 1))[::-1],
+            read=None if self.read is None or self.dtype in QUANTIZED else read,
+        )  # fmt: skip
+
+    def row_range(self, start: int, stop: int) -> StoredTensor:
+        """Return elements [start, stop) of a vector, or rows of a matrix, as a tensor."""
+        width = self.n_bytes // max(1, self.shape[0])
+        file, begin = self.storage.place, self.storage.start
+
+        def read(first: int, end: int, low: int, high: int) -> Native:
+            if len(self.shape) == 1:
+                return self.native(0, 1, start + low, start + high)
+            return self.native(start + first, start + end, low, high)
+
+        return replace(
+            self, shape=(stop - start, *self.shape[1:]), n_bytes=(stop - start) * width,
+            storage=Storage(file, begin + start * width, begin + stop * width), read=read,
+        )  # fmt: skip
+
+    @property
+    def is_decodable(self) -> bool:
+        """Whether its elements can be had as numbers, not only as bytes."""
+        return self.read is not None and self.dtype in DECODABLE
+
+    def rows(self, start: int, stop: int) -> NDArray[np.floating[Any]]:
+        """Return rows [start, stop) as float32 (float64 where the tensor is float64)."""
+        return decode(np.ascontiguousarray(self.native(start, stop)), self.dtype)
+
+    def tensor(self) -> Tensor:
+        """Return a copy in memory; quantized and packed types become float32."""
+        import torch
+
+        native, dtype = self.native(0, self.matrix_shape[0]), self.dtype
+        if dtype in (*PANEL_TYPES, *QUANTIZED):
+            native, dtype = decode(native, dtype), "float32"
+        owned = native if native.flags.writeable else native.copy()
+        tensor = torch.from_numpy(owned).view(getattr(torch, dtype))
+        is_owner = native.flags.owndata or owned is not native or not tensor.is_contiguous()
+        return (tensor.contiguous() if is_owner else tensor.clone()).view(self.shape)
+
+    def decoding_error(self) -> UserError:
+        """Return the error of loading a tensor that is not decodable."""
+        return UserError(
+            f"{printable(self.name)} is {self.dtype}, which is not read as a model's weights; "
+            f"{', '.join(FLOATS)} and GGUF's quantized types are"
+        )
+
+    def native(self, start: int, stop: int, low: int = 0, high: int | None = None) -> Native:
+        """Return a block as the unsigned integers (or quantized bytes) that are stored."""
+        if self.read is None:
+            raise UserError(f"{self.name} has no data to read (it lies on the meta device)")
+        return self.read(start, stop, low, self.matrix_shape[1] if high is None else high)
+
+    def blocks(self) -> Iterator[Native]:
+        """Yield the stored rows, a few megabytes at a time."""
+        rows = self.matrix_shape[0]
+        step = max(1, BLOCK_BYTES * rows // max(1, self.n_bytes))
+        for start in range(0, rows, step):
+            yield self.native(start, min(rows, start + step))
+
+
+def printable(name: str) -> str:
+    """Return a name from a file as it can be shown: no control characters."""
+    return "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in name)
+
+
+def decode(native: Native, dtype: str) -> NDArray[np.floating[Any]]:
+    """Return stored integers as the floats that they stand for."""
+    if dtype in QUANTIZED:
+        gguf = require_package("gguf", f"decoding {dtype}")
+        with np.errstate(all="ignore"):
+            return gguf.quants.dequantize(native, gguf.GGMLQuantizationType[dtype])
+    if dtype == "bfloat16":
+        return (native.astype(np.uint32) << 16).view(np.float32)
+    if dtype == "float16":
+        with np.errstate(all="ignore"):
+            return native.view("<f2").astype(np.float32)
+    return native.view("<f4" if dtype in PANEL_TYPES else f"<f{FLOATS[dtype]}")
+
+
+def file_reader(path: Path, start: int, columns: int, width: int) -> Read:
+    """Return a reader of a row-major matrix in a file, from byte `start`.
+
+    `columns` elements of `width` bytes make a row. The reader raises `CorruptInputError` for a
+    file that is too short.
+    """
+
+    def read(first: int, end: int, low: int, high: int) -> Native:
+        block = np.empty((end - first, high - low), f"<u{width}")
+        is_full = (low, high) == (0, columns)
+        # Unbuffered reads are quicker for many short runs, and end at 2 GB for a long one.
+        buffering: Any = -1 if is_full else 0
+        with reading(path, "file of tensors"), path.open("rb", buffering) as file:
+            runs = [block] if is_full else block
+            for row, run in enumerate(runs, first):
+                file.seek(start + (row * columns + low) * width)
+                if file.readinto(run.data) != run.nbytes:
+                    raise CorruptInputError(f"{path} was cut off while it was read")
+        return block
+
+    return read
+
+
+def tensor_in_file(
+    path: Path, name: str, shape: tuple[int, ...], dtype: str, start: int, width: int
+) -> StoredTensor:
+    """Return a row-major tensor, elements of `width` bytes, that lies from byte `start` on."""
+    reader = file_reader(path, start, shape[-1] if shape else 1, width)
+    n_bytes = math.prod(shape) * width
+    storage = Storage(str(path), start, start + n_bytes)
+    return StoredTensor(name, shape, dtype, n_bytes, storage, reader)
+
+
+def by_storage(tensors: Iterable[StoredTensor]) -> list[list[StoredTensor]]:
+    """Group tensors that have bytes in common, in the order of each group's first tensor."""
+    order = list(tensors)
+    lies = [tensor.storage for tensor in order]
+    groups: list[list[int]] = []
+    span = Storage(None, 0, 0)
+    for i in sorted(range(len(order)), key=lambda i: (str(lies[i].place), lies[i].start)):
+        if lies[i].overlaps(span):
+            groups[-1].append(i)
+            span = replace(span, stop=max(span.stop, lies[i].stop))
+        else:
+            groups.append([i])
+            span = lies[i]
+    return [[order[i] for i in group] for group in sorted(map(sorted, groups))]
 
 
 @dataclass(frozen=True)
@@ -114,51 +351,6 @@ def _size(config: Mapping[str, Any], *keys: str) -> int | None:
     return next((size for size in sizes if type(size) is int and size > 0), None)
 
 
-@dataclass(frozen=True)
-class GPTCheckpoint:
-    """GPT in a checkpoint: config fields, and tensors under our names."""
-
-    layout: str
-    """Origin of names and layout: "transformers gpt2", "nanoGPT", ..."""
-    fields: Mapping[str, Any]
-    """Values in the checkpoint under GPTConfig's names."""
-    tensors: dict[str, StoredTensor]
-    """Tensors under our names, with `head.weight` if there is a second matrix."""
-    assumed: Mapping[str, Any] = field(default_factory=dict)
-    """Values of fields that such a checkpoint leaves out."""
-    foreign: Mapping[str, Any] = field(default_factory=dict)
-    """Keys of its config that do not change the computation."""
-    notes: tuple[str, ...] = ()
-    guesses: Mapping[str, str] = field(default_factory=dict)
-    """Notes on uncertain values by field, left out for fields that the caller gives."""
-
-
-def to_gpt(checkpoint: Checkpoint, leave_out: Callable[[str], bool] | None = None) -> GPTCheckpoint:
-    """Return the GPT in a checkpoint, without the tensors that `leave_out(our name)` selects.
-
-    Raises `UserError` for another architecture, `CorruptInputError` if its tensors contradict each
-    other, or if neither W nor a head is a matrix.
-    """
-    assert checkpoint.format is not None
-    source = str(checkpoint.source)
-    try:
-        gpt = checkpoint.format.to_gpt(checkpoint)
-    except (CorruptInputError, UserError) as error:
-        if source in str(error):
-            raise
-        raise type(error)(f"{source}: {error.problem()}", hint=error.hint) from None
-    if leave_out is not None:
-        gpt = replace(gpt, tensors={n: t for n, t in gpt.tensors.items() if not leave_out(n)})
-    matrices = {name: gpt.tensors[name] for name in (EMBEDDING, HEAD) if name in gpt.tensors}
-    for name, matrix in matrices.items():
-        if not (len(matrix.shape) == 2 and all(matrix.shape)):
-            shape = f"must be a matrix (V, D), got {matrix.shape}"
-            raise CorruptInputError(f"{source}: {name} {shape}")
-    if not matrices:
-        raise CorruptInputError(f"{source}: {EMBEDDING} is missing; this is no GPT")
-    return gpt
-
-
 def without_wrappers(checkpoint: Checkpoint) -> Checkpoint:
     """Rename the tensors as in the unwrapped module.
 
@@ -181,30 +373,3 @@ def without_wrappers(checkpoint: Checkpoint) -> Checkpoint:
             )
         tensors[bare] = tensor if bare == name else replace(tensor, name=bare)
     return replace(checkpoint, tensors=tensors)
-
-
-def shapes(config: GPTConfig) -> dict[str, tuple[int, ...]]:
-    """Return the shape of every parameter of `GPT(config)` by our names, without torch."""
-    d, inner = config.n_embd, config.inner_dim
-    block: dict[str, tuple[int, ...]] = {
-        "ln_1": (d,),
-        "attn.c_attn": (3 * d, d),
-        "attn.c_proj": (d, d),
-        "ln_2": (d,),
-        "mlp.c_fc": (inner, d),
-        "mlp.c_proj": (d, inner),
-    }
-    all_shapes: dict[str, tuple[int, ...]] = {
-        EMBEDDING: (config.vocab_size, d),
-        "wpe.weight": (config.n_positions, d),
-    }
-    names = {f"h.{n}.{module}": s for n in range(config.n_layer) for module, s in block.items()}
-    if config.norm == "pre":
-        names["ln_f"] = (d,)
-    for name, shape in names.items():
-        all_shapes[f"{name}.weight"] = shape
-        if config.bias:
-            all_shapes[f"{name}.bias"] = shape[:1]
-    if not config.tie_word_embeddings:
-        all_shapes[HEAD] = (config.vocab_size, d)
-    return all_shapes

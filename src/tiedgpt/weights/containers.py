@@ -22,9 +22,15 @@ from safetensors import SafetensorError, safe_open
 
 from tiedgpt.errors import CorruptInputError, UserError
 from tiedgpt.files import beside, read_json
-from tiedgpt.weights.checkpoint import Checkpoint, without_wrappers
+from tiedgpt.weights.checkpoint import (
+    DTYPES,
+    Checkpoint,
+    Storage,
+    StoredTensor,
+    file_reader,
+    without_wrappers,
+)
 from tiedgpt.weights.registry import head_of
-from tiedgpt.weights.tensors import DTYPES, Storage, StoredTensor, file_reader
 
 if TYPE_CHECKING:
     from torch import Tensor

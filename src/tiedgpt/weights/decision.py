@@ -1,7 +1,7 @@
 """Decide whether the head is the embedding, in a checkpoint or a model in memory.
 
-    decide_tie(checkpoint)               -> TieDecision
-    choose_matrices(decision, resolve)   -> the one or two matrices of a GPT, by our names
+    decide_tie(checkpoint)      -> TieDecision
+    decision.choose(resolve)    -> the one or two matrices of a GPT, by our names
 
 Loading, `tie show`, `tie audit` and `tie fix` decide by this file alone.
 """
@@ -15,10 +15,10 @@ from shlex import quote
 from typing import Literal
 
 from tiedgpt.errors import CorruptInputError, TiedGPTError, UserError
-from tiedgpt.weights.checkpoint import EMBEDDING, HEAD, TIE_KEY, Checkpoint, Claim, to_gpt
+from tiedgpt.weights.checkpoint import EMBEDDING, HEAD, TIE_KEY, Checkpoint, Claim, StoredTensor
 from tiedgpt.weights.formats.transformers import MODEL_TYPES
+from tiedgpt.weights.gpt import to_gpt
 from tiedgpt.weights.roles import Roles, find_roles
-from tiedgpt.weights.tensors import StoredTensor
 
 Kind = Literal[
     "tied", "tied, stored twice", "untied as claimed", "broken", "contradicts the claim", "no head"
@@ -88,6 +88,46 @@ class TieDecision:
         names = f"{quote(str(path))} {quote(f'{path.stem if path.suffix else path.name}-fixed')}"
         return f"tiedgpt tie fix {names}" + "".join(f" --keep {c}" for c in self.choices[:1])
 
+    def choose(self, resolve: str | None = None) -> dict[str, StoredTensor]:
+        """Return the one or two matrices of a GPT, by our names.
+
+        `resolve` overrides the decision: "tie" uses the only matrix for reading and predicting,
+        "untie" keeps two, "keep-input" and "keep-output" make one of two. Raises
+        `CorruptInputError` if the file contradicts itself, `UserError` if `resolve` does not apply.
+        """
+        roles, source = self.roles, self.checkpoint.source
+        if resolve is not None and resolve not in RESOLUTIONS:
+            raise UserError(
+                f"must be one of {', '.join(RESOLUTIONS)}, got {resolve!r}", option="resolve"
+            )
+        if resolve == "untie" and roles.pair is None:
+            raise UserError(
+                f'{source} holds one matrix, and "untie" needs two', hint="load it, then untie it"
+            )
+        if resolve == "tie" and roles.pair is not None and not roles.is_shared:
+            raise UserError(
+                f"{source} holds two matrices", hint='choose "keep-input" or "keep-output"'
+            )
+        is_choice = resolve in ("tie", "untie") or (resolve is not None and roles.pair is not None)
+        if self.model is None and not is_choice:
+            raise CorruptInputError(f"{source}: {self.reason}", hint=self._find_remedy())
+        if (resolve or self.model) in ("untie", "untied") and roles.pair is not None:
+            return dict(zip((EMBEDDING, HEAD), roles.pair, strict=True))
+        keep_output = resolve == "keep-output" and roles.output is not None
+        return {EMBEDDING: roles.output if keep_output and roles.output else roles.matrix}
+
+    def _find_remedy(self) -> str:
+        """Return the choices that load a checkpoint, and the command or call that corrects it."""
+        if self.roles.pair is None or self.roles.is_shared:
+            return 'resolve="tie" (--resolve tie) lets the one matrix read and predict'
+        command = f"`{self.command}` writes a copy that loads"
+        if self.checkpoint.in_memory:
+            command = "tiedgpt.tie.tie(model) makes them one"
+        if not self.choices:
+            return command
+        options = " or ".join(f'resolve="{RESOLUTION_OF[choice]}"' for choice in self.choices)
+        return f"choose {options} (--resolve); {command}"
+
 
 def decide_tie(
     checkpoint: Checkpoint,
@@ -119,46 +159,6 @@ def decide_tie(
     kind, model = TABLE[matrices][is_untied]
     choices = () if kind in SOUND else _list_choices(checkpoint, roles)
     return TieDecision(kind, model, reason, choices, roles, checkpoint)
-
-
-def choose_matrices(decision: TieDecision, resolve: str | None = None) -> dict[str, StoredTensor]:
-    """Return the one or two matrices of a GPT, by our names.
-
-    `resolve` overrides the decision: "tie" uses the only matrix for reading and predicting, "untie"
-    keeps two, "keep-input" and "keep-output" make one of two. Raises `CorruptInputError` if the
-    file contradicts itself, `UserError` if `resolve` does not apply.
-    """
-    roles, source = decision.roles, decision.checkpoint.source
-    if resolve is not None and resolve not in RESOLUTIONS:
-        raise UserError(
-            f"must be one of {', '.join(RESOLUTIONS)}, got {resolve!r}", option="resolve"
-        )
-    if resolve == "untie" and roles.pair is None:
-        raise UserError(
-            f'{source} holds one matrix, and "untie" needs two', hint="load it, then untie it"
-        )
-    if resolve == "tie" and roles.pair is not None and not roles.is_shared:
-        raise UserError(f"{source} holds two matrices", hint='choose "keep-input" or "keep-output"')
-    is_choice = resolve in ("tie", "untie") or (resolve is not None and roles.pair is not None)
-    if decision.model is None and not is_choice:
-        raise CorruptInputError(f"{source}: {decision.reason}", hint=_find_remedy(decision))
-    if (resolve or decision.model) in ("untie", "untied") and roles.pair is not None:
-        return dict(zip((EMBEDDING, HEAD), roles.pair, strict=True))
-    keep_output = resolve == "keep-output" and roles.output is not None
-    return {EMBEDDING: roles.output if keep_output and roles.output else roles.matrix}
-
-
-def _find_remedy(decision: TieDecision) -> str:
-    """Return the choices that load a checkpoint, and the command or call that corrects it."""
-    if decision.roles.pair is None or decision.roles.is_shared:
-        return 'resolve="tie" (--resolve tie) lets the one matrix read and predict'
-    command = f"`{decision.command}` writes a copy that loads"
-    if decision.checkpoint.in_memory:
-        command = "tiedgpt.tie.tie(model) makes them one"
-    if not decision.choices:
-        return command
-    options = " or ".join(f'resolve="{RESOLUTION_OF[choice]}"' for choice in decision.choices)
-    return f"choose {options} (--resolve); {command}"
 
 
 def _describe(checkpoint: Checkpoint, roles: Roles) -> tuple[str, str]:

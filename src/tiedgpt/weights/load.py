@@ -3,9 +3,9 @@
 SOURCE is a directory, a file in any known format, a hub name, or a model of transformers in memory.
 
     open_checkpoint (sources.py)    SOURCE -> Checkpoint: tensors, config and claim of a file
-    to_gpt (checkpoint.py)          -> GPTCheckpoint: our names, our layout, config fields
+    to_gpt (gpt.py)                 -> GPTCheckpoint: our names, our layout, config fields
     decide_tie (decision.py)        -> TieDecision: one matrix or two
-    check_gpt (checks.py)           -> GPTConfig, and the tensors of its parameters
+    check_gpt (gpt.py)              -> CheckedGPT: a config, and the tensors of its parameters
     build_model                     -> GPT; each tensor is read once
 
 Shapes are checked before any tensor is read, except when two matrices must be compared.
@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import os
 import warnings
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -23,14 +23,12 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from tiedgpt.core.config import GPTConfig
 from tiedgpt.core.model import GPT
 from tiedgpt.errors import CorruptInputError, UserError
-from tiedgpt.weights.checkpoint import EMBEDDING, TIE_KEY, to_gpt
-from tiedgpt.weights.checks import check_gpt
+from tiedgpt.weights.checkpoint import EMBEDDING, TIE_KEY
 from tiedgpt.weights.decision import decide_tie
+from tiedgpt.weights.gpt import CheckedGPT, check_gpt, to_gpt
 from tiedgpt.weights.sources import open_checkpoint, open_module
-from tiedgpt.weights.tensors import StoredTensor
 
 Source = str | os.PathLike[str] | nn.Module
 MODEL_DTYPES = (torch.float32, torch.float16, torch.bfloat16, torch.float64)
@@ -98,54 +96,51 @@ def load(
             input_name=input_name,
             output_name=output_name,
         )
-        checked, tensors, dropped = check_gpt(gpt, decision, resolve, config)
+        checked = check_gpt(checkpoint, gpt, decision.choose(resolve), config)
     except CorruptInputError as error:
         if checkpoint.in_memory:  # no file is damaged
             raise UserError(str(error)) from None
         raise
-    model, rounded = build_model(checked, tensors, dtype, progress)
-    model.foreign_config = dict(gpt.foreign)
+    model, rounded = build_model(checked, dtype, progress)
     equal = decision.reason if resolve is None and decision.kind == "tied, stored twice" else ""
-    guesses = (note for name, note in gpt.guesses.items() if name not in {*config, *gpt.fields})
     return Loaded(
         model,
         path=Path(checkpoint.source),
-        layout=f"{checkpoint.container}, {gpt.layout}",
-        dtype=tensors[EMBEDDING].dtype,
-        n_bytes=sum(tensor.n_bytes for tensor in tensors.values()),
-        notes=tuple(filter(None, (*gpt.notes, *guesses, equal, dropped, rounded))),
+        layout=checked.layout,
+        dtype=checked.tensors[EMBEDDING].dtype,
+        n_bytes=checked.n_bytes,
+        notes=tuple(filter(None, (*checked.notes, equal, rounded))),
     )
 
 
 def build_model(
-    config: GPTConfig,
-    tensors: Mapping[str, StoredTensor],
-    dtype: torch.dtype | None,
-    progress: Progress | None,
+    checked: CheckedGPT, dtype: torch.dtype | None, progress: Progress | None
 ) -> tuple[GPT, str]:
     """Return a model of the tensors, each read once, and a note on rounded numbers.
 
     All tensors get `dtype`; the default is the embedding's own.
     """
     with torch.device("meta"):
-        model = GPT(config)
+        model = GPT(checked.config)
     state: dict[str, Tensor] = {}
     rounded: list[str] = []
-    n_done, n_bytes = 0, sum(tensor.n_bytes for tensor in tensors.values())
-    for name in sorted(tensors, key=lambda name: name != EMBEDDING):
-        tensor = tensors[name].tensor()
-        stored, common = tensor.dtype, dtype or state.get(EMBEDDING, tensor).dtype
+    n_done = 0
+    for name in (EMBEDDING, *(name for name in checked.tensors if name != EMBEDDING)):
+        stored = checked.tensors[name]
+        tensor = stored.tensor()
+        common = dtype or state.get(EMBEDDING, tensor).dtype
         state[name] = tensor.to(common)
-        coarser = dtype is None and torch.promote_types(stored, common) != common
-        if coarser and not torch.equal(state[name].to(stored), tensor):
+        coarser = dtype is None and torch.promote_types(tensor.dtype, common) != common
+        if coarser and not torch.equal(state[name].to(tensor.dtype), tensor):
             rounded.append(name)
-        n_done += tensors[name].n_bytes
+        n_done += stored.n_bytes
         if progress is not None:
-            progress(n_done, n_bytes)
+            progress(n_done, checked.n_bytes)
     model.load_state_dict(state, assign=True)
+    model.foreign_config = dict(checked.foreign)
     if not rounded:
         return model.eval(), ""
-    finer = tensors[rounded[0]].dtype
+    finer = checked.tensors[rounded[0]].dtype
     return model.eval(), (
         f"{len(rounded)} tensors, such as {rounded[0]} in {finer}, were rounded to "
         f"{str(common).removeprefix('torch.')}, {EMBEDDING}'s type; dtype=torch.{finer} "

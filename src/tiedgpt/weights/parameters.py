@@ -15,7 +15,8 @@ from torch import Tensor, nn
 from tiedgpt.core.config import GPTConfig
 from tiedgpt.core.model import GPT
 from tiedgpt.errors import UserError
-from tiedgpt.weights.checkpoint import EMBEDDING, HEAD, WRAPPERS, shapes
+from tiedgpt.weights.checkpoint import EMBEDDING, HEAD, WRAPPERS
+from tiedgpt.weights.gpt import shapes
 from tiedgpt.weights.registry import Writer
 
 PRECISIONS = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}

@@ -22,7 +22,8 @@ if TYPE_CHECKING:
     from torch import nn
 
     from tiedgpt.text.tokenizer import Tokenizer
-    from tiedgpt.weights.checkpoint import Checkpoint, Claim, GPTCheckpoint
+    from tiedgpt.weights.checkpoint import Checkpoint, Claim
+    from tiedgpt.weights.gpt import GPTCheckpoint
 
 MODULES = (
     "transformers", "packed", "mingpt", "nanogpt", "state_dict", "gguf", "llmc", "onnx",

@@ -20,8 +20,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, BinaryIO
 
 from tiedgpt.errors import CorruptInputError, UserError
-from tiedgpt.weights.checkpoint import Checkpoint
-from tiedgpt.weights.tensors import Native, Read, Storage, StoredTensor, file_reader
+from tiedgpt.weights.checkpoint import Checkpoint, Native, Read, Storage, StoredTensor, file_reader
 
 if TYPE_CHECKING:
     import torch

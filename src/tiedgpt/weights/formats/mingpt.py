@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from tiedgpt.weights.checkpoint import Checkpoint, Claim, GPTCheckpoint
+from tiedgpt.weights.checkpoint import Checkpoint, Claim
 from tiedgpt.weights.containers import detect, open_container
 from tiedgpt.weights.formats.state_dict import (
     has_biases,
@@ -17,6 +17,7 @@ from tiedgpt.weights.formats.state_dict import (
     has_two_matrices,
 )
 from tiedgpt.weights.formats.transformers import our_tensors
+from tiedgpt.weights.gpt import GPTCheckpoint
 from tiedgpt.weights.registry import Format
 
 HEADS = {

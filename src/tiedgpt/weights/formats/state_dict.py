@@ -9,11 +9,11 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from tiedgpt.weights.checkpoint import EMBEDDING, HEAD, Checkpoint, Claim, GPTCheckpoint
+from tiedgpt.weights.checkpoint import EMBEDDING, HEAD, Checkpoint, Claim, StoredTensor
 from tiedgpt.weights.containers import detect, open_container
 from tiedgpt.weights.formats.transformers import BODY_PREFIX, our_tensors
+from tiedgpt.weights.gpt import GPTCheckpoint
 from tiedgpt.weights.registry import Format
-from tiedgpt.weights.tensors import StoredTensor
 
 ACTIVATION = "gelu_new"
 NOTE = (

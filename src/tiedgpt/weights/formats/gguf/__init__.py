@@ -22,16 +22,18 @@ from typing import Any
 
 from tiedgpt.errors import CorruptInputError, UserError
 from tiedgpt.files import reading
-from tiedgpt.weights.checkpoint import Checkpoint, Claim, GPTCheckpoint
-from tiedgpt.weights.registry import Format, TokenizerFile, Writer, defer, require_package
-from tiedgpt.weights.tensors import (
+from tiedgpt.weights.checkpoint import (
     DTYPES,
     FLOATS,
+    Checkpoint,
+    Claim,
     Storage,
     StoredTensor,
-    byte_reader,
+    file_reader,
     tensor_in_file,
 )
+from tiedgpt.weights.gpt import GPTCheckpoint
+from tiedgpt.weights.registry import Format, TokenizerFile, Writer, defer, require_package
 
 MAGIC = b"GGUF"
 SCALARS = {
@@ -262,11 +264,12 @@ def _tensor(
         columns = shape[-1] if shape else 1
         if columns % block:
             raise ValueError(f"{name[:80]!r} has rows of {columns:,} in blocks of {block}")
-        size = math.prod(shape) // block * block_bytes
+        size, row_bytes = math.prod(shape) // block * block_bytes, columns // block * block_bytes
+        read_bytes = file_reader(path, start, row_bytes, 1)
         tensor = StoredTensor(
             name, shape, gguf.GGMLQuantizationType(qtype).name, size,
             Storage(str(path), start, start + size),
-            byte_reader(path, start, columns // block * block_bytes),
+            lambda first, end, low, high: read_bytes(first, end, 0, row_bytes),  # whole blocks
         )  # fmt: skip
     if tensor.storage.stop > file_size:
         raise ValueError(f"{name[:80]!r} of shape {shape} in {tensor.dtype} ends after the file")

@@ -20,10 +20,22 @@ import numpy as np
 from tiedgpt.core.config import GPTConfig
 from tiedgpt.errors import CorruptInputError, UserError
 from tiedgpt.files import beside, reading
-from tiedgpt.weights.checkpoint import EMBEDDING, HEAD, Checkpoint, Claim, GPTCheckpoint, Usage
+from tiedgpt.weights.checkpoint import (
+    EMBEDDING,
+    FLOATS,
+    HEAD,
+    Checkpoint,
+    Claim,
+    Native,
+    Storage,
+    StoredTensor,
+    Usage,
+    file_reader,
+    printable,
+)
 from tiedgpt.weights.formats.transformers import CONV1D
+from tiedgpt.weights.gpt import GPTCheckpoint
 from tiedgpt.weights.registry import Format, Writer, defer, require_package
-from tiedgpt.weights.tensors import FLOATS, Native, Storage, StoredTensor, file_reader, printable
 
 METADATA_KEY = "tiedgpt"
 """In the metadata of our own files: the GPTConfig as JSON."""

@@ -8,15 +8,16 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from tiedgpt.files import read_json
-from tiedgpt.weights.checkpoint import EMBEDDING, Checkpoint, Claim, GPTCheckpoint
+from tiedgpt.weights.checkpoint import EMBEDDING, Checkpoint, Claim, StoredTensor, printable
 from tiedgpt.weights.formats.openai_gpt2 import tensorflow_bundle
 from tiedgpt.weights.formats.transformers import config_fields
+from tiedgpt.weights.gpt import GPTCheckpoint
 from tiedgpt.weights.registry import Format
-from tiedgpt.weights.tensors import StoredTensor, printable
 
 HPARAMS = {"n_vocab": "vocab_size", "n_ctx": "n_positions", "n_embd": "n_embd",
            "n_head": "n_head", "n_layer": "n_layer"}  # fmt: skip
@@ -76,7 +77,7 @@ def rename_variables(variables: Mapping[str, StoredTensor]) -> dict[str, StoredT
     for name, tensor in variables.items():
         is_kernel = name.endswith("/w")
         if is_kernel and len(tensor.shape) == 3 and tensor.shape[0] == 1:
-            tensor = tensor.reshaped(tensor.shape[1:])
+            tensor = replace(tensor, shape=tensor.shape[1:], strides=None)
         if re.fullmatch(VARIABLE, name):
             name = re.sub(r"^h(\d)", r"h.\1", name.removeprefix("model/")).replace("/", ".")
             scope, _, last = name.rpartition(".")

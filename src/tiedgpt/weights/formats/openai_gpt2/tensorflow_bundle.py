@@ -19,15 +19,8 @@ from pathlib import Path
 
 from tiedgpt.errors import CorruptInputError, UserError
 from tiedgpt.files import beside, reading
+from tiedgpt.weights.checkpoint import DTYPES, Native, Read, StoredTensor, printable, tensor_in_file
 from tiedgpt.weights.registry import require_package
-from tiedgpt.weights.tensors import (
-    DTYPES,
-    Native,
-    Read,
-    StoredTensor,
-    printable,
-    tensor_in_file,
-)
 
 MAGIC = struct.pack("<Q", 0xDB4775248B80FB57)
 """The last 8 bytes of a LevelDB table."""

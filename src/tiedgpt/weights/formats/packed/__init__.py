@@ -24,7 +24,14 @@ from numpy.typing import NDArray
 from tiedgpt.core.config import GPTConfig
 from tiedgpt.errors import CorruptInputError, UserError
 from tiedgpt.files import read_json, reading
-from tiedgpt.weights.checkpoint import Checkpoint, GPTCheckpoint, shapes
+from tiedgpt.weights.checkpoint import (
+    Checkpoint,
+    Native,
+    Read,
+    Storage,
+    StoredTensor,
+    tensor_in_file,
+)
 from tiedgpt.weights.containers import SafetensorsFile, is_safetensors
 from tiedgpt.weights.formats.packed.panels import (
     PANEL,
@@ -37,8 +44,8 @@ from tiedgpt.weights.formats.packed.panels import (
     unpack,
 )
 from tiedgpt.weights.formats.transformers import PACKED, config_fields
+from tiedgpt.weights.gpt import GPTCheckpoint, shapes
 from tiedgpt.weights.registry import Format, Writer, defer
-from tiedgpt.weights.tensors import Native, Read, Storage, StoredTensor, tensor_in_file
 
 FILE = "packed.safetensors"
 FORMAT_NAME, VERSION = "tiedgpt-packed", "1"

@@ -19,13 +19,14 @@ from tiedgpt.weights.checkpoint import (
     HEAD,
     Checkpoint,
     Claim,
-    GPTCheckpoint,
+    StoredTensor,
     claim_in,
+    printable,
     without_wrappers,
 )
 from tiedgpt.weights.containers import SUFFIXES, detect, open_container
+from tiedgpt.weights.gpt import GPTCheckpoint
 from tiedgpt.weights.registry import Format, Writer, defer
-from tiedgpt.weights.tensors import StoredTensor, printable
 
 if TYPE_CHECKING:
     from torch import nn

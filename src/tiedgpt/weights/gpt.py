@@ -1,13 +1,16 @@
-"""Check a GPT's config and tensors before any tensor is read, without torch.
+"""The GPT in a checkpoint under our names and in our layout: read and checked, without torch.
 
-check_gpt        -> GPTConfig and the tensors of its parameters, each in its shape
-find_load_error  -> the error of loading a GPT, for audits
+to_gpt      -> GPTCheckpoint: config fields and tensors by our names
+check_gpt   -> CheckedGPT: a GPTConfig, and the tensor of each of its parameters in its shape
+
+No tensor is read here.
 """
 
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -17,12 +20,10 @@ from tiedgpt.weights.checkpoint import (
     EMBEDDING,
     HEAD,
     TIE_KEY,
-    GPTCheckpoint,
-    shapes,
-    to_gpt,
+    Checkpoint,
+    StoredTensor,
+    printable,
 )
-from tiedgpt.weights.decision import TieDecision, choose_matrices
-from tiedgpt.weights.tensors import StoredTensor, printable
 
 DROPOUTS = ("embd_pdrop", "attn_pdrop", "resid_pdrop")
 """Fields that the caller may change: the file states how it was trained, not how it must run."""
@@ -32,51 +33,131 @@ SLACK_BYTES = 1 << 20
 MAX_NAME_LENGTH = 200
 
 
-def check_gpt(
-    gpt: GPTCheckpoint, decision: TieDecision, resolve: str | None, config: Mapping[str, Any]
-) -> tuple[GPTConfig, dict[str, StoredTensor], str]:
-    """Return the config, the tensors of all parameters by our names, and a note on dropped ids.
+@dataclass(frozen=True)
+class GPTCheckpoint:
+    """GPT in a checkpoint: config fields, and tensors under our names."""
 
-    `config` are the caller's fields. Raises `CorruptInputError` unless the tensors are those of a
-    GPT, `UserError` if an argument contradicts the file or does not apply.
+    layout: str
+    """Origin of names and layout: "transformers gpt2", "nanoGPT", ..."""
+    fields: Mapping[str, Any]
+    """Values in the checkpoint under GPTConfig's names."""
+    tensors: dict[str, StoredTensor]
+    """Tensors under our names, with `head.weight` if there is a second matrix."""
+    assumed: Mapping[str, Any] = field(default_factory=dict)
+    """Values of fields that such a checkpoint leaves out."""
+    foreign: Mapping[str, Any] = field(default_factory=dict)
+    """Keys of its config that do not change the computation."""
+    notes: tuple[str, ...] = ()
+    guesses: Mapping[str, str] = field(default_factory=dict)
+    """Notes on uncertain values by field, left out for fields that the caller gives."""
+
+
+def to_gpt(checkpoint: Checkpoint, leave_out: Callable[[str], bool] | None = None) -> GPTCheckpoint:
+    """Return the GPT in a checkpoint, without the tensors that `leave_out(our name)` selects.
+
+    Raises `UserError` for another architecture, `CorruptInputError` if its tensors contradict each
+    other, or if neither W nor a head is a matrix.
     """
-    path = Path(decision.checkpoint.source)
+    assert checkpoint.format is not None
+    source = str(checkpoint.source)
+    try:
+        gpt = checkpoint.format.to_gpt(checkpoint)
+    except (CorruptInputError, UserError) as error:
+        if source in str(error):
+            raise
+        raise type(error)(f"{source}: {error.problem()}", hint=error.hint) from None
+    if leave_out is not None:
+        gpt = replace(gpt, tensors={n: t for n, t in gpt.tensors.items() if not leave_out(n)})
+    matrices = {name: gpt.tensors[name] for name in (EMBEDDING, HEAD) if name in gpt.tensors}
+    for name, matrix in matrices.items():
+        if not (len(matrix.shape) == 2 and all(matrix.shape)):
+            shape = f"must be a matrix (V, D), got {matrix.shape}"
+            raise CorruptInputError(f"{source}: {name} {shape}")
+    if not matrices:
+        raise CorruptInputError(f"{source}: {EMBEDDING} is missing; this is no GPT")
+    return gpt
+
+
+def shapes(config: GPTConfig) -> dict[str, tuple[int, ...]]:
+    """Return the shape of every parameter of `GPT(config)` by our names, without torch."""
+    d, inner = config.n_embd, config.inner_dim
+    block: dict[str, tuple[int, ...]] = {
+        "ln_1": (d,),
+        "attn.c_attn": (3 * d, d),
+        "attn.c_proj": (d, d),
+        "ln_2": (d,),
+        "mlp.c_fc": (inner, d),
+        "mlp.c_proj": (d, inner),
+    }
+    all_shapes: dict[str, tuple[int, ...]] = {
+        EMBEDDING: (config.vocab_size, d),
+        "wpe.weight": (config.n_positions, d),
+    }
+    names = {f"h.{n}.{module}": s for n in range(config.n_layer) for module, s in block.items()}
+    if config.norm == "pre":
+        names["ln_f"] = (d,)
+    for name, shape in names.items():
+        all_shapes[f"{name}.weight"] = shape
+        if config.bias:
+            all_shapes[f"{name}.bias"] = shape[:1]
+    if not config.tie_word_embeddings:
+        all_shapes[HEAD] = (config.vocab_size, d)
+    return all_shapes
+
+
+@dataclass(frozen=True)
+class CheckedGPT:
+    """A GPT whose config and tensors fit each other: it can be built."""
+
+    config: GPTConfig
+    tensors: dict[str, StoredTensor]
+    """The tensor of each parameter by our names, in its shape."""
+    n_bytes: int
+    """Size of the tensors in the file."""
+    foreign: Mapping[str, Any]
+    """Keys of its config that do not change the computation."""
+    layout: str
+    """Container, and origin of the names: "safetensors, transformers gpt2"."""
+    notes: tuple[str, ...]
+    """Notes on assumed values and on tensors or ids that were left out."""
+
+
+def check_gpt(
+    checkpoint: Checkpoint,
+    gpt: GPTCheckpoint,
+    matrices: Mapping[str, StoredTensor],
+    config: Mapping[str, Any],
+) -> CheckedGPT:
+    """Return the config of a GPT and the tensors of all its parameters.
+
+    `matrices` are W, and the head's own if it has one, by our names; `config` are the caller's
+    fields. Raises `CorruptInputError` unless the tensors are those of a GPT, `UserError` if an
+    argument contradicts the file or does not apply.
+    """
+    path = Path(checkpoint.source)
     tensors = {n: t for n, t in gpt.tensors.items() if n not in (EMBEDDING, HEAD)}
     body = {tensor.name: name for name, tensor in tensors.items()}
-    for name, matrix in choose_matrices(decision, resolve).items():
+    for name, matrix in matrices.items():
         if matrix.name in body:
             raise UserError(f"{path}: {matrix.name} is {body[matrix.name]} and cannot be {name}")
         tensors[name] = matrix
-    built, note = _build_config(path, gpt, tensors, config)
-    _check_tensors(path, tensors, shapes(built), decision.checkpoint.files)
-    return built, tensors, note
-
-
-def find_load_error(decision: TieDecision) -> str | None:
-    """Return the error of loading a file that claims to be a GPT and whose tie is sound.
-
-    Returns None for files of other architectures, and for files that load once the caller adds
-    missing fields, such as `n_head`.
-    """
-    checkpoint = decision.checkpoint
-    format = checkpoint.format
-    if checkpoint.in_memory or format is None or not format.detect_checkpoint(checkpoint):
-        return None
-    try:
-        gpt = to_gpt(checkpoint)
-        has_heads = "n_head" in {**gpt.assumed, **gpt.fields}
-        check_gpt(gpt, decision, None, {} if has_heads else {"n_head": 1})
-    except CorruptInputError as error:
-        return error.problem()
-    except UserError:
-        return None
-    return None
+    built, dropped = _build_config(path, gpt, tensors, config)
+    n_bytes = _check_tensors(path, tensors, shapes(built), checkpoint.files)
+    guesses = (note for name, note in gpt.guesses.items() if name not in {*config, *gpt.fields})
+    return CheckedGPT(
+        config=built,
+        tensors=tensors,
+        n_bytes=n_bytes,
+        foreign=gpt.foreign,
+        layout=f"{checkpoint.container}, {gpt.layout}",
+        notes=(*gpt.notes, *guesses, *dropped),
+    )
 
 
 def _build_config(
     path: Path, gpt: GPTCheckpoint, tensors: Mapping[str, StoredTensor], extra: Mapping[str, Any]
-) -> tuple[GPTConfig, str]:
-    """Return the config and a note on dropped ids.
+) -> tuple[GPTConfig, list[str]]:
+    """Return the config and a note on dropped ids, if any were.
 
     The weights decide the numbers of rows. `extra` only adds fields that the file does not state.
     """
@@ -131,7 +212,7 @@ def _build_config(
         raise CorruptInputError(f"{path} describes no GPT: {error}") from None
 
 
-def _drop_foreign_ids(fields: dict[str, Any]) -> str:
+def _drop_foreign_ids(fields: dict[str, Any]) -> list[str]:
     """Drop special ids outside the vocabulary (transformers' default 50256); return a note."""
     dropped = []
     for name in ("bos_token_id", "eos_token_id"):
@@ -142,7 +223,7 @@ def _drop_foreign_ids(fields: dict[str, Any]) -> str:
             fields[name] = None
             dropped.append(f"{name}={value}")
     outside = f"outside this model's vocabulary of {fields['vocab_size']} tokens: dropped"
-    return f"{' and '.join(dropped)} {outside}" if dropped else ""
+    return [f"{' and '.join(dropped)} {outside}"] if dropped else []
 
 
 def _check_tensors(
@@ -150,8 +231,8 @@ def _check_tensors(
     tensors: Mapping[str, StoredTensor],
     expected: Mapping[str, tuple[int, ...]],
     files: tuple[Path, ...],
-) -> None:
-    """Raise `CorruptInputError` unless the tensors are exactly the expected parameters.
+) -> int:
+    """Return the bytes of the tensors; `CorruptInputError` unless they are the expected ones.
 
     Together they may take twice the bytes of the files: a matrix that was saved once may be used
     twice. Tensors that take more repeat rows, or use one place under many names.
@@ -175,3 +256,4 @@ def _check_tensors(
             f"{path} contradicts its own size: its tensors, such as wte.weight of shape "
             f"{tensors[EMBEDDING].shape}, would take {total:,} bytes, and its files have {there:,}"
         )
+    return total
