@@ -22,8 +22,7 @@ NEEDED = (
     "plotext",
 )  # fmt: skip
 FEATURES = {
-    "Parquet files": (("pyarrow",), "pip install 'tiedgpt[data]'"),
-    "zstd compression": (("zstandard",), "pip install 'tiedgpt[data]'"),
+    "Parquet files, zstd": (("pyarrow",), "pip install 'tiedgpt[data]'"),
     "hf: data sets": (("datasets",), "pip install 'tiedgpt[data]'"),
     "data prepare --ray": (("ray",), "pip install 'tiedgpt[ray]'"),
     "generate --regex": (("llguidance",), "pip install 'tiedgpt[constrain]'"),

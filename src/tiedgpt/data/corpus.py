@@ -390,8 +390,13 @@ def documents(
         UserError: a source is missing, a glob matches nothing, a folder has no files, or Python
             does not know the encoding.
     """
-    if encoding != "auto":
-        _require_encoding(encoding)
+    try:
+        "".encode("utf-8" if encoding == "auto" else encoding)
+    except (LookupError, ValueError):
+        raise UserError(
+            f"--encoding {encoding}: Python knows no such encoding",
+            hint="give one such as utf-8, utf-16 or cp1252",
+        ) from None
     corpus = FileCorpus(text_field, encoding=encoding, keep_end_of_text=keep_end_of_text)
     reached: dict[str, str] = {}
     for source in [sources] if isinstance(sources, str) else sources:
@@ -442,19 +447,6 @@ def _search(source: str) -> list[str]:
             hint=f"check the name (the current folder is {os.getcwd()})",
         )
     return paths
-
-
-def _require_encoding(encoding: str) -> None:
-    """Raise `UserError` unless Python knows the text encoding."""
-    try:
-        b"a".decode(encoding)
-    except UnicodeError:  # known, but one byte is no character of UTF-16
-        return
-    except (LookupError, ValueError):
-        raise UserError(
-            f"--encoding {encoding}: Python knows no such encoding",
-            hint="give one such as utf-8, utf-16 or cp1252",
-        ) from None
 
 
 def _require_no_surrogate(data: bytes, name: str) -> None:

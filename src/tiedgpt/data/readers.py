@@ -36,8 +36,6 @@ DELIMITERS = {".csv": ",", ".tsv": "\t"}
 PARQUET = ".parquet"
 PARQUET_ROWS = 1024
 """Rows of a Parquet file that are held at a time."""
-ZSTD_BYTES = 1 << 20
-"""Compressed bytes that are read at a time."""
 LARGEST_LINE = 1 << 28
 """Maximum bytes of a line of .jsonl, and characters of a field of a table."""
 LARGEST_PART = 1 << 20
@@ -45,44 +43,6 @@ LARGEST_PART = 1 << 20
 OnBad = Callable[[CorruptInputError], None] | None
 Section = tuple[int, int]
 """From where a file is read, and up to where: in bytes, or in row groups of a Parquet file."""
-
-
-class ZstdFile(io.RawIOBase):
-    """The bytes of a .zst file of any number of frames; a truncated one is an `EOFError`."""
-
-    def __init__(self, file: BinaryIO) -> None:
-        self._library = _import("zstandard", ".zst")
-        self._file, self._ready = file, memoryview(b"")
-        self._frame: Any = None
-
-    def readable(self) -> bool:
-        """Return True."""
-        return True
-
-    def readinto(self, buffer: Any) -> int:
-        """Fill a part of the buffer; return how many bytes, 0 at the end."""
-        while not self._ready and self._decompress():
-            pass
-        n_bytes = min(len(buffer), len(self._ready))
-        buffer[:n_bytes] = self._ready[:n_bytes]
-        self._ready = self._ready[n_bytes:]
-        return n_bytes
-
-    def _decompress(self) -> bool:
-        """Decompress some more; return whether there was any."""
-        rest = b"" if self._frame is None else self._frame.unused_data
-        data = rest or self._file.read(ZSTD_BYTES)
-        if not data:
-            if self._frame is not None and not self._frame.eof:
-                raise EOFError("the last frame is not whole")
-            return False
-        if self._frame is None or self._frame.eof:
-            self._frame = self._library.ZstdDecompressor().decompressobj()
-        try:
-            self._ready = memoryview(self._frame.decompress(data))
-        except self._library.ZstdError as error:
-            raise OSError(str(error)) from None
-        return True
 
 
 class SectionFile(io.RawIOBase):
@@ -113,7 +73,9 @@ DECOMPRESSORS: dict[str, Callable[[BinaryIO], Any]] = {
     ".gz": lambda file: gzip.GzipFile(fileobj=file),
     ".bz2": bz2.BZ2File,
     ".xz": lzma.LZMAFile,
-    ".zst": lambda file: io.BufferedReader(ZstdFile(file)),
+    ".zst": lambda file: io.BufferedReader(
+        _import("pyarrow", ".zst").CompressedInputStream(file, "zstd")
+    ),
 }
 
 
