@@ -140,11 +140,13 @@ def test_without_a_verb_the_help_is_shown(capfd):
     assert main(["--version"]) == 0 and capfd.readouterr().out.startswith("tiedgpt 0.")
 
 
-def test_doctor_describes_the_machine(capfd):
+def test_doctor_describes_the_machine(capfd, monkeypatch):
+    monkeypatch.setenv("NUMBA_CACHE_DIR", "/kernels")
     assert main(["doctor", "--format", "json"]) == 0
     found = json.loads(capfd.readouterr().out)
     assert found["torch"].startswith(torch.__version__.split("+")[0])
     assert found["missing"] == "nothing that is required"
+    assert found["kernel cache"] == "/kernels"
     assert main(["doctor"]) == 0
     assert "train --dtype auto" in capfd.readouterr().out
 

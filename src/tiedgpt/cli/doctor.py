@@ -116,9 +116,10 @@ def _describe_cpu() -> dict[str, str]:
 
 
 def _examine_torch() -> dict[str, Any]:
-    """Return torch's view of this machine."""
+    """Return torch's view of this machine, and where compiled kernels are kept."""
     import torch
 
+    from tiedgpt.infer.kernels.compile_cache import cache_directories
     from tiedgpt.train.machine import choose_dtype, training_device
 
     device = training_device()
@@ -127,6 +128,7 @@ def _examine_torch() -> dict[str, Any]:
         "cpu": torch.backends.cpu.get_cpu_capability(),
         "device": torch.cuda.get_device_name(device) if device.type == "cuda" else device.type,
         "train --dtype auto": choose_dtype(device),
+        "kernel cache": " or ".join(map(str, cache_directories())),
     }
 
 

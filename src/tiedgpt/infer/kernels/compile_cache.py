@@ -151,8 +151,8 @@ def _flatten(values: tuple[Any, ...], words: list[int], kinds: list[Any]) -> Non
             kinds.append(type(value))
 
 
-def _places() -> list[Path]:
-    """Return the directories of the cache; files are written to the first that is possible."""
+def cache_directories() -> list[Path]:
+    """Return the directories of the cache. Files are written to the first writable one."""
     if directory := os.environ.get("NUMBA_CACHE_DIR"):
         return [Path(directory)]
     home = os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache")
@@ -161,7 +161,7 @@ def _places() -> list[Path]:
 
 def _load(file: str) -> Function | None:
     """Return the function of the first undamaged file that can be loaded, or None."""
-    for path in (path for folder in _places() for path in folder.glob(f"{file}-*")):
+    for path in (path for folder in cache_directories() for path in folder.glob(f"{file}-*")):
         with suppress(OSError, RuntimeError, ValueError, AttributeError):
             data = path.read_bytes()
             if zlib.crc32(data) != int(path.stem[-8:], 16):
@@ -188,7 +188,7 @@ def _address_in(data: bytes) -> int:
 
 def _keep(file: str, data: bytes, suffix: str) -> None:
     """Write machine code to the first place that can be written, or raise the last error."""
-    for folder in (places := _places()):
+    for folder in (places := cache_directories()):
         try:
             with replacing(folder / f"{file}-{zlib.crc32(data):08x}{suffix}") as temporary:
                 temporary.write_bytes(data)
