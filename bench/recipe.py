@@ -46,7 +46,7 @@ from tiedgpt.train.machine import training_device
 from tiedgpt.train.objective import Objective
 from tiedgpt.train.optim.groups import optimizers, parameter_groups
 from tiedgpt.train.options import SIZES, TrainOptions
-from tiedgpt.train.plan import Plan
+from tiedgpt.train.planning import Plan
 from tiedgpt.train.run import make_plan, prepare_fresh
 from tiedgpt.train.step import train_step
 from tiedgpt.train.storage import RunDirectory

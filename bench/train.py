@@ -119,7 +119,7 @@ def ours(
     """Our own training step, as `tiedgpt train --optimizer adamw` runs it."""
     from tiedgpt.train import fast_training
     from tiedgpt.train.optim.groups import optimizers, parameter_groups
-    from tiedgpt.train.plan import Plan
+    from tiedgpt.train.planning import Plan
     from tiedgpt.train.step import train_step
 
     model = GPT(config).to(device).train()

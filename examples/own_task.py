@@ -24,7 +24,7 @@ from tiedgpt.train import Trainer
 from tiedgpt.train.dataset import Data
 from tiedgpt.train.events import Ended, Evaluated
 from tiedgpt.train.objective import Arrays, Objective
-from tiedgpt.train.plan import Plan
+from tiedgpt.train.planning import Plan
 from tiedgpt.train.storage import RunDirectory
 
 TAGS = ["O", "PERSON", "PLACE", "TIME"]

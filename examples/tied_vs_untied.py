@@ -41,7 +41,7 @@ from tiedgpt.train.dataset import Data
 from tiedgpt.train.events import Evaluated
 from tiedgpt.train.metrics import read_history
 from tiedgpt.train.objective import Arrays, Objective
-from tiedgpt.train.plan import Plan
+from tiedgpt.train.planning import Plan
 from tiedgpt.train.storage import RunDirectory
 
 OUT = Path("runs/tied-vs-untied")

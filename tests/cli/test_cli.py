@@ -20,7 +20,7 @@ from tiedgpt.cli.main import main
 from tiedgpt.cli.show_training import Display, Show
 from tiedgpt.errors import UserError
 from tiedgpt.train.events import Ended, Replanned
-from tiedgpt.train.plan import Plan
+from tiedgpt.train.planning import Plan
 
 QUICK = ["--steps", "4", "--context", "16", "--batch-size", "2", "--size", "tiny"]
 

@@ -23,7 +23,7 @@ from tiedgpt.train.events import Event, Skipped, Stepped
 from tiedgpt.train.objective import Objective
 from tiedgpt.train.objectives.language import LanguageModelling
 from tiedgpt.train.options import TrainOptions
-from tiedgpt.train.plan import Plan
+from tiedgpt.train.planning import Plan
 from tiedgpt.train.run import make_plan
 from tiedgpt.train.storage import RunDirectory, make_record, read_plan
 from tiedgpt.train.texts import open_text

@@ -21,7 +21,7 @@ from tiedgpt.train.distributed import Processes, Shards, is_launched, join_proce
 from tiedgpt.train.events import Ended
 from tiedgpt.train.objective import Loss
 from tiedgpt.train.optim.groups import optimizers, parameter_groups
-from tiedgpt.train.plan import Plan
+from tiedgpt.train.planning import Plan
 from tiedgpt.train.step import train_step
 from tiedgpt.train.storage import RunDirectory
 

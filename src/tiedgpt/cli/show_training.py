@@ -25,8 +25,7 @@ from tiedgpt.core.config import GPTConfig
 from tiedgpt.train import events
 from tiedgpt.train.objective import Objective
 from tiedgpt.train.options import format_count
-from tiedgpt.train.plan import Plan
-from tiedgpt.train.planning import describe_memory
+from tiedgpt.train.planning import Plan, describe_memory
 
 MEMORIZED_NATS = 0.1
 """A loss on the examples trained on below which they are called memorized: nine of ten tokens."""

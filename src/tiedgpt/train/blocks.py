@@ -30,7 +30,7 @@ from tiedgpt.core.cache import KVCache
 from tiedgpt.core.layers import Block
 from tiedgpt.errors import DivergedError
 from tiedgpt.train.objective import Arrays, Loss, Model, body_of
-from tiedgpt.train.plan import Plan
+from tiedgpt.train.planning import Plan
 from tiedgpt.train.step import train_step
 
 COMPILERS = ("g++", "clang++", "c++", "cl")

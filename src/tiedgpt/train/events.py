@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 from tiedgpt.train.dataset import Data
 from tiedgpt.train.objective import Model, Objective, Score
 from tiedgpt.train.optim.groups import Group
-from tiedgpt.train.plan import Plan
+from tiedgpt.train.planning import Plan
 
 if TYPE_CHECKING:
     from pathlib import Path

@@ -41,8 +41,7 @@ from tiedgpt.train.measures import Measures
 from tiedgpt.train.metrics import PART_PREFIX
 from tiedgpt.train.objective import Arrays, Model, Objective, Score, body_of
 from tiedgpt.train.optim.groups import make_optimizers, set_rate
-from tiedgpt.train.plan import Plan
-from tiedgpt.train.planning import PaceChecks, halve_micro_batch, replan, require_rows
+from tiedgpt.train.planning import PaceChecks, Plan, halve_micro_batch, replan, require_rows
 from tiedgpt.train.step import (
     WORSE_RATIO,
     Accelerate,

@@ -22,8 +22,7 @@ from tiedgpt.train.distributed import Processes
 from tiedgpt.train.objective import Objective
 from tiedgpt.train.optim.groups import make_optimizers
 from tiedgpt.train.options import DEFAULT_MINUTES, TrainOptions, format_count
-from tiedgpt.train.plan import Dtype, Plan
-from tiedgpt.train.planning import Machine
+from tiedgpt.train.planning import Dtype, Machine, Plan
 from tiedgpt.train.step import Accelerate, train_step
 
 MEASURE_TIME_SHARE = 0.005

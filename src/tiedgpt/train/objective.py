@@ -32,7 +32,7 @@ from tiedgpt.heads import Head
 from tiedgpt.heads.head import load_body
 from tiedgpt.text import Tokenizer
 from tiedgpt.tie import add_tokens
-from tiedgpt.train.plan import Plan
+from tiedgpt.train.planning import Plan
 from tiedgpt.weights.formats.transformers.writer import save_tokenizer
 from tiedgpt.weights.gpt import to_gpt
 from tiedgpt.weights.sources import open_checkpoint

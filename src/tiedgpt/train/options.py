@@ -25,7 +25,6 @@ from tiedgpt.options import (
 )
 from tiedgpt.train.objectives import ObjectiveRecord, find_record, list_tasks
 from tiedgpt.train.optim import OPTIMIZERS, find_optimizer, scale_lr_to_width
-from tiedgpt.train.plan import Keep, Schedule
 
 if TYPE_CHECKING:
     from tiedgpt.train.planning import Facts
@@ -92,6 +91,8 @@ RANGES: tuple[tuple[str, float, float, str], ...] = (
 )
 """Options, their minimum and maximum, and the range in words."""
 Recipe = Literal["train", "tune"]
+Schedule = Literal["linear", "wsd", "cosine"]
+Keep = Literal["best", "last"]
 TrackerName = Literal["trackio", "wandb", "tensorboard"]
 
 

@@ -24,13 +24,10 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from typing import Any, Self
-
-import torch
+from typing import TYPE_CHECKING, Any, Literal, Self, get_args, get_type_hints
 
 from tiedgpt.core.config import GPTConfig
-from tiedgpt.core.loss import chunk_rows
-from tiedgpt.errors import NoRoomError, UserError
+from tiedgpt.errors import CorruptInputError, NoRoomError, UserError
 from tiedgpt.files import format_bytes
 from tiedgpt.train.optim import OPTIMIZERS
 from tiedgpt.train.options import (
@@ -38,12 +35,22 @@ from tiedgpt.train.options import (
     EVALUATIONS_PER_RUN,
     MAX_EPOCHS,
     SIZES,
+    Keep,
+    Schedule,
     TrainOptions,
     format_count,
     parse_bytes,
 )
-from tiedgpt.train.plan import Dtype, Plan, Recompute
 
+if TYPE_CHECKING:
+    import torch
+
+Dtype = Literal["fp32", "bf16"]
+Recompute = Literal["off", "blocks"]
+COUNTS = "steps", "batch_size", "micro_batch", "eval_every", "eval_batches", "save_every"
+"""Fields that are at least 1."""
+COSINE_FLOOR = 0.1
+"""Share of the peak at which cosine ends: Brown et al. 2020, appendix B; Hoffmann et al. 2022."""
 CANDIDATE_SIZES = ("nano", "tiny", "little", "mini", "small", "medium")
 FIRST_CANDIDATE = "tiny"
 LOSS_A, LOSS_ALPHA = 62.0, 0.5
@@ -100,6 +107,98 @@ REPLAN_CHECKS = (0.1, 0.25, 0.5, 0.75, 0.9)
 """Shares of the steps, or of the time, at which the plan is compared with the clock."""
 REPLAN_TOLERANCE = 0.05
 """Smallest relative change of the number of steps for a new plan."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Plan:
+    """The numbers of a run; with the data and the seed they decide every weight."""
+
+    steps: int
+    batch_size: int
+    """Sequences in a step."""
+    micro_batch: int
+    """Sequences computed at a time."""
+    optimizer: str
+    """Optimizer of the blocks' matrices: a name in `optim.OPTIMIZERS`."""
+    lr: float
+    warmup: int
+    """Steps of warm-up."""
+    weight_decay: float
+    grad_clip: float
+    dtype: Dtype
+    seed: int
+    eval_every: int
+    """Steps between evaluations on a part of the validation text."""
+    eval_batches: int
+    """Number of micro-batches in that part."""
+    save_every: int
+    patience: int | None = None
+    """Number of evaluations without improvement that ends the run; None: a rising loss ends it."""
+    can_end_early: bool = True
+    """Whether validation may end the run before its last step."""
+    keep: Keep = "best"
+    """Which weights are published."""
+    schedule: Schedule = "linear"
+    cooldown: int = 0
+    """Number of last steps in which the rate of wsd decays."""
+    memory: int | None = None
+    """Memory limit of the process in bytes (--memory)."""
+    recompute: Recompute = "off"
+    """"blocks": activation checkpointing, with the same bits."""
+    compile: Literal["on", "off"] = "off"
+    """Whether blocks are compiled."""
+    threads: int | None = None
+    """CPU threads, if they were asked for or measured to be faster than the default."""
+    minutes: float | None = None
+    """Duration that decides the number of steps, or None."""
+    final_batches: int | None = None
+    """Micro-batches of the final score, or None for all held-out data."""
+    size: str = ""
+    """Name of the size of a fresh model."""
+    reason: str = ""
+    """Reason for the chosen size or number of steps."""
+    since: int = 0
+    """Number of steps done by an earlier plan."""
+
+    def __post_init__(self) -> None:
+        kinds = get_type_hints(Plan)
+        sound = all(_fits(getattr(self, name), kind) for name, kind in kinds.items())
+        numbers = [value for value in vars(self).values() if isinstance(value, (int, float))]
+        sound = sound and all(0 <= number < math.inf for number in numbers) and self.minutes != 0
+        if not sound or any(getattr(self, name) < 1 for name in COUNTS):
+            raise CorruptInputError(f"invalid plan: {self}")
+
+    def rate(self, step: int) -> float:
+        """Return the learning rate of a step, counted from 0.
+
+        It rises linearly to `lr` in `warmup` steps. Then `schedule` decides:
+        - linear: decays to 0 after the last step (Bergsma et al. 2025, arXiv 2502.15938);
+        - wsd: stays constant, then decays linearly to 0 over the last `cooldown` steps (Hägele et
+          al. 2024, arXiv 2405.18392);
+        - cosine: decays along half a cosine wave to a tenth of the peak (Brown et al. 2020).
+        """
+        if step < self.warmup:
+            return self.lr * (step + 1) / self.warmup
+        falling = self.steps - self.warmup
+        if self.schedule == "cosine":
+            wave = (1 + math.cos(math.pi * (step - self.warmup) / max(1, falling))) / 2
+            return self.lr * (COSINE_FLOOR + (1 - COSINE_FLOOR) * wave)
+        if self.schedule == "wsd":
+            falling = self.cooldown
+        return self.lr * min(1.0, (self.steps - step) / max(1, falling))
+
+    @property
+    def autocast(self) -> torch.dtype | None:
+        """Return the dtype of matmuls under autocast, or None for fp32."""
+        import torch  # not for `--help`
+
+        return None if self.dtype == "fp32" else torch.bfloat16
+
+
+def _fits(value: Any, kind: Any) -> bool:
+    """Whether a value is of this type, of one of several, or one of a `Literal`."""
+    kinds = get_args(kind) or (kind,)
+    return value in kinds or type(value) in kinds or (type(value) is int and float in kinds)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -504,6 +603,10 @@ def estimate_activations(
         parts["attention scores"] = ATTENTION_SCORE_BYTES * scores
     parts["backward of a block"] = tokens * (4 * n_embd + itemsize * config.inner_dim)
     if facts.predicts_tokens:
+        import torch  # not for `--help`
+
+        from tiedgpt.core.loss import chunk_rows
+
         dtype = torch.bfloat16 if is_bf16 else torch.float32
         chunk = chunk_rows(tokens, config.vocab_size, dtype)
         logit_bytes = 6 if is_bf16 and not machine.is_cpu else itemsize

@@ -39,10 +39,10 @@ from tiedgpt.train.machine import (
 from tiedgpt.train.objective import Objective
 from tiedgpt.train.objectives import open_objective
 from tiedgpt.train.options import DURATIONS, TrainOptions
-from tiedgpt.train.plan import Plan
 from tiedgpt.train.planning import (
     SHORT_RUN_STEPS,
     Machine,
+    Plan,
     draft_plan,
     find_warnings,
     plan_run,

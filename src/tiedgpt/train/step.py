@@ -21,7 +21,7 @@ from torch.utils.hooks import RemovableHandle
 from tiedgpt.errors import CorruptInputError, DivergedError, NoRoomError
 from tiedgpt.train.distributed import Processes, local_shard
 from tiedgpt.train.objective import OWN_LOSS, Arrays, Loss, Model, body_of
-from tiedgpt.train.plan import Plan
+from tiedgpt.train.planning import Plan
 
 MAX_SKIPPED_STEPS, SKIP_WINDOW_STEPS = 10, 200
 """Number of skipped steps among the last `SKIP_WINDOW_STEPS` that ends a run."""

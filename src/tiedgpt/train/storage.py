@@ -28,7 +28,7 @@ from tiedgpt.files import PREPARED, lock_file, remove, remove_leftovers, replaci
 from tiedgpt.train.metrics import History, read_history, read_metrics
 from tiedgpt.train.objectives import find_record
 from tiedgpt.train.options import AUTO, DURATIONS, TrainOptions
-from tiedgpt.train.plan import Plan
+from tiedgpt.train.planning import Plan
 
 RUNS = Path("runs")
 OPENING = "opening.json"

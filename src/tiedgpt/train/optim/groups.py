@@ -14,7 +14,7 @@ from torch import nn
 
 from tiedgpt.train.objective import Model, body_of, predicts_tokens
 from tiedgpt.train.optim import OPTIMIZERS, find_optimizer
-from tiedgpt.train.plan import OptimizerName, Plan
+from tiedgpt.train.planning import Plan
 
 if TYPE_CHECKING:
     from tiedgpt.train.objective import Objective
@@ -30,7 +30,7 @@ class Group:
 
     name: str
     parameters: dict[str, nn.Parameter]
-    optimizer: OptimizerName
+    optimizer: str
     weight_decay: float
     n_matrices: int = 1
     """Number of matrices stacked in each parameter; Muon updates them one by one."""
@@ -41,7 +41,7 @@ class Group:
         return f"{self.name}: {count:,} parameters, {OPTIMIZERS[self.optimizer].label}, {decay}"
 
 
-def parameter_groups(model: Model, *, matrices: OptimizerName, weight_decay: float) -> list[Group]:
+def parameter_groups(model: Model, *, matrices: str, weight_decay: float) -> list[Group]:
     """Sort the trainable parameters into groups: W, a head, positions, matrices, the rest.
 
     `matrices` is the optimizer of the blocks' matrices. AdamW updates W: its gradient is dense from
