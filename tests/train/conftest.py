@@ -18,7 +18,7 @@ from tiedgpt.data import documents, encode_corpus, plan_split
 from tiedgpt.text import Tokenizer
 from tiedgpt.train import Trainer, fast_training
 from tiedgpt.train.checkpoint import list_checkpoints
-from tiedgpt.train.dataset import Data
+from tiedgpt.train.dataset import Data, open_text
 from tiedgpt.train.events import Event, Skipped, Stepped
 from tiedgpt.train.objective import Objective
 from tiedgpt.train.objectives.language import LanguageModelling
@@ -26,7 +26,6 @@ from tiedgpt.train.options import TrainOptions
 from tiedgpt.train.planning import Plan
 from tiedgpt.train.run import make_plan
 from tiedgpt.train.storage import RunDirectory, make_record, read_plan
-from tiedgpt.train.texts import open_text
 
 TEXT = "".join(f"line {n}: the {n % 7} cats sat on {n % 5} mats.\n" for n in range(400))
 CPU = torch.device("cpu")

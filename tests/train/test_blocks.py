@@ -6,9 +6,9 @@ import torch
 
 from tests.train.conftest import CPU, DROPOUT, PLAN, assert_same
 from tiedgpt import GPT, GPTConfig
-from tiedgpt.train import blocks
-from tiedgpt.train.blocks import prepare_blocks
+from tiedgpt.train import step
 from tiedgpt.train.events import Started
+from tiedgpt.train.step import prepare_blocks
 
 CONFIG = GPTConfig(vocab_size=90, n_positions=160, n_embd=32, n_layer=3, n_head=2)
 SAME = {"embd_pdrop": 0.0, "attn_pdrop": 0.0, "resid_pdrop": 0.0}
@@ -84,7 +84,7 @@ def test_requested_recomputation_and_compilation_are_planned(trial, options):
 
 def test_a_missing_compiler_is_named(monkeypatch, trial, options):
     monkeypatch.setenv("CXX", "no-such-compiler")
-    reason = blocks.find_missing(CPU)
+    reason = step.find_missing(CPU)
     assert reason == "no C++ compiler is here (no-such-compiler): install one or set CXX"
     assert trial().make_plan(options, compile="on").compile == "off"
 
@@ -95,17 +95,17 @@ def test_freed_memory_is_kept_as_far_as_the_c_library_allows(most, sizes):
 
     def set_malloc(option, value):
         asked.append((option, value))
-        return value <= most or option == blocks.M_TRIM_THRESHOLD
+        return value <= most or option == step.M_TRIM_THRESHOLD
 
-    blocks.keep_memory(set_malloc)
-    mapped = [(blocks.M_MMAP_THRESHOLD, size) for size in sizes]
-    assert asked == [*mapped, (blocks.M_TRIM_THRESHOLD, 2**31 - 1)]
+    step.keep_memory(set_malloc)
+    mapped = [(step.M_MMAP_THRESHOLD, size) for size in sizes]
+    assert asked == [*mapped, (step.M_TRIM_THRESHOLD, 2**31 - 1)]
 
 
 def test_memory_is_left_to_a_library_that_takes_no_size():
     asked = []
-    blocks.keep_memory(lambda *option: asked.append(option))
-    assert {option for option, _ in asked} == {blocks.M_MMAP_THRESHOLD}
+    step.keep_memory(lambda *option: asked.append(option))
+    assert {option for option, _ in asked} == {step.M_MMAP_THRESHOLD}
 
 
 @pytest.mark.slow
@@ -126,6 +126,6 @@ def test_each_shape_is_compiled_once(monkeypatch):
         return 2 * x
 
     monkeypatch.setattr(torch, "compile", lambda function, dynamic: function)
-    forms = [blocks.compile_for_shape(twice, torch.Size((4, n, 8))) for n in (16, 32)]
+    forms = [step.compile_for_shape(twice, torch.Size((4, n, 8))) for n in (16, 32)]
     assert forms[0].__code__ != forms[1].__code__ and forms[0](3) == forms[1](3) == 6
-    assert blocks.compile_for_shape(twice, torch.Size((4, 16, 8))) is forms[0]
+    assert step.compile_for_shape(twice, torch.Size((4, 16, 8))) is forms[0]

@@ -15,21 +15,20 @@ from tests.train.conftest import CPU
 from tiedgpt.cli.main import main
 from tiedgpt.errors import NoRoomError
 from tiedgpt.train import train
-from tiedgpt.train.blocks import keep_memory
 from tiedgpt.train.distributed import Processes
 from tiedgpt.train.events import Note, Replanned, Stepped
 from tiedgpt.train.machine import (
     SpeedMeasurement,
     measure_load,
     measure_machine,
+    peak_memory,
     used_memory,
 )
-from tiedgpt.train.measures import peak_memory
 from tiedgpt.train.objectives.language import LanguageModelling
 from tiedgpt.train.optim.groups import make_optimizers
 from tiedgpt.train.options import TrainOptions
 from tiedgpt.train.planning import estimate_memory
-from tiedgpt.train.step import train_step
+from tiedgpt.train.step import keep_memory, train_step
 from tiedgpt.train.storage import format_toml, make_record, read_plan
 
 

@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from tests.train.conftest import CPU, PLAN, assert_same
 from tiedgpt import GPT, GPTConfig
 from tiedgpt.heads import MultipleChoice, SequenceClassifier
-from tiedgpt.train.measures import (
+from tiedgpt.train.machine import (
     GradientNorms,
     describe,
     is_due,

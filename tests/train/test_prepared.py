@@ -13,7 +13,7 @@ from tiedgpt.cli.main import main
 from tiedgpt.data import plan_preparation, prepare_data
 from tiedgpt.data import prepare as preparation
 from tiedgpt.errors import CorruptInputError, UserError
-from tiedgpt.train import TrainOptions, texts, train
+from tiedgpt.train import TrainOptions, dataset, train
 from tiedgpt.train.events import AlreadyFinished, Ended
 
 TEXTS = [f"Document {n} says that {n} times {n} is {n * n}." for n in range(400)]
@@ -32,7 +32,7 @@ def text(tmp_path, monkeypatch) -> Path:
 @pytest.fixture
 def large(text, monkeypatch) -> Iterator[Path]:
     """The same text, which counts as large."""
-    for module in (preparation, texts):
+    for module in (preparation, dataset):
         monkeypatch.setattr(module, "LARGE_BYTES", 1)
     cores = os.sched_getaffinity(0)
     os.sched_setaffinity(0, {min(cores)})
@@ -126,7 +126,7 @@ def test_an_interrupted_preparation_continues_with_the_same_options(large, tmp_p
     assert Tokenizer.from_pretrained("other/data/tokenizer").kind == "char"
     interrupt("small", large)
     Path("small.txt").write_text("\n".join(TEXTS))
-    texts.LARGE_BYTES = 10**9
+    dataset.LARGE_BYTES = 10**9
     assert isinstance(run("small", "small.txt"), Ended)
     data = tmp_path / "small" / "data"
     assert (data / "manifest.json").exists() and not (data / "prepared.json").exists()

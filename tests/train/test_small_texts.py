@@ -14,8 +14,8 @@ from tiedgpt.cli.main import main
 from tiedgpt.data import documents, encode_corpus, plan_split
 from tiedgpt.errors import UserError
 from tiedgpt.train import train
+from tiedgpt.train.dataset import open_text
 from tiedgpt.train.options import TrainOptions
-from tiedgpt.train.texts import open_text
 
 
 @pytest.mark.parametrize(

@@ -20,8 +20,8 @@ import torch._dynamo  # which the optimizers import when they are made
 
 import tiedgpt.cli.main
 import tiedgpt.cli.show_training
+import tiedgpt.train.dataset
 import tiedgpt.train.run
-import tiedgpt.train.texts
 from tests.train.conftest import metrics, reopen_trial
 from tiedgpt.train.checkpoint import list_checkpoints, verify
 from tiedgpt.train.storage import RunDirectory

@@ -5,30 +5,65 @@
 
 `prepare` makes the tokenizer and encodes the sources in the run's directory. `Data` holds the rows
 and the numbers about them that a plan depends on.
+
+`open_texts` opens texts of any size: held in memory, encoded in parts by all cores if they are
+large, or a directory of `tiedgpt data prepare`. `open_text` returns their shards as rows.
 """
 
 from __future__ import annotations
 
+import functools
+import hashlib
+import json
+import re
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, Any
+from dataclasses import asdict, dataclass, field, replace
+from itertools import chain
+from pathlib import Path
+from typing import Any
 
 import torch
 
 from tiedgpt.core.config import GPTConfig
-from tiedgpt.data.prepare import TOKENIZER_CHARACTERS
+from tiedgpt.data import (
+    Batches,
+    Corpus,
+    Counts,
+    Document,
+    FileCorpus,
+    Shards,
+    Split,
+    documents,
+    encode_corpus,
+    in_order,
+    open_encoded,
+    plan_preparation,
+    plan_split,
+    prepare_data,
+    python_documentation,
+)
+from tiedgpt.data.encode import MANIFEST
+from tiedgpt.data.prepare import (
+    LARGE_BYTES,
+    TOKENIZER,
+    TOKENIZER_CHARACTERS,
+    estimate_bytes,
+    is_begun,
+)
 from tiedgpt.errors import CorruptInputError, UserError
+from tiedgpt.files import PREPARED, remove
+from tiedgpt.runtime import count_cores
 from tiedgpt.text import Tokenizer
 from tiedgpt.train.objective import Arrays, ModelSetup, Objective, Pretrained
-from tiedgpt.train.options import TrainOptions
-from tiedgpt.train.planning import Facts
-
-if TYPE_CHECKING:
-    from tiedgpt.train.storage import RunDirectory
+from tiedgpt.train.options import AUTO, READING, TUNE_DROPOUT, TrainOptions, format_count
+from tiedgpt.train.planning import Facts, choose_vocabulary_size
+from tiedgpt.train.storage import RunDirectory
 
 Progress = Callable[[int, int], None]
 """Function of the number of encoded characters and their total."""
+CACHED_CHARACTERS = 100_000_000
+"""A text of more characters is read again wherever it is needed."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -56,6 +91,8 @@ class Sources(ABC):
     """The model to start from, if the data need rows for new tokens."""
     memorizes: bool = False
     """Whether the examples are so few that they are memorized, because none is held out."""
+    n_characters: int | None = None
+    """Approximate length of texts, for the size of the vocabulary to train."""
 
     @abstractmethod
     def digest(self) -> str:
@@ -65,18 +102,10 @@ class Sources(ABC):
         """Return the training texts, and all texts, to train a tokenizer on."""
         return (), ()
 
-    def vocabulary_size(self, options: TrainOptions) -> int:
-        """Return the size of the vocabulary to train on the texts."""
-        return options.vocab_size or options.shape.vocab_size
-
-    def is_encoded(self, run: RunDirectory) -> bool:
-        """Return whether an earlier call made the tokenizer and encoded the texts."""
-        return run.tokenizer.exists()
-
     def encode(  # noqa: B027
         self, tokenizer: Tokenizer, run: RunDirectory, progress: Progress | None
     ) -> None:
-        """Write the texts as tokens, unless they are held in memory."""
+        """Write the texts as tokens, unless they are in memory or an earlier call wrote them."""
 
 
 def prepare(
@@ -91,22 +120,21 @@ def prepare(
 
     `config` is the config in run.toml. Raises `UserError` for data that cannot be trained on.
     """
-    start = None
+    start, is_resumed = None, config is not None
     if options.start is not None:
         start = sources.start or Pretrained(options.start, keep_head=objective.keeps_head)
-    if config is None and start is not None:
-        config = _configure_start(start.gpt.config, options, sources.memorizes)
-    if sources.is_encoded(run):
-        if not run.tokenizer.is_dir():
-            raise CorruptInputError(
-                f"{run.tokenizer} is missing: without it the run cannot resume",
-                hint="train in another --out",
-            )
+        config = config or _configure_start(start.gpt.config, options, sources.memorizes)
+    if run.tokenizer.is_dir():
         tokenizer = Tokenizer.from_pretrained(run.tokenizer)
+    elif is_resumed:
+        raise CorruptInputError(
+            f"{run.tokenizer} is missing: without it the run cannot resume",
+            hint="train in another --out",
+        )
     else:
         tokenizer = sources.tokenizer or _make_tokenizer(options, sources, config)
         tokenizer.save_pretrained(run.tokenizer)
-        sources.encode(tokenizer, run, progress)
+    sources.encode(tokenizer, run, progress)
     if config is None:
         config = options.model_config(
             vocab_size=len(tokenizer), bos=tokenizer.bos_token_id, eos=tokenizer.eos_token_id
@@ -132,7 +160,9 @@ def _configure_start(config: GPTConfig, options: TrainOptions, memorizes: bool) 
         raise UserError(
             f"--context {options.context}: {options.start} has {config.n_positions} positions"
         )
-    dropout = options.start_dropout(memorizes=memorizes)
+    dropout = options.dropout
+    if dropout is None and options.recipe == "tune":
+        dropout = 0.0 if memorizes else TUNE_DROPOUT
     if dropout is None:
         return config
     # with dropout, attention loses its fast kernels
@@ -146,7 +176,9 @@ def _make_tokenizer(options: TrainOptions, sources: Sources, config: GPTConfig |
     if source == "char":
         tokenizer = Tokenizer.characters(everything)
     elif source is None:
-        size = sources.vocabulary_size(options)
+        size = options.vocab_size or options.shape.vocab_size
+        if sources.n_characters is not None and options.size == AUTO and not options.vocab_size:
+            size = choose_vocabulary_size(sources.n_characters)
         tokenizer = Tokenizer.train(_take(train, TOKENIZER_CHARACTERS), size)
     else:
         tokenizer = Tokenizer.from_pretrained(source)
@@ -166,3 +198,260 @@ def _take(texts: Iterable[str], characters: int) -> Iterator[str]:
         characters -= len(text)
         if characters <= 0:
             return
+
+
+# Texts
+
+
+def is_prepared(data: Iterable[str]) -> bool:
+    """Return whether one of the sources is a directory of `tiedgpt data prepare`."""
+    return any((Path(source) / PREPARED).is_file() for source in data)
+
+
+def open_texts(options: TrainOptions) -> TextSources:
+    """Open texts of any size, or a directory of `tiedgpt data prepare`."""
+    if is_prepared(options.data):
+        return PreparedSources(options)
+    sources = TextSources(options)
+    files = sources.corpus.corpus
+    is_large = isinstance(files, FileCorpus) and estimate_bytes(files) >= LARGE_BYTES
+    return LargeSources(options) if is_large else sources
+
+
+class CachedCorpus:
+    """A corpus that is read once, because its documents are kept if they are few enough."""
+
+    def __init__(self, corpus: Corpus) -> None:
+        self.corpus = corpus
+        self._documents: list[Document] | None = None
+
+    def __iter__(self) -> Iterator[Document]:
+        """Yield the documents."""
+        if self._documents is not None:
+            yield from self._documents
+            return
+        documents: list[Document] = []
+        room = CACHED_CHARACTERS
+        for document in self.corpus:
+            room -= len(document.text)
+            if room >= 0:
+                documents.append(document)
+            else:
+                documents.clear()
+            yield document
+        self._documents = documents if room >= 0 else None
+
+
+class TextSources(Sources):
+    """The texts of the options, or Python's documentation."""
+
+    def __init__(self, options: TrainOptions) -> None:
+        how, data = options.reading, options.data
+        self.corpus = CachedCorpus(documents(data, **how) if data else python_documentation())
+        validation = None if options.val is None else documents([options.val], **how)
+        self.validation = None if validation is None else CachedCorpus(validation)
+
+    def digest(self) -> str:
+        """Return a sha256 of all documents, which detects a changed text."""
+        total = hashlib.sha256()
+        for document in chain(self.corpus, [Document("", "")], self.validation or ()):
+            total.update(document.digest)
+        return total.hexdigest()
+
+    @functools.cached_property
+    def split(self) -> Split:
+        """The split into documents to train on and to validate on."""
+        return plan_split(self.corpus, self.validation)
+
+    def texts(self) -> tuple[Iterable[str], Iterable[str]]:
+        """Return the training texts, and all texts."""
+        train = (document.text for side, document in self.split if side == "train")
+        return train, (document.text for _, document in self.split)
+
+    @property
+    def n_characters(self) -> int:  # type: ignore[override]
+        """Number of characters."""
+        return self.split.characters
+
+    def shards(self, run: RunDirectory) -> Path:
+        """Return the directory of the shards of tokens."""
+        return run.data
+
+    def encode(self, tokenizer: Tokenizer, run: RunDirectory, progress: Progress | None) -> None:
+        """Write the texts as shards of tokens, unless an earlier call did."""
+        if (run.data / MANIFEST).exists() and not (run.data / PREPARED).exists():
+            return
+        remove(run.data)  # of a larger text, for which this directory was begun
+        encode_corpus(self.split, tokenizer, run.data, progress=progress)
+
+    def notes(self, run: RunDirectory) -> list[str]:
+        """Return notes on the texts."""
+        corpora = (cached.corpus for cached in (self.corpus, self.validation) if cached)
+        files = [corpus for corpus in corpora if isinstance(corpus, FileCorpus)]
+        return [*self.split.notes(), *(note for corpus in files for note in corpus.remarks.notes())]
+
+
+@dataclass(frozen=True, kw_only=True)
+class TextData(Data):
+    """A text in shards, cut into rows of a context."""
+
+    train: Shards
+    validation: Shards
+
+    def with_context(self, context: int) -> TextData:
+        """Return the same text in rows of another context; `UserError` if it is too short."""
+        data = replace(self, **_cut_rows(self.train, self.validation, context))
+        data.require_enough()
+        return data
+
+    def require_enough(self) -> None:
+        """Raise `UserError` for text shorter than the context."""
+        tokens, context = len(self.train), self.row_tokens
+        if tokens < context + 1:
+            raise UserError(
+                f"the training text has {tokens:,} tokens and the context is {context}",
+                hint=f"use --context below {tokens} or more text",
+            )
+        if len(self.validation) < 2:
+            raise UserError(
+                f"the validation text has {len(self.validation)} tokens, too few to predict one",
+                hint="use more text, or give --val",
+            )
+
+    def find_words(self, tokenizer: Tokenizer) -> str:
+        """Return three words that follow each other in the validation text, or its beginning."""
+        text = tokenizer.decode(self.validation.read(0, min(2000, len(self.validation))).tolist())
+        words = re.search(r"(?<=\s)[^\W\d_]+( [^\W\d_]+){2}(?=\s)", text)
+        return words[0] if words else " ".join(text.split())[:12]
+
+
+def open_text(
+    directory: Path, tokenizer: Tokenizer, context: int, notes: Iterable[str] = ()
+) -> TextData:
+    """Return the shards in a directory as data: rows of ids and targets, each (B, T).
+
+    An evaluation of some batches takes windows spread evenly over the validation text.
+    """
+    encoded = open_encoded(directory)
+    train, validation = encoded.open_shards("train"), encoded.open_shards("val")
+    description = {
+        "text": _describe_text(encoded.train, encoded.val),
+        "tokens": f"{tokenizer.kind} vocabulary of {len(tokenizer):,}, "
+        f"{encoded.train.utf8_bytes / max(1, len(train)):.2f} bytes a token",
+    }
+    return TextData(
+        **_cut_rows(train, validation, context),
+        unit="tokens",
+        text_tokens=len(train),
+        text_bytes=encoded.train.utf8_bytes,
+        counts={"train_text": asdict(encoded.train), "val_text": asdict(encoded.val)},
+        description=description,
+        notes=[*notes],
+        train=train,
+        validation=validation,
+    )
+
+
+def _cut_rows(train: Shards, validation: Shards, context: int) -> dict[str, Any]:
+    """Return the fields of a `TextData` that depend on the context."""
+
+    def batches(batch_size: int, seed: int) -> Callable[[int], Arrays]:
+        return Batches(train, batch_size=batch_size, n_positions=context, seed=seed).batch
+
+    def held_out(batch_size: int, n_batches: int | None) -> Iterable[Arrays]:
+        at_most = None if n_batches is None else n_batches * batch_size
+        return in_order(validation, batch_size=batch_size, n_positions=context, at_most=at_most)
+
+    return {
+        "batches": batches,
+        "held_out": held_out,
+        "row_units": context,
+        "row_tokens": context,
+        "epoch_rows": max(1, -(-(len(train) - 1) // context)),
+        "held_out_rows": len(validation) / context,
+    }
+
+
+def _describe_text(train: Counts, val: Counts) -> str:
+    of = f"{format_count(val.documents, 'document')}, " if train.documents > 1 else ""
+    return (
+        f"{format_count(train.documents, 'document')}, {train.utf8_bytes / 1e6:.2f} MB, "
+        f"{train.tokens:,} tokens; to validate on: {of}{val.tokens:,} tokens"
+    )
+
+
+class LargeSources(TextSources):
+    """Files that are never held in memory, and identified by name, size and date."""
+
+    def __init__(self, options: TrainOptions) -> None:
+        self.plan = plan_preparation(options.data, val=options.val, **options.reading)
+
+    def digest(self) -> str:
+        """Return a sha256 of the names, sizes and dates of the files."""
+        return hashlib.sha256(json.dumps(self.plan.facts("")).encode()).hexdigest()
+
+    def texts(self) -> tuple[Iterable[str], Iterable[str]]:
+        """Return a sample of the training texts, and all texts."""
+        return self.plan.sample(TOKENIZER_CHARACTERS), self.plan.texts()
+
+    @property
+    def n_characters(self) -> int:  # type: ignore[override]
+        """Estimated number of characters."""
+        return self.plan.n_bytes
+
+    def encode(self, tokenizer: Tokenizer, run: RunDirectory, progress: Progress | None) -> None:
+        """Write the texts as shards of tokens, or continue an interrupted call."""
+        if not is_begun(run.data, self.plan, tokenizer):
+            remove(run.data)
+        elif (run.data / MANIFEST).exists():
+            return
+
+        def show(_: str, done: int, total: int) -> None:
+            if progress is not None:
+                progress(done, total)
+
+        prepare_data(self.plan, run.data, tokenizer, workers=count_cores(), progress=show)
+
+    def notes(self, run: RunDirectory) -> list[str]:
+        """Return notes on the texts."""
+        return [*open_encoded(self.shards(run)).notes]
+
+
+class PreparedSources(LargeSources):
+    """A directory of `tiedgpt data prepare`, with its own tokenizer."""
+
+    tokenizer: Tokenizer
+
+    def __init__(self, options: TrainOptions) -> None:
+        if len(options.data) > 1:
+            raise UserError(
+                "a prepared directory is trained on alone",
+                hint="prepare all data in one with `tiedgpt data prepare`",
+            )
+        self.path = Path(options.data[0])
+        for name in ("val", *READING):
+            if getattr(options, name) != getattr(TrainOptions, name):
+                raise UserError(f"was decided when {self.path} was prepared", option=name)
+        open_encoded(self.path)
+        self.tokenizer = Tokenizer.from_pretrained(self.path / TOKENIZER)
+        source = options.start if options.tokenizer == "bpe" else options.tokenizer
+        if source is None:
+            return
+        tokenizers = self.tokenizer, Tokenizer.from_pretrained(source)
+        ours, required = (json.loads(tokenizer.to_json())["model"] for tokenizer in tokenizers)
+        if ours != required:
+            raise UserError(
+                f"{self.path} was prepared with another tokenizer than that of {source}",
+                hint=f"prepare it with --tokenizer {source}",
+            )
+
+    def digest(self) -> str:
+        """Return the sha256 of the manifest, which contains those of all shards."""
+        return hashlib.sha256((self.path / MANIFEST).read_bytes()).hexdigest()
+
+    def shards(self, run: RunDirectory) -> Path:
+        """Return the directory of the shards of tokens."""
+        return self.path
+
+    def encode(self, tokenizer: Tokenizer, run: RunDirectory, progress: Progress | None) -> None:
+        """Do nothing: the texts are encoded."""

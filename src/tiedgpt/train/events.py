@@ -69,7 +69,7 @@ class Stepped:
     """Number of tokens or examples trained on so far."""
     units_per_second: float
     measured: dict[str, float] = field(default_factory=dict)
-    """Results of `measures.py`, in the steps that it measures."""
+    """Results of `machine.Measures`, in the steps that it measures."""
 
     def metrics(self, unit: str) -> dict[str, float]:
         """Return the line of metrics.jsonl."""

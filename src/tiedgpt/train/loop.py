@@ -17,7 +17,6 @@ from typing import Any, TypeVar
 import torch
 
 from tiedgpt.errors import DivergedError, NoRoomError, TiedGPTError
-from tiedgpt.train.blocks import compile_now, prepare_blocks
 from tiedgpt.train.card import write_card
 from tiedgpt.train.checkpoint import (
     list_checkpoints,
@@ -37,7 +36,7 @@ from tiedgpt.train.events import (
     Started,
     Stepped,
 )
-from tiedgpt.train.measures import Measures
+from tiedgpt.train.machine import Measures
 from tiedgpt.train.metrics import PART_PREFIX
 from tiedgpt.train.objective import Arrays, Model, Objective, Score, body_of
 from tiedgpt.train.optim.groups import make_optimizers, set_rate
@@ -47,8 +46,10 @@ from tiedgpt.train.step import (
     Accelerate,
     RunState,
     StepResult,
+    compile_now,
     find_not_finite,
     find_not_finite_weights,
+    prepare_blocks,
     read_state,
     train_step,
 )

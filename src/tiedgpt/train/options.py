@@ -600,15 +600,6 @@ class TrainOptions(  # the help lists the options of the last one first
         """Return the shape and the recipe of the size."""
         return SIZES[self.named_size]
 
-    def start_dropout(self, *, memorizes: bool) -> float | None:
-        """Return the dropout of a model to start from; None: its own.
-
-        `memorizes` says whether the examples are so few that they are memorized.
-        """
-        if self.dropout is not None or self.recipe == "train":
-            return self.dropout
-        return 0.0 if memorizes else TUNE_DROPOUT
-
     def plan_fields(self, config: GPTConfig, facts: Facts) -> dict[str, Any]:
         """Return the fields of a plan that options decide."""
         defaults = self._train_defaults(config)

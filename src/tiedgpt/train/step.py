@@ -1,13 +1,27 @@
-"""A training step, and the recent losses that decide whether a run goes on.
+"""A training step, its blocks, and the recent losses that decide whether a run goes on.
 
 A step computes the gradient of a batch in micro-batches, clips it and updates the weights. Every
 checkpoint holds the `RunState`, so a resumed run ends or fails at the same step as an unbroken one.
+
+In training, blocks may be compiled or recomputed. Only the class of the modules changes, so
+parameters, their names and checkpoints stay the same, and evaluation and generation run the plain
+blocks. All compiled blocks share one compiled form for each shape of their input. A recomputed
+block stores only its input until its backward pass (activation checkpointing, Chen et al. 2016,
+arXiv 1604.06174); the gradients are the same bit for bit, dropout included.
 """
 
 from __future__ import annotations
 
 import contextlib
+import ctypes
+import functools
+import importlib.util
 import math
+import os
+import shutil
+import sys
+import time
+import types
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import asdict, dataclass, field
@@ -16,8 +30,11 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 from torch.utils.hooks import RemovableHandle
 
+from tiedgpt.core.cache import KVCache
+from tiedgpt.core.layers import Block
 from tiedgpt.errors import CorruptInputError, DivergedError, NoRoomError
 from tiedgpt.train.distributed import Processes, local_shard
 from tiedgpt.train.objective import OWN_LOSS, Arrays, Loss, Model, body_of
@@ -35,7 +52,9 @@ STALE_EVALUATIONS = 3
 """Number of evaluations without improvement that ends a run, if the newest loss is `WORSE_RATIO`
 times the best."""
 
-
+COMPILERS = ("g++", "clang++", "c++", "cl")
+M_TRIM_THRESHOLD, M_MMAP_THRESHOLD = -1, -3
+"""Options of `mallopt` in <malloc.h>."""
 Accelerate = Callable[[Model], AbstractContextManager[Any]]
 """Function that makes steps on a model faster inside its block, such as `fast_training`."""
 
@@ -224,3 +243,111 @@ def find_not_finite(model: Model, objective: Loss, batch: Arrays, plan: Plan) ->
 @torch.no_grad()
 def _count_not_finite(tensor: Tensor) -> int:
     return int(tensor.numel() - tensor.isfinite().sum())
+
+
+# Blocks
+
+
+def prepare_blocks(model: Model, plan: Plan) -> Model:
+    """Compile or recompute the blocks by the plan when gradients are enabled; return the model."""
+    if plan.memory is not None or plan.recompute == "blocks":
+        return_memory_at_once()
+    else:
+        keep_memory()
+    if plan.recompute == "off" and plan.compile == "off":
+        return model
+    for block in body_of(model).h:
+        assert isinstance(block, Block)
+        block.__class__ = TrainedBlock
+        assert isinstance(block, TrainedBlock)
+        block.recompute, block.compiled = plan.recompute == "blocks", plan.compile == "on"
+    return model
+
+
+def _set_malloc(option: int, value: int) -> bool:
+    """Return whether glibc took a value."""
+    mallopt = getattr(ctypes.CDLL(None), "mallopt", None) if sys.platform == "linux" else None
+    return mallopt is not None and bool(mallopt(option, value))
+
+
+def return_memory_at_once() -> None:
+    """Make glibc return freed tensors of a megabyte and more to the system at once.
+
+    By default, glibc raises that limit to 32 MB as a program frees large blocks, and keeps smaller
+    blocks: a step with recomputed blocks took twice the memory of its tensors.
+    """
+    _set_malloc(M_MMAP_THRESHOLD, 1 << 20)
+    _set_malloc(M_TRIM_THRESHOLD, 128 << 10)
+
+
+def keep_memory(set_malloc: Callable[[int, int], bool] = _set_malloc) -> None:
+    """Make glibc keep freed tensors for the next ones of their size.
+
+    By default, glibc returns them, and the next step waits for the same pages: in a virtual machine
+    a fifth of the time of a step of `little`.
+    """
+    largest = 1 << 30, 32 << 20  # older ones take no more than 32 MB
+    if any(set_malloc(M_MMAP_THRESHOLD, size) for size in largest):
+        set_malloc(M_TRIM_THRESHOLD, 2**31 - 1)
+
+
+class TrainedBlock(Block):
+    """A block that is compiled or recomputed in backward, or both, in training."""
+
+    recompute: bool
+    compiled: bool
+
+    def forward(
+        self, x: Tensor, layer: int, past: KVCache | None = None, mask: Tensor | None = None
+    ) -> Tensor:
+        """(B, T, D) -> (B, T, D)."""
+        if past is not None or not torch.is_grad_enabled():
+            return super().forward(x, layer, past, mask)
+        run = compile_for_shape(Block.forward, x.shape) if self.compiled else Block.forward
+        if not self.recompute:
+            return run(self, x, layer, past, mask)
+        y: Tensor = checkpoint(run, self, x, layer, past, mask, use_reentrant=False)
+        return y
+
+    def extra_repr(self) -> str:
+        """Return the modes of the block for `print(model)`."""
+        done = ("compiled", self.compiled), ("recomputed in backward", self.recompute)
+        return ", ".join(what for what, is_done in done if is_done)
+
+
+@functools.cache
+def compile_for_shape(function: types.FunctionType, shape: torch.Size) -> Callable[..., Any]:
+    """Return the function compiled for inputs of a shape.
+
+    Each shape has its own code object: torch compiles a code object at most eight times, so a
+    resumed run, with fewer shapes before it, would differ from an uninterrupted one.
+    """
+    code = function.__code__.replace(co_name=f"{function.__name__}_{'_'.join(map(str, shape))}")
+    renamed = types.FunctionType(code, function.__globals__, closure=function.__closure__)
+    renamed.__defaults__, renamed.__kwdefaults__ = function.__defaults__, function.__kwdefaults__
+    return torch.compile(renamed, dynamic=False)
+
+
+def find_missing(device: torch.device) -> str | None:
+    """Return what torch.compile lacks on this machine, or None."""
+    if device.type == "cuda" and importlib.util.find_spec("triton") is None:
+        return "the package triton is missing (pip install triton)"
+    compiler = os.environ.get("CXX")
+    if any(shutil.which(name) for name in ([compiler] if compiler else COMPILERS)):
+        return None
+    return f"no C++ compiler is here ({compiler or ', '.join(COMPILERS)}): install one or set CXX"
+
+
+def compile_now(objective: Loss, model: Model, batch: Arrays, plan: Plan) -> float:
+    """Compile the blocks by a step without an update; return its seconds.
+
+    The random streams stay unchanged.
+    """
+    began = time.perf_counter()
+    device = next(model.parameters()).device
+    micro_batch = tuple(array[: plan.micro_batch] for array in batch)
+    with torch.random.fork_rng([device] if device.type == "cuda" else []):
+        with contextlib.suppress(DivergedError):
+            train_step(model, [], micro_batch, plan, objective=objective)
+    model.zero_grad(set_to_none=True)
+    return time.perf_counter() - began

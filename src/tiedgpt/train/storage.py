@@ -201,7 +201,7 @@ def make_record(
     """Return the tables of run.toml; `counts` are the tables of the data."""
     import torch
 
-    from tiedgpt.train.measures import describe
+    from tiedgpt.train.machine import describe
 
     return {
         "options": options.record(),

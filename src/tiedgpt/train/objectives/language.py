@@ -22,12 +22,11 @@ from tiedgpt.data.encode import note_split_characters
 from tiedgpt.evaluate.perplexity import Score, score
 from tiedgpt.infer import Engine
 from tiedgpt.text import Tokenizer
-from tiedgpt.train.dataset import Data
+from tiedgpt.train.dataset import Data, TextData, TextSources, open_text, open_texts
 from tiedgpt.train.objective import Model, ModelSetup, Objective, Showcase
 from tiedgpt.train.opening import write_opening
 from tiedgpt.train.options import TrainOptions
 from tiedgpt.train.storage import RunDirectory
-from tiedgpt.train.texts import TextData, TextSources, open_text, open_texts
 from tiedgpt.tune import freeze, lora, merge, save_adapter
 from tiedgpt.tune.adapters import BLOCKS
 from tiedgpt.weights.formats.transformers import TIEDGPT, model_type_of

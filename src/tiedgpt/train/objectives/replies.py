@@ -29,12 +29,11 @@ from tiedgpt.errors import UserError
 from tiedgpt.evaluate.perplexity import totals
 from tiedgpt.infer import Engine
 from tiedgpt.text import Tokenizer
-from tiedgpt.train.dataset import Data, Sources
+from tiedgpt.train.dataset import Data, Sources, is_prepared
 from tiedgpt.train.objective import Arrays, ModelSetup, Objective, Pretrained, Showcase
 from tiedgpt.train.objectives.language import SAMPLE_TOKENS, Adapters, LanguageModelling
 from tiedgpt.train.options import TrainOptions
 from tiedgpt.train.storage import RunDirectory
-from tiedgpt.train.texts import is_prepared
 from tiedgpt.weights.sources import local_directory
 
 HELD_OUT, AT_LEAST, AT_MOST = 20, 50, 10
