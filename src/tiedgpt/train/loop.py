@@ -45,7 +45,6 @@ from tiedgpt.train.step import (
     WORSE_RATIO,
     Accelerate,
     RunState,
-    StepResult,
     compile_now,
     find_not_finite,
     find_not_finite_weights,
@@ -220,10 +219,41 @@ class Trainer:
         return Replanned(self.step, plan, notes)
 
     def _next_step(self) -> Iterator[Stepped | Skipped | Replanned]:
-        """Do a step, in smaller micro-batches if a GPU has no room for it."""
-        while (event := self._try_step()) is None:
+        """Do a step, in smaller micro-batches if a GPU has no room for it.
+
+        A step whose loss or gradient is not finite is skipped.
+        """
+        began, processes, plan = self.clock(), self.processes, self.plan
+        lr, batch, unit = plan.rate(self.step), self.batch_of(self.step), self.data.unit
+        set_rate(self.optimizers, lr)
+        processes.reseed(plan.seed, self.step)
+        step = self.step + 1
+        units = step * self.batch_units
+        try:
+            with self.measures.watching(step), self.accelerate(self.model):
+                result = train_step(
+                    self.model, self.optimizers, batch, plan, processes, objective=self.objective
+                )
+        except DivergedError as error:
+            self.step, why = step, str(error)
+            self.state.add_skip(step)
+            self._write({"step": step, "skipped": why, "lr": lr, unit: units})
+            yield Skipped(step, why, self.state.skipped_in_all)
+            return
+        except torch.OutOfMemoryError:
+            self.model.zero_grad(set_to_none=True)
+            result = None
+        if result is None:  # outside of the `except`, which holds the step's tensors
             yield self._halve_micro_batch()
-        yield event
+            yield from self._next_step()
+            return
+        self.step = step
+        self.state.add_step(result.loss, result.grad_norm)
+        speed = self.batch_units / (self.clock() - began)
+        measured = self.measures.metrics(step, speed)
+        stepped = Stepped(step, result.loss, result.grad_norm, lr, units, speed, measured)
+        self._write(stepped.metrics(unit))
+        yield stepped
 
     def _halve_micro_batch(self) -> Replanned:
         """Go on with half of the rows at a time."""
@@ -241,53 +271,6 @@ class Trainer:
             f"{plan.micro_batch} from here on"
         )
         return self._set_plan(plan, [note])
-
-    def _try_step(self) -> Stepped | Skipped | None:
-        """Do a step, or skip it if its loss or gradient is not finite; None if out of memory."""
-        began, processes = self.clock(), self.processes
-        set_rate(self.optimizers, self.plan.rate(self.step))
-        batch = self.batch_of(self.step)
-        processes.reseed(self.plan.seed, self.step)
-        self.step += 1
-        try:
-            with self.measures.watching(self.step), self.accelerate(self.model):
-                result = train_step(
-                    self.model,
-                    self.optimizers,
-                    batch,
-                    self.plan,
-                    processes,
-                    objective=self.objective,
-                )
-        except DivergedError as error:
-            return self._skip_step(str(error))
-        except torch.OutOfMemoryError:
-            self.step -= 1
-            self.model.zero_grad(set_to_none=True)
-            return None
-        return self._finish_step(result, self.clock() - began)
-
-    def _finish_step(self, result: StepResult, seconds: float) -> Stepped:
-        self.state.add_step(result.loss, result.grad_norm)
-        units, speed = self.step * self.batch_units, self.batch_units / seconds
-        stepped = Stepped(
-            step=self.step,
-            loss=result.loss,
-            grad_norm=result.grad_norm,
-            lr=self.plan.rate(self.step - 1),
-            units=units,
-            units_per_second=speed,
-            measured=self.measures.metrics(self.step, speed),
-        )
-        self._write(stepped.metrics(self.data.unit))
-        return stepped
-
-    def _skip_step(self, why: str) -> Skipped:
-        self.state.add_skip(self.step)
-        units = {self.data.unit: self.step * self.batch_units}
-        lr = self.plan.rate(self.step - 1)
-        self._write({"step": self.step, "skipped": why, "lr": lr, **units})
-        return Skipped(self.step, why, self.state.skipped_in_all)
 
     def _pause(self) -> Iterator[Evaluated | Replanned]:
         """Evaluate and save if the plan says so; save if validation improved; plan again."""

@@ -83,6 +83,7 @@ RANGES: tuple[tuple[str, float, float, str], ...] = (
         "steps context batch_size micro_batch patience eval_every window",
         *(1, math.inf, "at least 1"),
     ),
+    ("lora", 1, math.inf, "a rank of at least 1"),
     ("vocab_size", 1, MAX_VOCABULARY, f"1 to {MAX_VOCABULARY:,}, the ids of 16 bits"),
     ("warmup cooldown", 0, 1, "a share from 0 to 1"),
     ("dropout", 0, math.nextafter(1, 0), "a probability in [0, 1)"),
@@ -467,12 +468,6 @@ class TrainOptions(  # the help lists the options of the last one first
             raise UserError(f"no size {self.size!r}", hint=f"there are {AUTO}, {', '.join(SIZES)}")
         if self.optimizer != AUTO:
             find_optimizer(self.optimizer)
-        self._check_ranges()
-        self._check_recipe()
-        self._check_schedule()
-        self._check_model()
-
-    def _check_ranges(self) -> None:
         if sum(getattr(self, name) is not None for name in DURATIONS) > 1:
             raise UserError("give only one of --minutes, --steps and --epochs")
         for names, least, most, expected in RANGES:
@@ -482,8 +477,11 @@ class TrainOptions(  # the help lists the options of the last one first
                     raise UserError(f"must be {expected}, got {value}", option=name)
         if self.memory is not None:
             parse_bytes(self.memory)
+        self._check_recipe()
+        self._check_conflicts()
 
-    def _check_schedule(self) -> None:
+    def _check_conflicts(self) -> None:
+        """Raise `UserError` for options that exclude or need each other."""
         if self.keep == "last" and self.patience is not None:
             raise UserError(
                 f"--patience {self.patience} is for --keep best",
@@ -494,6 +492,22 @@ class TrainOptions(  # the help lists the options of the last one first
         if self.schedule == "wsd" and self.warmup + self.cooldown > 1:
             raise UserError(
                 f"--warmup {self.warmup} and --cooldown {self.cooldown} add up to more than 1"
+            )
+        if self.tokenizer != "bpe" and self.vocab_size is not None:
+            raise UserError(
+                "--vocab-size is for a BPE that is trained", hint="leave out --tokenizer"
+            )
+        head_width = self.shape.n_embd // self.shape.n_head
+        if self.width is not None and (self.width < 1 or self.width % head_width):
+            raise UserError(
+                f"--width must be a multiple of {head_width}, the head size of --size "
+                f"{self.named_size}, got {self.width}"
+            )
+        if self.lora_targets is not None and self.lora is None:
+            raise UserError("--lora-targets needs the rank of the adapters: --lora 8")
+        if self.lora is not None and self.freeze is not None:
+            raise UserError(
+                "--lora freezes everything but the adapters", hint="give it without --freeze"
             )
 
     def _check_recipe(self) -> None:
@@ -509,25 +523,6 @@ class TrainOptions(  # the help lists the options of the last one first
             may_differ = name == "tokenizer" and value != "char"
             if self.start and name in FRESH_ONLY and not may_differ:
                 raise UserError(f"{flag(each)} is for a fresh model: {self.start} has its own")
-
-    def _check_model(self) -> None:
-        if self.tokenizer != "bpe" and self.vocab_size is not None:
-            raise UserError(
-                "--vocab-size is for a BPE that is trained", hint="leave out --tokenizer"
-            )
-        if self.width is not None and (self.width < 1 or self.width % self._head_width()):
-            raise UserError(
-                f"--width must be a multiple of {self._head_width()}, the head size of --size "
-                f"{self.named_size}, got {self.width}"
-            )
-        if self.lora_targets is not None and self.lora is None:
-            raise UserError("--lora-targets needs the rank of the adapters: --lora 8")
-        if self.lora is not None and self.freeze is not None:
-            raise UserError(
-                "--lora freezes everything but the adapters", hint="give it without --freeze"
-            )
-        if self.lora is not None and self.lora < 1:
-            raise UserError(f"must be a rank of at least 1, got {self.lora}", option="lora")
 
     def check_data(self, *, examples: bool) -> None:
         """Raise `UserError` for options of fine-tuning that are not for these data."""
@@ -640,20 +635,16 @@ class TrainOptions(  # the help lists the options of the last one first
             "patience": TUNE_PATIENCE,
         }
 
-    def _head_width(self) -> int:
-        return self.shape.n_embd // self.shape.n_head
-
     def model_config(self, *, vocab_size: int, bos: int | None, eos: int | None) -> GPTConfig:
         """Return the config of the size that was asked for, on this vocabulary."""
-        size = self.shape
+        size, width = self.shape, self.width or self.shape.n_embd
         dropout = size.dropout if self.dropout is None else self.dropout
-        heads = size.n_head if self.width is None else self.width // self._head_width()
         return GPTConfig(
             vocab_size=vocab_size,
             n_positions=self.context or size.n_positions,
-            n_embd=self.width or size.n_embd,
+            n_embd=width,
             n_layer=size.n_layer,
-            n_head=heads,
+            n_head=width * size.n_head // size.n_embd,
             bias=self.bias,
             attention_windows=None if self.window is None else (0, self.window),
             norm=PRESETS.get(self.named_size, {}).get("norm", "pre"),

@@ -30,12 +30,7 @@ from tiedgpt.train.distributed import Parallel, Processes, join_processes
 from tiedgpt.train.events import AlreadyFinished, Event, Note, Planned
 from tiedgpt.train.fast import fast_training
 from tiedgpt.train.loop import Trainer
-from tiedgpt.train.machine import (
-    cpu_threads,
-    measure_machine,
-    resize,
-    training_device,
-)
+from tiedgpt.train.machine import cpu_threads, measure_machine, resize, training_device
 from tiedgpt.train.objective import Objective
 from tiedgpt.train.objectives import open_objective
 from tiedgpt.train.options import DURATIONS, TrainOptions
@@ -110,10 +105,11 @@ def train(
                 yield Note(f"prepared the text in {minutes}:{seconds:02}; kept")
             yield Note("measuring this machine")
             stack.enter_context(cpu_threads(threads))
-            config, plan, notes = plan_new_run(options, objective, data, processes, threads, began)
-            objective, data = resize(objective, data, config)
+            objective, data, plan, notes = plan_new_run(
+                options, objective, data, processes, threads, began
+            )
             record = make_record(
-                options, config, plan, data.counts, run.digest, processes.describe()
+                options, objective.config, plan, data.counts, run.digest, processes.describe()
             )
             processes.on_main(run.directory.write_record, record)
             if plan.minutes is not None:
@@ -215,8 +211,11 @@ def plan_new_run(
     processes: Processes,
     threads: int | None,
     began: float,
-) -> tuple[GPTConfig, Plan, list[str]]:
-    """Return the config and the plan of a new run, and notes; equal in all processes."""
+) -> tuple[Objective, Data, Plan, list[str]]:
+    """Return the objective and the data of the chosen size, the plan, and notes.
+
+    They are equal in all processes. The time of `minutes` runs from `began`.
+    """
     machine, speed = measure_machine(
         options, objective, data, processes, threads=threads, accelerate=fast_training
     )
@@ -229,7 +228,8 @@ def plan_new_run(
     if speed.compares_threads and plan.steps >= SHORT_RUN_STEPS:
         speed(config, plan)  # the number of steps was given, so no speed was measured
     plan = replace(plan, threads=threads or speed.threads)
-    return config, plan, [*speed.notes, *find_warnings(options, config, data, machine, plan)]
+    notes = [*speed.notes, *find_warnings(options, config, data, machine, plan)]
+    return *resize(objective, data, config), plan, notes
 
 
 def prepare_fresh(
