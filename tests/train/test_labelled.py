@@ -18,7 +18,7 @@ from tiedgpt.heads import MultipleChoice, SequenceClassifier, pad
 from tiedgpt.train.events import Ended, Evaluated
 from tiedgpt.train.objective import ModelSetup
 from tiedgpt.train.objectives import OBJECTIVES, ObjectiveRecord, load_objective
-from tiedgpt.train.objectives.labelled import LabelScore, LabelSources, encode_examples
+from tiedgpt.train.objectives.labelled import LabelScore, LabelSources
 from tiedgpt.train.optim.groups import parameter_groups
 from tiedgpt.train.options import TrainOptions
 from tiedgpt.train.step import train_step
@@ -166,7 +166,7 @@ def test_examples_that_do_not_fit_are_cut_or_dropped_and_counted(make, tmp_path)
     choices = [{"text": "a", "choices": ["b", "c"], "answer": 0}] * 2  # "a b": three characters
     examples = [run.objective.parse(record) for record in choices]
     with pytest.raises(UserError, match="context of 1 tokens"):
-        encode_examples(run.objective, examples, examples, 1)
+        run.objective.encode_examples(examples, examples, 1)
 
 
 # The command line

@@ -49,8 +49,8 @@ OBJECTIVES = {
     "replies": ObjectiveRecord(
         home=f"{HOME}.replies:Replies", is_task=False, pipeline="text-generation"
     ),
-    "classify": ObjectiveRecord(home=f"{HOME}.classify:Classify", pipeline="text-classification"),
-    "choose": ObjectiveRecord(home=f"{HOME}.choose:Choose", pipeline="multiple-choice"),
+    "classify": ObjectiveRecord(home=f"{HOME}.labelled:Classify", pipeline="text-classification"),
+    "choose": ObjectiveRecord(home=f"{HOME}.labelled:Choose", pipeline="multiple-choice"),
 }  # fmt: skip
 """The objectives by name."""
 

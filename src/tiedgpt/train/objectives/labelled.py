@@ -1,8 +1,7 @@
-"""Labelled examples: lines of .jsonl train a head on a GPT's body.
+"""Labelled examples: lines of .jsonl train a head on a GPT's body, one label or choice for each.
 
-`parse` turns a line of .jsonl into an example, `encode` an example into ids with their answer, and
-`collate` several of these into a batch for the head's `losses`. Each objective is a class in a file
-of its own.
+`parse` turns a line into an example, `encode` an example into ids with their answer, and `collate`
+several of these into a batch for the head's `losses`.
 """
 
 from __future__ import annotations
@@ -16,16 +15,19 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, ClassVar, Self
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from tiedgpt.core.config import GPTConfig
+from tiedgpt.core.loss import IGNORED
 from tiedgpt.core.model import GPT
 from tiedgpt.data import permutation
 from tiedgpt.errors import UserError
 from tiedgpt.evaluate.perplexity import totals
 from tiedgpt.files import parse_json_lines
-from tiedgpt.heads import Head
+from tiedgpt.heads import Head, MultipleChoice, SequenceClassifier, pad
+from tiedgpt.heads.inputs import read_choices, read_text
 from tiedgpt.runtime import eval_mode
 from tiedgpt.text import Tokenizer
 from tiedgpt.train.dataset import Data, Sources
@@ -106,6 +108,8 @@ class Labelled(Objective):
     """The head on the body."""
     use: ClassVar[str]
     """Python code that calls the trained `head`."""
+    keeps_end: ClassVar[bool] = False
+    """Whether a long text is cut to its end, and not to its beginning."""
     keeps_head: ClassVar[bool] = False
 
     @classmethod
@@ -120,7 +124,7 @@ class Labelled(Objective):
         """Return the objective, and the examples as ids."""
         objective = cls(*setup, labels=sources.labels)
         context = options.context or setup.config.n_positions
-        return objective, encode_examples(objective, sources.train, sources.held_out, context)
+        return objective, objective.encode_examples(sources.train, sources.held_out, context)
 
     @functools.cached_property
     def numbers(self) -> dict[str, int]:
@@ -132,9 +136,16 @@ class Labelled(Objective):
     def parse(record: Mapping[str, Any]) -> Example:
         """Return the example on a line; raise `UserError`, without the line, if it is wrong."""
 
-    @abstractmethod
     def encode(self, example: Example, context: int) -> Row | None:
-        """Return an example's ids and answer; None if the answer does not fit the context."""
+        """Return an example's ids and answer; None if a choice has no token to predict."""
+        whole = [self.tokenizer.encode(text) for text in example.texts]
+        ids = tuple(each[-context:] if self.keeps_end else each[:context] for each in whole)
+        answer = example.answer
+        if answer is None:
+            answer = self.numbers[example.labels[0]]
+        elif len(ids[answer]) < 2:
+            return None
+        return Row(ids, answer, cut=max(map(len, whole)) > context)
 
     @abstractmethod
     def answer(self, head: Any, example: Example, batch: Sequence[Tensor]) -> str:
@@ -143,6 +154,85 @@ class Labelled(Objective):
     @abstractmethod
     def collate(self, rows: Sequence[Row]) -> Arrays:
         """Return a batch for the head's `losses`: ids, lengths, ..., answers (B,)."""
+
+    def encode_examples(
+        self, train: Sequence[Example], held_out: Sequence[Example], context: int
+    ) -> LabelData:
+        """Return examples as ids; each epoch visits every example once, in a new order."""
+        examples, notes = self._encode_all("to train on", train, context)
+        validation, more_notes = self._encode_all("to validate on", held_out, context)
+        n = len(examples)
+
+        def batches(batch_size: int, seed: int) -> Callable[[int], Arrays]:
+            order = functools.lru_cache(2)(lambda epoch: permutation(n, seed=seed, epoch=epoch))
+
+            def batch(step: int) -> Arrays:
+                first = step * batch_size
+                places = (divmod(row, n) for row in range(first, first + batch_size))
+                return self.collate([examples[order(e)[i]][1] for e, i in places])
+
+            return batch
+
+        def read_held_out(batch_size: int, n_batches: int | None) -> Iterable[Arrays]:
+            at_most = None if n_batches is None else n_batches * batch_size
+            rows = [row for _, row in validation[:at_most]]
+            for at in range(0, len(rows), batch_size):
+                yield self.collate(rows[at : at + batch_size])
+
+        rows = [row.ids for _, row in (*examples, *validation)]
+        longest = max(len(ids) for _, row in examples for ids in row.ids)
+        n_labels = f"; {len(self.labels)} labels" if self.labels else ""
+        return LabelData(
+            batches=batches,
+            held_out=read_held_out,
+            row_tokens=max(len(ids) * max(map(len, ids)) for ids in rows),
+            epoch_rows=n,
+            held_out_rows=float(len(validation)),
+            n_examples=n,
+            n_held_out=len(validation),
+            predicts_tokens=self.head_class.predicts_tokens,
+            counts={
+                "train_examples": {
+                    "examples": n,
+                    **({"labels": list(self.labels)} if self.labels else {}),
+                },
+                "val_examples": {"examples": len(validation)},
+            },
+            description={
+                "examples": f"{n:,}; {len(validation):,} more to validate on{n_labels}",
+                "tokens": f"{self.tokenizer.kind} vocabulary of {len(self.tokenizer):,}, the "
+                f"longest row has {longest:,}",
+            },
+            notes=[*notes, *more_notes],
+            validation=validation,
+        )
+
+    def _encode_all(
+        self, what: str, examples: Sequence[Example], context: int
+    ) -> tuple[list[tuple[Example, Row]], list[str]]:
+        """Return the examples with their ids, and notes about those left out or cut."""
+        pairs, notes = [], []
+        for example in examples:
+            try:
+                row = self.encode(example, context)
+            except UserError as error:
+                raise UserError(f"{example.place}: {error}") from None
+            if row is not None:
+                pairs.append((example, row))
+        total, left_out = len(examples), len(examples) - len(pairs)
+        if not pairs:
+            raise UserError(
+                f"no example {what} fits a context of {context} tokens",
+                hint="give a longer --context",
+            )
+        if left_out:
+            notes.append(
+                f"left out {left_out:,} of {total:,} examples {what}: their answer does not fit "
+                f"{context} tokens"
+            )
+        if cut := sum(row.cut for _, row in pairs):
+            notes.append(f"cut {cut:,} of {total:,} examples {what} to {context} tokens")
+        return pairs, notes
 
     def is_right(self, head: Head, batch: Sequence[Tensor]) -> Tensor:
         """Return whether the head answers rightly, for each example of a batch (B,)."""
@@ -250,85 +340,6 @@ class LabelSources(Sources):
         return train, everything
 
 
-def encode_examples(
-    objective: Labelled, train: Sequence[Example], held_out: Sequence[Example], context: int
-) -> LabelData:
-    """Return examples as ids; each epoch visits every example once, in a new order."""
-    examples, notes = _encode(objective, "to train on", train, context)
-    validation, more_notes = _encode(objective, "to validate on", held_out, context)
-    n = len(examples)
-
-    def batches(batch_size: int, seed: int) -> Callable[[int], Arrays]:
-        order = functools.lru_cache(2)(lambda epoch: permutation(n, seed=seed, epoch=epoch))
-
-        def batch(step: int) -> Arrays:
-            first = step * batch_size
-            places = (divmod(row, n) for row in range(first, first + batch_size))
-            return objective.collate([examples[order(e)[i]][1] for e, i in places])
-
-        return batch
-
-    def read_held_out(batch_size: int, n_batches: int | None) -> Iterable[Arrays]:
-        rows = [row for _, row in validation]
-        rows = rows if n_batches is None else rows[: n_batches * batch_size]
-        for at in range(0, len(rows), batch_size):
-            yield objective.collate(rows[at : at + batch_size])
-
-    labels = {"labels": list(objective.labels)} if objective.labels else {}
-    longest = max(len(ids) for _, row in examples for ids in row.ids)
-    more = f"; {len(objective.labels)} labels" if labels else ""
-    return LabelData(
-        batches=batches,
-        held_out=read_held_out,
-        row_tokens=max(
-            len(row.ids) * max(map(len, row.ids)) for _, row in (*examples, *validation)
-        ),
-        epoch_rows=n,
-        held_out_rows=float(len(validation)),
-        n_examples=n,
-        n_held_out=len(validation),
-        predicts_tokens=objective.head_class.predicts_tokens,
-        counts={
-            "train_examples": {"examples": n, **labels},
-            "val_examples": {"examples": len(validation)},
-        },
-        description={
-            "examples": f"{n:,}; {len(validation):,} more to validate on{more}",
-            "tokens": f"{objective.tokenizer.kind} vocabulary of {len(objective.tokenizer):,}, the "
-            f"longest row has {longest:,}",
-        },
-        notes=[*notes, *more_notes],
-        validation=validation,
-    )
-
-
-def _encode(
-    objective: Labelled, what: str, examples: Sequence[Example], context: int
-) -> tuple[list[tuple[Example, Row]], list[str]]:
-    """Return the examples with their ids, and notes about those left out or cut."""
-    pairs, notes = [], []
-    for example in examples:
-        try:
-            row = objective.encode(example, context)
-        except UserError as error:
-            raise UserError(f"{example.place}: {error}") from None
-        if row is not None:
-            pairs.append((example, row))
-    total, left_out = len(examples), len(examples) - len(pairs)
-    if not pairs:
-        raise UserError(
-            f"no example {what} fits a context of {context} tokens", hint="give a longer --context"
-        )
-    if left_out:
-        notes.append(
-            f"left out {left_out:,} of {total:,} examples {what}: their answer does not fit "
-            f"{context} tokens"
-        )
-    if cut := sum(row.cut for _, row in pairs):
-        notes.append(f"cut {cut:,} of {total:,} examples {what} to {context} tokens")
-    return pairs, notes
-
-
 def _name_labels(train: Sequence[Example], held_out: Sequence[Example]) -> tuple[str, ...]:
     """Return the labels, sorted; a held-out label without training examples is an error."""
     seen = Counter(name for example in train for name in example.labels)
@@ -358,3 +369,77 @@ def _read(kind: type[Labelled], source: str) -> list[Example]:
     if not examples:
         raise UserError(f"{source} has no lines", hint=f"give .jsonl, each line {kind.fields}")
     return examples
+
+
+class Classify(Labelled):
+    """{"text": "...", "label": "name or number"}; a long text is cut to its beginning."""
+
+    fields = '{"text": ..., "label": ...}'
+    head_class = SequenceClassifier
+    use = 'head.labels[head(*pad([tokenizer.encode("a text")])).argmax()]'
+
+    @staticmethod
+    def parse(record: Mapping[str, Any]) -> Example:
+        """Return the example with its text and label; a label may be a number."""
+        text, label = read_text(record, "text"), record.get("label")
+        if isinstance(label, bool) or not isinstance(label, (str, int)) or label == "":
+            raise UserError(f"the label {label!r} is neither a name nor a whole number")
+        return Example((text,), labels=(str(label),))
+
+    def collate(self, rows: Sequence[Row]) -> Arrays:
+        """Return ids (B, T), lengths (B,), labels (B,)."""
+        ids, lengths = pad([row.ids[0] for row in rows])
+        return ids.numpy(), lengths.numpy(), np.array([row.answer for row in rows], np.int64)
+
+    def answer(self, head: SequenceClassifier, example: Example, batch: Sequence[Tensor]) -> str:
+        """Return the most likely label, and the text."""
+        return f"{head.labels[int(head(*batch[:2]).argmax())]}: {example.texts[0]}"
+
+
+class Choose(Labelled):
+    """{"text": "...", "choices": ["...", ...], "answer": 0}; a long text is cut to its end.
+
+    The language term of the loss counts only the right continuation, so that the model does not
+    learn wrong ones as language.
+    """
+
+    fields = '{"text": ..., "choices": [...], "answer": 0}'
+    head_class = MultipleChoice
+    keeps_end = keeps_head = True
+    use = 'head(*(x[None] for x in pad([tokenizer.encode(t) for t in ("a b", "a c")]))).argmax()'
+
+    @staticmethod
+    def parse(record: Mapping[str, Any]) -> Example:
+        """Return the text with each continuation, and the index of the right one."""
+        texts, answer = read_choices(record), record.get("answer")
+        if len(texts) < 2:
+            raise UserError("one choice leaves nothing to choose", hint="give two or more")
+        if type(answer) is not int or not 0 <= answer < len(texts):
+            raise UserError(
+                f"the answer {answer!r} is not the index of a choice, 0 to {len(texts) - 1}"
+            )
+        return Example(texts, answer)
+
+    def collate(self, rows: Sequence[Row]) -> Arrays:
+        """Return ids (B, C, T), lengths (B, C), targets (B, C, T), answers (B,)."""
+        n_choices = max(len(row.ids) for row in rows)
+        longest = max(len(ids) for row in rows for ids in row.ids)
+        ids = np.zeros((len(rows), n_choices, longest), np.int64)
+        targets = np.full_like(ids, IGNORED)
+        lengths = np.zeros((len(rows), n_choices), np.int64)  # 0: an absent choice
+        for at, row in enumerate(rows):
+            for number, choice in enumerate(row.ids):
+                ids[at, number, : len(choice)] = choice
+                lengths[at, number] = len(choice)
+            right = row.ids[row.answer]
+            targets[at, row.answer, : len(right) - 1] = right[1:]
+        return ids, lengths, targets, np.array([row.answer for row in rows], np.int64)
+
+    def n_targets(self, batch: Arrays) -> tuple[int, ...]:
+        """Return the number of predicted tokens and of choices."""
+        *_, tokens, answers = batch
+        return int((tokens != IGNORED).sum()), len(answers)
+
+    def answer(self, head: MultipleChoice, example: Example, batch: Sequence[Tensor]) -> str:
+        """Return the most likely choice, after the text."""
+        return example.texts[int(head(*batch[:2]).argmax())]
