@@ -136,7 +136,7 @@ def set_aside(path: Path) -> Path:
 def list_checkpoints(directory: Path) -> list[Path]:
     """Return the checkpoints under `directory`, oldest first."""
     paths = [path for path in directory.glob("step-*") if NAME.fullmatch(path.name)]
-    return sorted(paths, key=read_step)
+    return sorted(paths, key=lambda path: int(path.name.removeprefix("step-")))
 
 
 def load_newest(
@@ -285,11 +285,6 @@ def _point_to(path: Path) -> None:
     """Write the name of a checkpoint to `latest`."""
     with replacing(path.with_name("latest")) as temporary:
         temporary.write_text(path.name + "\n")
-
-
-def read_step(path: Path) -> int:
-    """Return the number of steps after which a checkpoint was written."""
-    return int(path.name.removeprefix("step-"))
 
 
 def _identify(files: Iterable[Path]) -> dict[str, dict[str, Any]]:

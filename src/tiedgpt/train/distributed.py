@@ -274,11 +274,6 @@ def distribute_like(tensor: Tensor, parameter: Tensor) -> Tensor:
     return distribute_tensor(placed, mesh, placements, src_data_rank=None)
 
 
-def local_shard(tensor: Tensor) -> Tensor:
-    """Return the part of a tensor that this process holds."""
-    return tensor.to_local() if hasattr(tensor, "to_local") else tensor
-
-
 def full_tensor(tensor: Tensor) -> Tensor:
     """Return the whole tensor, gathered if it is sharded."""
     return tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor

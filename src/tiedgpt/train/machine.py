@@ -208,11 +208,6 @@ class SpeedMeasurement:
         _, optimizers = make_optimizers(objective, model, slow, is_sharded=is_sharded)
         batch_of = data.batches(plan.batch_size, plan.seed)
 
-        def measure_step() -> float:
-            if processes.device.type == "cuda":
-                torch.cuda.synchronize()
-            return time.perf_counter() - began
-
         def is_enough() -> bool:
             if len(seconds) == 1:
                 return seconds[0] > SLOW_FACTOR * self.seconds + COMPILE_SECONDS
@@ -227,7 +222,9 @@ class SpeedMeasurement:
             batch = batch_of(len(seconds))
             with self.accelerate(model):
                 train_step(model, optimizers, batch, plan, processes, objective=objective)
-            seconds.append(processes.on_main(measure_step))
+            if processes.device.type == "cuda":
+                torch.cuda.synchronize()
+            seconds.append(processes.broadcast(time.perf_counter() - began))
         later = seconds[1:] or seconds
         step = statistics.median(later)
         if self.load is None and len(later) > 2:

@@ -294,12 +294,15 @@ def plan_run(
         step_seconds = draft.batch_size * facts.row_units / speed
         seconds = seconds_left(60 * amount, seconds_spent)
         steps = count_steps(seconds, step_seconds, facts.held_out_rows, draft, machine.n_processes)
-        plan = set_steps(draft, options, steps, count_evaluations(seconds, options.evaluations))
+        evaluations = min(options.evaluations, round(seconds * PAUSE_SHARE / PAUSE_SECONDS))
+        plan = set_steps(draft, options, steps, max(1, evaluations))
         plan = replace(plan, minutes=amount, reason=reason)
     else:
         plan = plan_steps(draft, options, facts, reason)
-    final_batches = None if options.score == "all" else count_final_batches(plan, facts, machine)
-    return config, replace(plan, final_batches=final_batches)
+    rows = count_final_rows(plan.steps / machine.n_processes, facts.held_out_rows, plan)
+    n_batches = math.ceil(rows / plan.micro_batch)
+    scores_all = options.score == "all" or n_batches * plan.micro_batch >= facts.held_out_rows
+    return config, replace(plan, final_batches=None if scores_all else n_batches)
 
 
 def apply_size(options: TrainOptions, config: GPTConfig, facts: Facts) -> tuple[GPTConfig, Facts]:
@@ -440,18 +443,18 @@ def judge_size(
     without_dropout = replace(options, dropout=options.dropout or 0.0)
     sized = with_choices(without_dropout, size, math.inf, text_tokens)
     sized_config, sized_facts = apply_size(sized, config, facts)
+    n_parameters = count_block_parameters(size)
     try:
         draft = draft_plan(sized, sized_config, sized_facts, machine)
     except NoRoomError:
-        return Candidate(sized, 0.0, 0.0, (True, count_block_parameters(size)))
+        return Candidate(sized, 0.0, 0.0, (True, n_parameters))
     speed = machine.tokens_per_second(sized_config, draft)
     tokens = min(seconds * speed, text_tokens * (options.epochs or MAX_AUTO_EPOCHS))
     chosen = with_choices(options, size, tokens, text_tokens)
     steps = seconds * speed / (chosen.batch_size or 1) / sized_facts.row_units
-    rank = False, expected_loss(size, tokens, text_tokens)
     if steps < MIN_STEPS:
-        rank = True, float(count_block_parameters(size))
-    return Candidate(chosen, tokens, speed, rank)
+        return Candidate(chosen, tokens, speed, (True, n_parameters))
+    return Candidate(chosen, tokens, speed, (False, expected_loss(size, tokens, text_tokens)))
 
 
 def choose_size(
@@ -765,22 +768,10 @@ def count_steps(
     return max(1, int((seconds - final - closing) / (step_seconds + forward * SAMPLE_SHARE)))
 
 
-def count_evaluations(seconds: float, most: int) -> int:
-    """Return the number of evaluations before the final one in a run of some seconds."""
-    return max(1, min(most, round(seconds * PAUSE_SHARE / PAUSE_SECONDS)))
-
-
 def count_final_rows(steps: float, held_out_rows: float, plan: Plan) -> float:
     """Return the number of rows in the final evaluation of a run of so many steps."""
     rows = FINAL_SHARE * FORWARDS_PER_STEP * steps * plan.batch_size
     return min(held_out_rows, max(rows, MIN_SCORED_BATCHES * plan.micro_batch))
-
-
-def count_final_batches(plan: Plan, facts: Facts, machine: Machine) -> int | None:
-    """Return the number of micro-batches of the final score; None for all held-out data."""
-    rows = count_final_rows(plan.steps / machine.n_processes, facts.held_out_rows, plan)
-    n_batches = math.ceil(rows / plan.micro_batch)
-    return n_batches if n_batches * plan.micro_batch < facts.held_out_rows else None
 
 
 def replan(

@@ -36,7 +36,7 @@ from torch.utils.hooks import RemovableHandle
 from tiedgpt.core.cache import KVCache
 from tiedgpt.core.layers import Block
 from tiedgpt.errors import CorruptInputError, DivergedError, NoRoomError
-from tiedgpt.train.distributed import Processes, local_shard
+from tiedgpt.train.distributed import Processes
 from tiedgpt.train.objective import OWN_LOSS, Arrays, Loss, Model, body_of
 from tiedgpt.train.planning import Plan
 
@@ -208,8 +208,11 @@ def read_state(state: Mapping[str, Any]) -> tuple[RunState, Plan]:
 
 def find_not_finite_weights(model: Model) -> str | None:
     """Return the name of the first parameter whose local shard is not finite, or None."""
-    parts = ((name, local_shard(p)) for name, p in model.named_parameters())
-    return next((name for name, part in parts if not bool(part.isfinite().all())), None)
+    for name, parameter in model.named_parameters():
+        local = parameter.to_local() if hasattr(parameter, "to_local") else parameter
+        if not bool(local.isfinite().all()):
+            return name
+    return None
 
 
 def find_not_finite(model: Model, objective: Loss, batch: Arrays, plan: Plan) -> str:
