@@ -80,7 +80,7 @@ class RunArguments:
 
 @dataclass(frozen=True, kw_only=True)
 class Arguments:
-    """Train a GPT. To resume a stopped run, give the same command again."""
+    """Arguments of `tiedgpt train` and `tiedgpt tune`."""
 
     options: TrainOptions
     run: RunArguments

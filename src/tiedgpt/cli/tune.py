@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 
 from tiedgpt.cli.options import parse
 from tiedgpt.cli.source import source_or_newest
-from tiedgpt.cli.train import RunArguments, report_once, show_run
+from tiedgpt.cli.train import Arguments, report_once, show_run
 from tiedgpt.train.options import TrainOptions
 from tiedgpt.train.storage import RUNS, find_tune_start
 
@@ -19,14 +19,6 @@ In {"text": ...} lines and text files, all tokens are trained.
 
 To resume a stopped run, give the same command again. The result is in model/. With --lora, the
 adapter is also in adapter/, in PEFT's format."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class Arguments:
-    """Fine-tune a GPT. To resume a stopped run, give the same command again."""
-
-    options: TrainOptions
-    run: RunArguments
 
 
 def run(arguments: list[str]) -> int:

@@ -27,15 +27,7 @@ from tiedgpt.train.checkpoint import (
 )
 from tiedgpt.train.dataset import Data, Progress
 from tiedgpt.train.distributed import Processes
-from tiedgpt.train.events import (
-    Ended,
-    Evaluated,
-    Event,
-    Replanned,
-    Skipped,
-    Started,
-    Stepped,
-)
+from tiedgpt.train.events import Ended, Evaluated, Event, Replanned, Skipped, Started, Stepped
 from tiedgpt.train.machine import Measures
 from tiedgpt.train.metrics import PART_PREFIX
 from tiedgpt.train.objective import Arrays, Model, Objective, Score, body_of
@@ -52,12 +44,7 @@ from tiedgpt.train.step import (
     read_state,
     train_step,
 )
-from tiedgpt.train.storage import (
-    GOES_ON,
-    RunDirectory,
-    checkpoint_path,
-    plan_tables,
-)
+from tiedgpt.train.storage import GOES_ON, RunDirectory, checkpoint_path, plan_tables
 
 T = TypeVar("T")
 

@@ -15,14 +15,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, Literal, NamedTuple
 from tiedgpt.core.config import PRESETS, GPTConfig
 from tiedgpt.errors import UserError
 from tiedgpt.names import explains_arguments
-from tiedgpt.options import (
-    REMOVED_VALUES,
-    argument,
-    flag,
-    is_option_of,
-    option,
-    option_of_verb,
-)
+from tiedgpt.options import REMOVED_VALUES, argument, flag, is_option_of, option, option_of_verb
 from tiedgpt.train.objectives import ObjectiveRecord, find_record, list_tasks
 from tiedgpt.train.optim import OPTIMIZERS, find_optimizer, scale_lr_to_width
 
@@ -285,8 +278,7 @@ class ComputeOptions:
         "dtype of the matmuls; auto: bf16 where this device computes in it. Weights stay in fp32.",
     )
     device: str = option(
-        "auto",
-        "Device to train on: cpu, cuda, cuda:1, mps; auto: a GPU if there is one.",
+        "auto", "Device to train on: cpu, cuda, cuda:1, mps; auto: a GPU if there is one."
     )
     memory: str | None = option(
         None,

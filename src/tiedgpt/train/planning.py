@@ -580,11 +580,7 @@ def estimate_static_memory(
     matrices = 12 * config.n_layer * config.n_embd**2 if facts.n_trained is None else 0
     moments = OPTIMIZERS["adamw"].moments * (trained - matrices)
     moments += OPTIMIZERS[plan.optimizer].moments * matrices
-    parts = {
-        "weights": 4 * count,
-        "gradients": 4 * trained,
-        "optimizer state": 4 * moments,
-    }
+    parts = {"weights": 4 * count, "gradients": 4 * trained, "optimizer state": 4 * moments}
     return {part: n_bytes // machine.n_shards for part, n_bytes in parts.items()}
 
 

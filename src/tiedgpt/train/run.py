@@ -16,7 +16,6 @@ import tempfile
 import time
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
-from enum import Enum
 from pathlib import Path
 from typing import Any
 
@@ -90,7 +89,7 @@ def train(
         objective_class = processes.main_first(open_objective, options)
         sources = processes.main_first(objective_class.open, options)
         run = stack.enter_context(open_run(options, sources, out, processes))
-        if run.status is RunStatus.FINISHED:
+        if run.is_finished:
             yield AlreadyFinished(run.directory.path)
             return
         yield from _hub_notes(options)
@@ -127,26 +126,16 @@ def train(
         ).run()  # fmt: skip
 
 
-class RunStatus(Enum):
-    """The state of a run's directory before training."""
-
-    NEW = "new"
-    RESUMED = "resumed"
-    PROLONGED = "prolonged"
-    """It was finished, and continues for a longer duration."""
-    FINISHED = "finished"
-
-
 @dataclass(frozen=True)
 class Run:
-    """A run's directory, and the config and the plan in its run.toml."""
+    """A run's directory, and the config and the plan in its run.toml; None for a new run."""
 
     directory: RunDirectory
     digest: str | None
     """Digest of the data; None: the documentation of Python."""
-    status: RunStatus
     config: GPTConfig | None = None
     plan: Plan | None = None
+    is_finished: bool = False
 
 
 @contextlib.contextmanager
@@ -167,7 +156,7 @@ def open_run(
 def _read_run(options: TrainOptions, directory: RunDirectory, digest: str | None) -> Run:
     tables = directory.read_record()
     if not tables:
-        return Run(directory, digest, RunStatus.NEW)
+        return Run(directory, digest)
     factor = compare_options(options, directory.path)
     if digest != tables.get("text", {}).get("sha256"):
         raise UserError(
@@ -176,14 +165,13 @@ def _read_run(options: TrainOptions, directory: RunDirectory, digest: str | None
         )
     config, plan = read_plan(tables)
     if factor is None:
-        status = RunStatus.FINISHED if directory.is_finished() else RunStatus.RESUMED
-        return Run(directory, digest, status, config, plan)
+        return Run(directory, digest, config, plan, directory.is_finished())
     last_step = directory.read_metrics()[-1]["step"]
     plan = prolong(plan, options, last_step, factor)
     durations = {name: getattr(options, name) for name in DURATIONS}
     requested = {"options": tables["options"] | durations}
     directory.write_record({**tables, **requested, **plan_tables(plan)})
-    return Run(directory, digest, RunStatus.PROLONGED, config, plan)
+    return Run(directory, digest, config, plan)
 
 
 def compare_options(options: TrainOptions, out: str | Path) -> float | None:

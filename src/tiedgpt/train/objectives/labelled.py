@@ -31,14 +31,7 @@ from tiedgpt.heads.inputs import read_choices, read_text
 from tiedgpt.runtime import eval_mode
 from tiedgpt.text import Tokenizer
 from tiedgpt.train.dataset import Data, Sources
-from tiedgpt.train.objective import (
-    Arrays,
-    ModelSetup,
-    Objective,
-    Showcase,
-    body_of,
-    on_device,
-)
+from tiedgpt.train.objective import Arrays, ModelSetup, Objective, Showcase, body_of, on_device
 from tiedgpt.train.options import TrainOptions
 from tiedgpt.train.storage import RunDirectory
 from tiedgpt.tune import freeze

@@ -81,9 +81,7 @@ class ReplySources(Sources):
         def open_reader(data: Sequence[str], tokenizer: Tokenizer) -> ExampleReader:
             return ExampleReader(
                 documents(
-                    data,
-                    encoding=options.encoding,
-                    keep_end_of_text=options.keep_end_of_text,
+                    data, encoding=options.encoding, keep_end_of_text=options.keep_end_of_text
                 ),
                 tokenizer,
                 template=template,
