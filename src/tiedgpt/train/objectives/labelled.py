@@ -131,14 +131,15 @@ class Labelled(Objective):
 
     def encode(self, example: Example, context: int) -> Row | None:
         """Return an example's ids and answer; None if a choice has no token to predict."""
-        whole = [self.tokenizer.encode(text) for text in example.texts]
-        ids = tuple(each[-context:] if self.keeps_end else each[:context] for each in whole)
+        window = slice(-context, None) if self.keeps_end else slice(context)
+        texts = [self.tokenizer.encode(text) for text in example.texts]
+        ids = tuple(text[window] for text in texts)
         answer = example.answer
         if answer is None:
             answer = self.numbers[example.labels[0]]
         elif len(ids[answer]) < 2:
             return None
-        return Row(ids, answer, cut=max(map(len, whole)) > context)
+        return Row(ids, answer, cut=max(map(len, texts)) > context)
 
     @abstractmethod
     def answer(self, head: Any, example: Example, batch: Sequence[Tensor]) -> str:
