@@ -261,10 +261,3 @@ def test_a_new_task_is_one_record(monkeypatch):
     assert TrainOptions(task="sort", data=("a.jsonl",)).objective_record.home == "sorting:Sort"
     with pytest.raises(UserError, match="use lm, classify, choose, sort"):
         TrainOptions(task="swim", data=("a.jsonl",))
-
-
-def test_removed_tasks_name_their_replacement():
-    for task in ("tag", "answer"):
-        with pytest.raises(UserError) as caught:
-            TrainOptions(task=task, data=("a.jsonl",))
-        assert "examples/own_task.py" in str(caught.value)

@@ -13,7 +13,6 @@ from tiedgpt.heads import MultipleChoice, SequenceClassifier
 from tiedgpt.train.machine import (
     GradientNorms,
     describe,
-    is_due,
     model_flops,
     peak_flops,
     peak_memory,
@@ -99,10 +98,6 @@ def test_flops_follow_the_convention():
     assert model_flops(MultipleChoice(model), 64) > model_flops(model, 64)
     head = SequenceClassifier(model, labels=["a", "b"])
     assert model_flops(head, 64) == model_flops(model, 64) - 6 * 498 * 768
-
-
-def test_the_first_and_every_tenth_step_are_measured():
-    assert [step for step in range(1, 31) if is_due(step)] == [1, 10, 20, 30]
 
 
 def test_the_machine_has_a_name_peak_flops_and_memory():

@@ -5,7 +5,6 @@ import torch
 
 from tests.train.conftest import assert_same
 from tiedgpt import GPT
-from tiedgpt.errors import UserError
 from tiedgpt.train.optim import OPTIMIZERS, OptimizerSpec, scale_lr_to_width
 from tiedgpt.train.optim.groups import optimizers, parameter_groups
 from tiedgpt.weights.containers import SafetensorsFile
@@ -103,8 +102,3 @@ def test_a_new_optimizer_is_one_record(trial, monkeypatch):
     saved = SafetensorsFile.open(whole.newest("optimizer.safetensors")).entries
     assert {"h.0.mlp.c_fc.weight/momentum", "wte.weight/exp_avg"} < set(saved)
     assert scale_lr_to_width(1e-3, width=128, to=512, optimizer="lion") == 2.5e-4
-
-
-def test_an_unknown_optimizer_is_named(tiny):
-    with pytest.raises(UserError, match="'sgd': there are adamw, muon"):
-        parameter_groups(tiny, matrices="sgd", weight_decay=0.1)

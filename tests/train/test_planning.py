@@ -80,18 +80,14 @@ def plan(options=None, *, tokens=600_000, on=None, config=None, facts=None, spen
         (120.0, 2.3, 50_000_000, "mini"),
         (3.0, 1.0, 20_000, "nano"),
         (3.0, 1.0, 50, "nano"),
+        (0.6, 1.0, 600_000, "tiny"),
+        (0.6, 0.02, 600_000, "nano"),
+        (0.6, 0.0001, 600_000, "nano"),
     ],
 )
-def test_more_time_and_more_text_choose_a_larger_model(minutes, speed, tokens, size):
+def test_more_time_text_and_speed_choose_a_larger_model(minutes, speed, tokens, size):
     _, chosen = plan(minutes=minutes, tokens=tokens, on=machine(speed))
     assert chosen.size == size and chosen.reason.startswith(f"{size} has the lowest expected loss")
-
-
-@pytest.mark.parametrize(("speed", "size"), [(1.0, "tiny"), (0.02, "nano"), (0.0001, "nano")])
-def test_a_slow_machine_trains_a_smaller_model_for_more_steps(speed, size):
-    _, chosen = plan(minutes=0.6, on=machine(speed))
-    assert chosen.size == size
-    assert chosen.steps >= 50 or speed < 0.001
 
 
 def test_a_size_with_fewer_than_50_steps_is_not_chosen():
@@ -185,11 +181,9 @@ def test_vocabulary_and_context_depend_on_the_text():
     assert contexts == [4, 8, 16, 128, 128]
 
 
-def test_candidate_sizes_are_ordered_and_an_unknown_size_names_them():
+def test_candidate_sizes_are_ordered():
     sizes = [12 * SIZES[name].n_layer * SIZES[name].n_embd ** 2 for name in CANDIDATE_SIZES]
     assert sizes == sorted(set(sizes))
-    with pytest.raises(UserError, match="there are auto, nano, tiny, little, mini"):
-        TrainOptions(size="huge")
 
 
 @pytest.mark.parametrize("size", SIZES)
@@ -412,12 +406,6 @@ def test_a_new_plan_ends_with_the_time(pace, left, steps):
     assert after.rate(after.steps - 1) < 0.1 * after.lr
 
 
-def test_a_new_plan_never_shortens_the_warmup():
-    before = dataclasses.replace(PLAN, steps=40, warmup=6, cooldown=10, minutes=1.0)
-    after = replan(before, 8.0, 1, 0.0, 30.0)
-    assert (after.steps, after.warmup, after.cooldown) == (6, 6, 0)
-
-
 # The learning rate
 
 
@@ -486,11 +474,12 @@ def test_the_learning_rate_scales_with_the_width_for_adamw_and_its_root_for_muon
 @pytest.mark.parametrize(
     ("wrong", "says"),
     [
-        ({"size": "huge"}, "no size 'huge'"),
+        ({"size": "huge"}, "no size 'huge'.* there are auto, nano, tiny, little, mini"),
         ({"minutes": 1.0, "steps": 5}, "only one of"),
         ({"minutes": -1.0}, "minutes must be"),
         ({"lr": float("nan")}, "lr must be"),
         ({"steps": 0}, "steps must be"),
+        ({"eval_every": 0}, "eval_every must be"),
         ({"batch_size": 0}, "batch_size must be"),
         ({"warmup": 2.0}, "warmup must be"),
         ({"dropout": 1.0}, "dropout must be"),

@@ -8,8 +8,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from tests.heads.conftest import make  # noqa: F401
-from tiedgpt import GPT, GPTConfig, Tokenizer
-from tiedgpt.cli.main import main
+from tiedgpt import GPT, GPTConfig
 from tiedgpt.errors import CheckFailedError, UserError
 from tiedgpt.heads import FeatureExtractor, SequenceClassifier
 from tiedgpt.infer import Engine
@@ -200,15 +199,6 @@ def test_unsupported_modules_are_refused_and_nothing_is_frozen(tiny, given, says
     with pytest.raises(UserError, match=says):
         lora(tiny, **given)
     assert all(p.requires_grad for p in tiny.parameters()) and not adapted_layers(tiny)
-
-
-def test_a_rank_above_the_width_names_the_option_of_tune(tiny, tmp_path, capsys):
-    tiny.save_pretrained(tmp_path / "model")
-    Tokenizer.characters(["the cat sat."]).save_pretrained(tmp_path / "model")
-    (tmp_path / "a.txt").write_text("the cat sat. " * 99)
-    command = ["tune", str(tmp_path / "a.txt"), "--from", str(tmp_path / "model")]
-    assert main([*command, "--out", str(tmp_path / "run"), "--lora", "99999"]) == 1
-    assert "--lora" in (err := capsys.readouterr().err) and "--rank" not in err
 
 
 def test_a_second_name_of_w_is_refused_since_an_adapter_would_not_reach_it(tiny):
