@@ -64,6 +64,7 @@ $(PAGE): $(DEV)
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check $(TORCH_INDEX) -c constraints.txt -e '.[dev,page]'
 	touch $@ $(DEV) $(RUN)
 
-$(PEERS): $(DEV)  # compiles llama.cpp, for minutes
+$(PEERS): $(DEV)  # compiles llama.cpp, for minutes: for any CPU with AVX2, not for this one alone
+	CMAKE_ARGS="-DGGML_NATIVE=OFF -DLLAVA_BUILD=OFF" $(BIN)/python -m pip install --quiet --disable-pip-version-check --no-cache-dir -c constraints.txt llama-cpp-python
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check $(TORCH_INDEX) -c constraints.txt -e '.[dev,peers]'
 	touch $@ $(DEV) $(RUN)
