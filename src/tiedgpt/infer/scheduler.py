@@ -111,11 +111,6 @@ class Request:
         self._decoding: Decoding[Any] | None = None
 
     @property
-    def has_ended(self) -> bool:
-        """Whether it has a result or an error."""
-        return self.status is RequestStatus.ENDED
-
-    @property
     def is_decode(self) -> bool:
         """Whether one token of each slot has to run."""
         return len(self.to_run[0].ids) == 1
@@ -152,7 +147,7 @@ class Request:
 
         An exception is this request's error.
         """
-        if self._decoding is None or self.has_ended:
+        if self._decoding is None or self.status is RequestStatus.ENDED:
             return
         if self.status is RequestStatus.READY:
             self.status = RequestStatus.DECODE
@@ -168,7 +163,7 @@ class Request:
 
     def fail(self, error: BaseException) -> None:
         """End with an error, unless it has ended; SystemExit is replaced by RuntimeError."""
-        if not self.has_ended:
+        if self.status is not RequestStatus.ENDED:
             if not isinstance(error, Exception):
                 error = RuntimeError(f"a request raised {error!r}")
             self.error = error
@@ -176,7 +171,7 @@ class Request:
 
     def end(self, reason: FinishReason) -> None:
         """End now, with the text so far as the result."""
-        if self.has_ended:
+        if self.status is RequestStatus.ENDED:
             return
         self.status, self.to_run, self.logits = RequestStatus.ENDED, [], []
         if self._decoding is not None:
@@ -344,7 +339,7 @@ class Scheduler:
 
     def _release_ended(self) -> None:
         """Free the slots of requests that have ended."""
-        for request in [request for request in self.running if request.has_ended]:
+        for request in [r for r in self.running if r.status is RequestStatus.ENDED]:
             self.running.remove(request)
             self.pool.release(request.slot_ids)
             if request.sequence is not None:

@@ -94,19 +94,27 @@ class Generation:
 
 
 class Worker:
-    """The queue of an engine's requests, and the thread that runs them.
+    """The queue of an engine's requests, and the thread that runs commands and steps in turn.
 
-    The first request starts the thread, also after a fork. Neither holds a reference to the engine,
-    so that an engine is closed when it is garbage collected.
+    The first request starts the thread, also after a fork. It holds no reference to the engine, so
+    that an engine is closed when it is garbage collected.
     """
 
     def __init__(self, runner: Runner, n_slots: int, queue_size: int, is_fixed: bool) -> None:
         self._runner, self._n_slots, self._is_fixed = runner, n_slots, is_fixed
         self._max_requests = n_slots + queue_size
         self._lock = threading.Lock()
-        self._thread: _EngineThread | None = None
         self._closed = False
         self._counts: Counter[str] = Counter()
+        self._forget_requests()
+
+    def _forget_requests(self) -> None:
+        self._thread: threading.Thread | None = None
+        self._process = os.getpid()
+        self._scheduler: Scheduler | None = None
+        self._commands: SimpleQueue[Callable[[], None] | None] = SimpleQueue()
+        self._vacancies = threading.Semaphore(self._max_requests)
+        self._active: dict[Request, tuple[Future[Any], SimpleQueue[Token | None]]] = {}
 
     def submit(
         self,
@@ -122,33 +130,29 @@ class Worker:
         """
         with self._lock:
             self._require_open()
-            if self._thread is None or self._thread.process != os.getpid():
-                self._thread = _EngineThread(
-                    self._open_scheduler, self._max_requests, self._is_fixed, self._counts
-                )
-            thread = self._thread
-        if threading.current_thread() is thread.thread:
+            if self._process != os.getpid():
+                self._forget_requests()
+            if self._thread is None:
+                thread = threading.Thread(target=self._run, name="tiedgpt-engine", daemon=True)
+                thread.start()
+                self._thread = thread
+        if threading.current_thread() is self._thread:
             raise UserError("a processor cannot use the engine that runs it")
-        if not thread.vacancies.acquire(blocking=wait):
+        if not self._vacancies.acquire(blocking=wait):
             raise QueueFullError(
                 f"{self._max_requests} requests run or wait: try again later, or "
                 "Engine(..., queue_size=)"
             )
         self._runner.use_caller_threads()
-        cancel = partial(thread.cancel, weakref.ref(request))
+        cancel = partial(self._cancel, weakref.ref(request))
         generation = Generation(cancel, tokens or SimpleQueue(), owner)
         with self._lock:
             if self._closed:
-                thread.vacancies.release()  # for others that wait
+                self._vacancies.release()  # for others that wait
             self._require_open()
             self._counts["requests"] += 1
-            thread.commands.put(partial(thread.add, request, generation.future, generation.tokens))
+            self._commands.put(partial(self._add, request, generation.future, generation.tokens))
         return generation
-
-    def _open_scheduler(self) -> Scheduler:
-        capacity = self._runner.config.n_positions
-        session = self._runner.session(n_slots=self._n_slots, capacity=capacity)
-        return Scheduler(session, self._counts)
 
     def _require_open(self) -> None:
         if self._closed:
@@ -157,16 +161,16 @@ class Worker:
     def close(self) -> None:
         """End all requests and the thread."""
         with self._lock:
-            thread, was_closed, self._closed = self._thread, self._closed, True
-            if was_closed or thread is None or thread.process != os.getpid():
+            was_closed, self._closed = self._closed, True
+            if was_closed or self._thread is None or self._process != os.getpid():
                 return
-            thread.commands.put(None)
-        if thread.thread is not threading.current_thread():
-            thread.thread.join()
+            self._commands.put(None)
+        if self._thread is not threading.current_thread():
+            self._thread.join()
 
     def stats(self) -> dict[str, float]:
         """Return counts; see `Engine.stats`."""
-        counts, requests = self._counts, list(self._thread.active if self._thread else ())
+        counts, requests = self._counts, list(self._active)
         names = ("prompt_tokens", "reused_tokens", "generated_tokens")
         running = sum(request.status is not RequestStatus.WAITING for request in requests)
         return {
@@ -177,42 +181,11 @@ class Worker:
             "seconds": counts["nanoseconds"] / 1e9,
         }
 
-
-class _EngineThread:
-    """The thread of an engine, which runs commands and steps in turn."""
-
-    def __init__(
-        self,
-        open_scheduler: Callable[[], Scheduler],
-        max_requests: int,
-        is_fixed: bool,
-        counts: Counter[str],
-    ) -> None:
-        self._open_scheduler, self._is_fixed, self._counts = open_scheduler, is_fixed, counts
-        self._scheduler: Scheduler | None = None
-        self.commands: SimpleQueue[Callable[[], None] | None] = SimpleQueue()
-        self.vacancies = threading.Semaphore(max_requests)
-        self.active: dict[Request, tuple[Future[Any], SimpleQueue[Token | None]]] = {}
-        self.process = os.getpid()
-        self.thread = threading.Thread(target=self._run, name="tiedgpt-engine", daemon=True)
-        self.thread.start()
-
-    def add(self, request: Request, future: Future[Any], tokens: SimpleQueue[Token | None]) -> None:
-        """Give a request to the scheduler. This is a command."""
-        self.active[request] = future, tokens
-        try:
-            if self._scheduler is None:
-                self._scheduler = self._open_scheduler()
-        except Exception as error:
-            request.fail(error)
-        else:
-            self._scheduler.add(request)
-
-    def cancel(self, reference: weakref.ref[Request]) -> None:
+    def _cancel(self, reference: weakref.ref[Request]) -> None:
         """End a request soon, from any thread; its result is the text so far."""
         request = reference()
-        if request is not None and self.process == os.getpid():
-            self.commands.put(partial(self._end, request))
+        if request is not None and self._process == os.getpid():
+            self._commands.put(partial(self._end, request))
 
     def _run(self) -> None:
         """Alternate between commands and steps; a command of None ends the thread."""
@@ -223,28 +196,44 @@ class _EngineThread:
                     self._scheduler.step()
                 except Exception as error:  # not of a request: the scheduler itself failed
                     self._scheduler = None
-                    for request in self.active:
+                    for request in self._active:
                         request.fail(error)
                 self._counts["nanoseconds"] += time.perf_counter_ns() - began
-            for request in [request for request in self.active if request.has_ended]:
+            ended = [r for r in self._active if r.status is RequestStatus.ENDED]
+            for request in ended:
                 self._deliver(request)
-            if not self.active and not self._is_fixed:
+            if not self._active and not self._is_fixed:
                 self._scheduler = None
-        for request in list(self.active):
+        for request in list(self._active):
             self._end(request)
         self._scheduler = None
 
     def _run_commands(self) -> bool:
         """Run the queued commands; sleep while no request is active. Return False for None."""
         with suppress(Empty):
-            while (command := self.commands.get(block=not self.active)) is not None:
+            while (command := self._commands.get(block=not self._active)) is not None:
                 command()
             return False
         return True
 
+    def _add(
+        self, request: Request, future: Future[Any], tokens: SimpleQueue[Token | None]
+    ) -> None:
+        """Give a request to the scheduler. This is a command."""
+        self._active[request] = future, tokens
+        try:
+            if self._scheduler is None:
+                capacity = self._runner.config.n_positions
+                session = self._runner.session(n_slots=self._n_slots, capacity=capacity)
+                self._scheduler = Scheduler(session, self._counts)
+        except Exception as error:
+            request.fail(error)
+        else:
+            self._scheduler.add(request)
+
     def _end(self, request: Request) -> None:
-        """Cancel a request unless its result was delivered."""
-        if request in self.active:
+        """Cancel a request unless its result was delivered. This is a command."""
+        if request in self._active:
             if self._scheduler is not None:
                 self._scheduler.cancel(request)
             request.end("cancelled")
@@ -252,8 +241,8 @@ class _EngineThread:
 
     def _deliver(self, request: Request) -> None:
         """Deliver the result or error of a request that has ended."""
-        future, tokens = self.active.pop(request)
-        self.vacancies.release()
+        future, tokens = self._active.pop(request)
+        self._vacancies.release()
         if request.error is not None:
             future.set_exception(request.error)
         elif request.result is None:
