@@ -10,6 +10,7 @@ A text that runs out of tokens or context is not complete: its `finish_reason` i
 
 from __future__ import annotations
 
+import functools
 import json
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
@@ -41,8 +42,6 @@ def matcher_for(constraint: Mapping[str, Any], tokenizer: Tokenizer, config: GPT
     """
     try:
         from llguidance import LLMatcher
-
-        from tiedgpt.infer.token_trie import token_trie
     except ImportError:
         raise UserError(
             "regex, json_schema and grammar need llguidance",
@@ -62,7 +61,7 @@ def matcher_for(constraint: Mapping[str, Any], tokenizer: Tokenizer, config: GPT
             hint="give its config an eos_token_id that its tokenizer has",
         )
     [(name, value)] = constraint.items()
-    trie = token_trie(tokenizer, end, config.vocab_size)
+    trie = _token_trie(tokenizer, end, config.vocab_size)
     try:
         start = LLMatcher(trie, _lark(name, value, tokenizer), log_level=0)
     except UserError:
@@ -74,6 +73,54 @@ def matcher_for(constraint: Mapping[str, Any], tokenizer: Tokenizer, config: GPT
     if start.is_error():
         raise UserError(f"cannot be met: {_reason(start)}", option=name)
     return Matcher(start, name)
+
+
+@functools.lru_cache(maxsize=4)
+def _token_trie(tokenizer: Tokenizer, end: int, vocab_size: int) -> llguidance.LLTokenizer:
+    """Return the trie over a model's V ids; ids without text are never allowed."""
+    from llguidance import LLTokenizer
+
+    return LLTokenizer(_Vocabulary(tokenizer, end, vocab_size))  # type: ignore[arg-type]
+
+
+class _Vocabulary:
+    """A vocabulary as llguidance takes it: the bytes of each id, the end, and the ids of a text.
+
+    It uses the ids of a text where only one text can follow.
+    """
+
+    is_tokenizer_wrapper = True
+
+    def __init__(self, tokenizer: Tokenizer, end: int, vocab_size: int) -> None:
+        lengths = tokenizer.byte_lengths()
+        self.tokens = [
+            tokenizer.token_bytes(id) if id < len(lengths) and lengths[id] else b""
+            for id in range(vocab_size)
+        ]
+        self._ids = {token: id for id, token in enumerate(self.tokens) if token and id != end}
+        self._longest = max(map(len, self._ids))
+        self.tokens[end] = b"<end>"
+        self.eos_token_id, self.bos_token_id, self.special_token_ids = end, None, [end]
+        self._tokenizer = tokenizer
+
+    def __call__(self, text: str) -> list[int]:
+        """Return the ids of a text. It must not raise: an exception would end the program."""
+        raw = text.encode()
+        try:
+            ids = self._tokenizer.encode(text)
+        except UserError:
+            ids = []
+        if b"".join(self.tokens[id] for id in ids) == raw:
+            return ids
+        ids, at = [], 0  # the tokenizer added a space, or does not know a character
+        while at < len(raw):
+            ends = range(min(len(raw), at + self._longest), at, -1)
+            end = next((end for end in ends if raw[at:end] in self._ids), None)
+            if end is None:
+                break
+            ids.append(self._ids[raw[at:end]])  # the longest that matches
+            at = end
+        return ids
 
 
 def _lark(name: str, value: Any, tokenizer: Tokenizer) -> str:
