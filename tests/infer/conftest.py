@@ -6,8 +6,9 @@ import pytest
 
 from tests.conftest import TEXT, opinionated
 from tiedgpt import Tokenizer
-from tiedgpt.infer import Engine
+from tiedgpt.infer import Engine, GenerationConfig
 from tiedgpt.infer.beam import beam_search
+from tiedgpt.infer.sequence import SequenceState
 from tiedgpt.infer.slots import RunResult, SlotPool
 from tiedgpt.infer.torch_session import TorchSession
 
@@ -64,15 +65,13 @@ def run(session, decoding):
             results.append(RunResult(logits.copy()))
 
 
-def beams(runner, prompt, *, num_beams, max_new_tokens, **options):
+def beams(runner, prompt, **options):
     """Beams found by the search."""
-    session = runner.session(n_slots=num_beams, capacity=len(prompt) + max_new_tokens - 1)
+    sequence = SequenceState(prompt, GenerationConfig(**options), model=runner.config)
+    session = runner.session(n_slots=sequence.config.num_beams, capacity=runner.config.n_positions)
     pool = SlotPool(session)
-    slot_ids, _ = pool.take(num_beams, [])
-    decoding = beam_search(
-        pool, slot_ids, prompt, num_beams=num_beams, max_new_tokens=max_new_tokens, **options
-    )
-    return run(session, decoding)
+    slot_ids, _ = pool.take(session.n_slots, [])
+    return run(session, beam_search(pool, slot_ids, sequence))
 
 
 def drain(scheduler):

@@ -7,8 +7,6 @@ import transformers
 
 from tests.infer.conftest import beams
 from tiedgpt import GPT, GPTConfig
-from tiedgpt.infer import GenerationConfig
-from tiedgpt.infer.sampling import adjust_logits
 from tiedgpt.infer.torch_session import TorchRunner
 
 PROMPTS = ([5, 9, 60, 31], [1], [33] * 9)
@@ -80,16 +78,16 @@ def test_a_wider_beam_than_the_vocabulary_finds_every_continuation():
     assert sum(math.exp(2 * hypothesis.score) for hypothesis in found) == pytest.approx(1)
 
 
-def test_rows_without_a_token_and_excluded_tokens_are_never_in_a_beam(twins):
-    def only_even(ids, scores):
-        assert ids[:2] == [7, 9]
+def test_excluded_tokens_are_never_in_a_beam(twins):
+    def only_even(ids, n_prompt, scores):
+        assert ids[:n_prompt] == [7, 9]
         return np.where(np.arange(len(scores)) % 2, -np.inf, scores)
 
     found = beams(
-        TorchRunner(twins[0]), [7, 9], num_beams=4, max_new_tokens=6, n_tokens=31, adjust=only_even
+        TorchRunner(twins[0]), [7, 9], num_beams=4, max_new_tokens=6, processors=[only_even]
     )
     tokens = {token for hypothesis in found for token in hypothesis.ids}
-    assert tokens <= set(range(0, 31, 2))
+    assert tokens <= set(range(0, 61, 2))
 
 
 def test_repetition_is_penalized_as_in_transformers(twins):
@@ -105,12 +103,7 @@ def test_repetition_is_penalized_as_in_transformers(twins):
             do_sample=False,
             pad_token_id=60,
         )[0].tolist()
-    config = GenerationConfig(repetition_penalty=1.4)
     best = beams(
-        TorchRunner(model),
-        prompt,
-        num_beams=3,
-        max_new_tokens=12,
-        adjust=lambda ids, scores: adjust_logits(config, scores, ids),
+        TorchRunner(model), prompt, num_beams=3, max_new_tokens=12, repetition_penalty=1.4
     )[0]
     assert prompt + best.ids == expected[: 4 + len(best.ids)]

@@ -139,13 +139,7 @@ def test_text_follows_its_grammar(tokenizer):
 def test_beams_meet_their_constraint(tokenizer):
     runner = runner_for(tokenizer)
     matcher = constrained(runner, tokenizer, regex="(cat|dog|the){2}[.,]?")
-    found = beams(
-        runner,
-        [1, 2],
-        num_beams=4,
-        max_new_tokens=20,
-        adjust=lambda ids, scores: matcher(ids, 2, scores),
-    )
+    found = beams(runner, [1, 2], num_beams=4, max_new_tokens=20, processors=[matcher])
     texts = [tokenizer.decode(hypothesis.ids[:-1]) for hypothesis in found]
     assert len(set(texts)) == 4
     assert all(re.fullmatch("(cat|dog|the){2}[.,]?", text) for text in texts)

@@ -5,7 +5,7 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 
 from tiedgpt import Tokenizer
-from tiedgpt.infer.detokenizer import Detokenizer
+from tiedgpt.infer.sequence import Detokenizer
 
 texts = st.text("abcä", max_size=30)
 stop_lists = st.lists(st.text("abcä", min_size=1, max_size=5), max_size=4)

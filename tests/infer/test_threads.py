@@ -10,7 +10,7 @@ import torch
 
 from tiedgpt.errors import UserError
 from tiedgpt.infer import Engine
-from tiedgpt.infer.threads import check_threads, default_threads, torch_threads
+from tiedgpt.infer.torch_session import torch_threads
 from tiedgpt.weights.formats.packed.writer import pack_gpt, save_packed
 
 
@@ -43,7 +43,6 @@ def test_an_invalid_number_of_threads_is_refused_by_every_runner(engine, packed,
 
 
 def test_kernels_compute_the_same_on_the_requested_threads(packed):
-    assert Engine(packed).runner.threads == default_threads()
     several, one = Engine(packed, threads=np.int64(3)), Engine(packed, threads=1)
     assert (several.runner.threads, one.runner.threads) == (3, 1)
     before = set(threading.enumerate())
@@ -54,12 +53,11 @@ def test_kernels_compute_the_same_on_the_requested_threads(packed):
     assert stream.result().text == one.generate("the cat", max_new_tokens=12, temperature=0).text
 
 
-def test_by_default_a_process_uses_the_cores_of_its_affinity(monkeypatch):
-    monkeypatch.setattr(os, "sched_getaffinity", lambda _: {0, 5}, raising=False)
-    assert default_threads() == 2
-    monkeypatch.setattr(os, "sched_getaffinity", lambda _: set(range(64)))
-    assert default_threads() == 16
-    assert check_threads(64) == 64
+def test_by_default_a_process_uses_the_cores_of_its_affinity(packed, monkeypatch):
+    for cores, threads in ({0, 5}, 2), (set(range(64)), 16):
+        monkeypatch.setattr(os, "sched_getaffinity", lambda _, cores=cores: cores, raising=False)
+        assert Engine(packed).runner.threads == threads
+    assert Engine(packed, threads=64).runner.threads == 64
 
 
 def test_torch_uses_the_engines_threads_and_its_number_is_restored(engine, torchs):
@@ -75,7 +73,7 @@ def test_torch_uses_the_engines_threads_and_its_number_is_restored(engine, torch
     next(stream)
     assert torch.get_num_threads() == own
     with pytest.raises(UserError):
-        asked.runner.session(n_slots=1, capacity=8).read([0], [[]])
+        asked.runner.session(n_slots=1, capacity=8).read([0], [[10**6]])
     assert torch.get_num_threads() == own
 
 

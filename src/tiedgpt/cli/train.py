@@ -16,7 +16,7 @@ from tiedgpt.cli.console import bar
 from tiedgpt.cli.options import parse
 from tiedgpt.cli.source import program
 from tiedgpt.errors import EXIT_INTERRUPTED, EXIT_OK, TiedGPTError, UserError
-from tiedgpt.infer.threads import check_threads
+from tiedgpt.infer.generation_config import MAX_THREADS, require_positive
 from tiedgpt.options import option
 from tiedgpt.train.options import TrackerName, TrainOptions
 
@@ -66,7 +66,7 @@ class RunArguments:
 
     def __post_init__(self) -> None:
         if self.threads is not None:
-            check_threads(self.threads)
+            require_positive("threads", self.threads, MAX_THREADS)
         if self.dry_run and PROCESSES in os.environ:
             raise UserError(
                 "--dry-run is for one process",

@@ -8,23 +8,16 @@ prefixes are left even if as many end.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
 from numpy.typing import NDArray
 
 from tiedgpt.infer import filters
-from tiedgpt.infer.detokenizer import Detokenizer
-from tiedgpt.infer.filters import Array
-from tiedgpt.infer.generation_config import EarlyStopping
-from tiedgpt.infer.sampling import no_token_error
-from tiedgpt.infer.sequence import Completion, FinishReason, SequenceState
+from tiedgpt.infer.sampling import NextToken, no_token_error
+from tiedgpt.infer.sequence import Completion, SequenceState
 from tiedgpt.infer.slots import Decoding, SlotPool, TokensToRun
-from tiedgpt.text import Tokenizer
-
-Adjust = Callable[[Sequence[int], Array], Array]
-"""(ids of prompt and text, scores (V,) of the next) -> the scores to choose by."""
 
 
 @dataclass(frozen=True)
@@ -50,63 +43,38 @@ class _Beam:
 
 
 def search(
-    pool: SlotPool,
-    slot_ids: Sequence[int],
-    sequence: SequenceState,
-    tokenizer: Tokenizer | None,
+    pool: SlotPool, slot_ids: Sequence[int], sequence: SequenceState
 ) -> Decoding[Completion]:
     """Return the completion with the highest score that beam search finds."""
-    config, prompt = sequence.config, sequence.ids
-    max_new_tokens = min(pool.session.capacity - len(prompt) + 1, config.max_new_tokens)
-    hypotheses = yield from beam_search(
-        pool, slot_ids, prompt, num_beams=config.num_beams, max_new_tokens=max_new_tokens,
-        length_penalty=config.length_penalty, early_stopping=config.early_stopping,
-        adjust=sequence.adjust, n_tokens=sequence.n_tokens, ends=sequence.ends,
-    )  # fmt: skip
-    best = hypotheses[0]
-    has_ended = best.ids[-1] in sequence.ends
-    detokenizer = Detokenizer(tokenizer, prompt[-1])
-    for token in best.ids[: len(best.ids) - has_ended]:
-        detokenizer.push(token)
-    detokenizer.finish()
-    cut: FinishReason = "length" if max_new_tokens == config.max_new_tokens else "context"
-    return Completion(best.ids, detokenizer.text, "stop" if has_ended else cut, best.logprobs)
+    hypotheses = yield from beam_search(pool, slot_ids, sequence)
+    for token, logprob in zip(hypotheses[0].ids, hypotheses[0].logprobs, strict=True):
+        sequence.append(NextToken(token, logprob))
+    sequence.finish("context")
+    return sequence.completion()
 
 
 def beam_search(
-    pool: SlotPool,
-    slot_ids: Sequence[int],
-    prompt: Sequence[int],
-    *,
-    num_beams: int,
-    max_new_tokens: int,
-    length_penalty: float = 1.0,
-    early_stopping: EarlyStopping = False,
-    adjust: Adjust = lambda ids, scores: scores,
-    n_tokens: int | None = None,
-    ends: Collection[int | None] = (),
+    pool: SlotPool, slot_ids: Sequence[int], sequence: SequenceState
 ) -> Decoding[list[Hypothesis]]:
-    """Find at most `num_beams` continuations of the prompt's ids, the best first.
+    """Find at most `num_beams` continuations of a sequence's prompt, the best first.
 
     `length_penalty`: above 0 favours longer continuations, below 0 shorter ones. `early_stopping`:
     True stops when there are `num_beams` continuations; False when the best prefix, scored at its
     present length, is not better than the worst of them; "never" scores it at the length that is
-    best for it. `adjust` changes log P of the next token. Ids from `n_tokens` on are never chosen.
-    `ends` end a continuation, beside the config's end-of-text token.
-
-    `slot_ids` has a slot for each beam; each has room for prompt and new tokens, less one.
+    best for it. `slot_ids` has a slot for each beam.
     """
-    session = pool.session
-    ends = {session.config.eos_token_id, *ends}
+    session, config, prompt = pool.session, sequence.config, sequence.ids
+    num_beams, length_penalty = config.num_beams, config.length_penalty
+    max_new_tokens = min(session.capacity - len(prompt) + 1, config.max_new_tokens)
     results = yield [TokensToRun(slot_ids[0], prompt[session.lengths[slot_ids[0]] :])]
     beams = [_Beam([], [], 0.0, slot_ids[0])]
     complete: list[Hypothesis] = []
     for length in range(1, max_new_tokens + 1):
         rows = [result.logits[-1] for result in results]
-        log_p = [row[:n_tokens] - np.float32(filters.log_normalizer(row)) for row in rows]
+        log_p = [row[: sequence.n_tokens] - np.float32(filters.log_normalizer(row)) for row in rows]
         totals = np.stack(
             [
-                beam.total + adjust([*prompt, *beam.ids], row).astype(np.float64)
+                beam.total + sequence.adjust([*prompt, *beam.ids], row).astype(np.float64)
                 for beam, row in zip(beams, log_p, strict=True)
             ]
         )
@@ -120,7 +88,7 @@ def beam_search(
                 break
             ids = [*beam.ids, token]
             logprobs = [*beam.logprobs, float(log_p[row][token])]
-            if token in ends or length == max_new_tokens:
+            if token in sequence.ends or length == max_new_tokens:
                 if rank < num_beams:
                     complete.append(Hypothesis(ids, logprobs, total / length**length_penalty))
             elif len(growing) < num_beams:
@@ -129,10 +97,10 @@ def beam_search(
         if not growing:
             break
         if len(complete) == num_beams:
-            longest = early_stopping == "never" and length_penalty > 0
+            longest = config.early_stopping == "never" and length_penalty > 0
             hopeful_length = max_new_tokens if longest else length
             best_hope = growing[0].total / hopeful_length**length_penalty
-            if early_stopping is True or best_hope <= complete[-1].score:
+            if config.early_stopping is True or best_hope <= complete[-1].score:
                 break
         beams = _assign_slots(pool, slot_ids, growing)
         results = yield [TokensToRun(beam.slot_id, beam.ids[-1:]) for beam in beams]

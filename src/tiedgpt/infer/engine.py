@@ -20,13 +20,18 @@ from tiedgpt.core.config import GPTConfig
 from tiedgpt.errors import UserError
 from tiedgpt.infer.beam import search
 from tiedgpt.infer.constraints import Matcher, matcher_for
-from tiedgpt.infer.generation_config import GenerationConfig, Prompt, require_positive, with_options
+from tiedgpt.infer.generation_config import (
+    MAX_THREADS,
+    GenerationConfig,
+    Prompt,
+    require_positive,
+    with_options,
+)
 from tiedgpt.infer.prompts import one_or_many, prompt_ids, split_context
 from tiedgpt.infer.runners import BackendOptions, open_parts, require_engine_options
 from tiedgpt.infer.scheduler import Request
 from tiedgpt.infer.scoring import score_text
 from tiedgpt.infer.sequence import SequenceState, Token, decode
-from tiedgpt.infer.threads import check_threads
 from tiedgpt.infer.worker import QUEUE_SIZE, Generation, Worker
 from tiedgpt.text import Tokenizer
 
@@ -70,8 +75,9 @@ class Engine:
     ) -> None:
         require_engine_options(config)
         self.n_slots = require_positive("slots", slots)
-        n_threads = None if threads is None else check_threads(threads)
-        options = BackendOptions(precision, backend, n_threads)
+        if threads is not None:
+            threads = require_positive("threads", threads, MAX_THREADS)
+        options = BackendOptions(precision, backend, threads)
         self.runner, self.tokenizer, self.notes, self.end_ids = open_parts(
             model_or_source, options, tokenizer, resolve, config
         )
@@ -263,11 +269,11 @@ class Engine:
         processors = () if matcher is None else (matcher.copy(),)
         sequence = SequenceState(
             ids, config, model=model, tokenizer=self.tokenizer, end_ids=self.end_ids,
-            processors=processors, copies=copies, emit=emit,
+            processors=processors, copies=copies, emit=emit if config.num_beams == 1 else None,
         )  # fmt: skip
         decoding: Callable[..., Any] = partial(decode, sequence=sequence)
         if config.num_beams > 1:
-            decoding = partial(search, sequence=sequence, tokenizer=self.tokenizer)
+            decoding = partial(search, sequence=sequence)
         shares_prefix = config.prompt_logprobs is False and len(ids) <= model.n_positions
         timeout = math.inf if config.timeout is None else config.timeout
         return Request(

@@ -30,6 +30,7 @@ Prompt = str | Sequence[int]
 GREEDY_BELOW = 1e-5
 """A temperature below this is greedy: dividing by it would overflow."""
 MAX_INT = 2**63 - 1
+MAX_THREADS = 256
 # In the fields below, `bounds` are the least and the greatest value of a number, and `neutral` is
 # the value with which a sampling option changes nothing.
 
@@ -262,9 +263,9 @@ def with_options(config: GenerationConfig | None, options: Mapping[str, Any]) ->
     return replace(config, **options)
 
 
-def require_positive(name: str, value: Any) -> int:
-    """Return a positive integer; anything else is a `UserError`."""
-    return cast(int, _integer(name, value, 1))
+def require_positive(name: str, value: Any, greatest: int = MAX_INT) -> int:
+    """Return an integer from 1 to `greatest`; anything else is a `UserError`."""
+    return cast(int, _integer(name, value, 1, greatest))
 
 
 def is_id(value: object) -> bool:
@@ -280,8 +281,10 @@ def _integer(name: str, value: Any, least: int = 0, greatest: int = MAX_INT) -> 
     if value is None and name in _FIELDS:
         return None
     if not is_id(value) or not least <= operator.index(value) <= greatest:
-        most = " and < 2**63" if is_id(value) and operator.index(value) > greatest else ""
-        raise UserError(f"must be an integer >= {least}{most}, got {value!r}", option=name)
+        bounds = f">= {least}" if greatest == MAX_INT else f"from {least} to {greatest}"
+        if is_id(value) and operator.index(value) > MAX_INT:
+            bounds += " and < 2**63"
+        raise UserError(f"must be an integer {bounds}, got {value!r}", option=name)
     return operator.index(value)
 
 

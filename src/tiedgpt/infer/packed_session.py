@@ -22,16 +22,17 @@ from tiedgpt.infer.kernels.arguments import (
     Matrix,
     Vectors,
     Weights,
-    phases_of,
 )
 from tiedgpt.infer.kernels.compile_cache import Kernel, Record
 from tiedgpt.infer.kernels.thread_pool import ThreadPool
 from tiedgpt.infer.sampling import NextToken, SamplingInput
-from tiedgpt.infer.session import Logits, check_length, check_read, memory_error
-from tiedgpt.infer.threads import check_threads, default_threads
+from tiedgpt.infer.session import Logits, memory_error
+from tiedgpt.runtime import count_cores
 from tiedgpt.weights.formats.packed import PackedModel
 from tiedgpt.weights.formats.packed.panels import PANEL, padded
 
+MAX_DEFAULT_THREADS = 16
+"""More threads do not help when one token is read at a time: memory is the limit."""
 DTYPES = {"fp32": np.float32, "bf16": np.uint16, "int8": np.int8, "int4": np.int8}
 """By precision, the dtype of activations and of the KV cache."""
 
@@ -42,7 +43,7 @@ class PackedRunner:
     """A packed model, ready to read."""
 
     def __init__(self, model: PackedModel, *, threads: int | None = None) -> None:
-        self.threads = default_threads() if threads is None else check_threads(threads)
+        self.threads = threads or min(MAX_DEFAULT_THREADS, count_cores())
         self.packed = model
         self.config = model.config
         self._weights = Record(_weights(model))
@@ -52,11 +53,6 @@ class PackedRunner:
 
     def session(self, *, n_slots: int, capacity: int) -> PackedSession:
         """Allocate room for `n_slots` sequences of up to `capacity` positions; see `Runner`."""
-        if n_slots < 1 or not 1 <= capacity <= self.config.n_positions:
-            raise UserError(
-                f"{n_slots} slots of {capacity} positions: at least one of 1 to "
-                f"{self.config.n_positions} is possible"
-            )
         return PackedSession(self.packed, self._weights, n_slots, capacity, self.threads)
 
 
@@ -71,7 +67,7 @@ class PackedSession:
         self.config, self.n_slots, self.capacity = model.config, n_slots, capacity
         self.lengths = [0] * n_slots
         self._model, self._weights = model, weights
-        self._pool, self._n_phases = ThreadPool(threads), phases_of(model.config.n_layer)
+        self._pool, self._n_phases = ThreadPool(threads), 8 * model.config.n_layer + 3
         self._dtype = np.dtype(DTYPES[model.precision])
         self._buffers: Buffers | None = None
         self._buffers_record: Record | None = None
@@ -85,14 +81,12 @@ class PackedSession:
         all_logits: Collection[int] = (),
     ) -> list[Logits]:
         """Append ids to slots; see `session.Session.read`."""
-        check_read(self, slot_ids, ids)
         self._model.require_whole()
-        if not len(slot_ids):
-            return []
         batch, rows = self._batch(slot_ids, ids, all_logits)
-        for token in (batch.ids.min(), batch.ids.max()):  # kernels check nothing
-            if not 0 <= token < self.config.vocab_size:
-                raise UserError(f"{token} is no id of {self.config.vocab_size} tokens")
+        size = self.config.vocab_size
+        is_in_range = 0 <= batch.ids.min() and batch.ids.max() < size
+        if not (is_in_range and batch.positions.max() < self.capacity):  # kernels check nothing
+            raise UserError(f"ids of {size} tokens at {self.capacity} positions can be read")
         try:
             buffers = self._buffers_for(len(batch.ids), len(batch.outputs))
             records = (self._weights, self._buffers_record, self._cache_record)
@@ -173,13 +167,10 @@ class PackedSession:
 
     def truncate(self, slot_id: int, length: int) -> None:
         """Forget all but the first `length` positions of a slot."""
-        check_length(self, slot_id, length)
         self.lengths[slot_id] = min(length, self.lengths[slot_id])
 
     def copy(self, source: int, target: int) -> None:
         """Copy the contents of a slot to another slot."""
-        check_length(self, source, 0)
-        check_length(self, target, 0)
         self._pool.finish_step()  # an interrupted step must not write to the target later
         n = padded(self.lengths[source])
         c = self._cache

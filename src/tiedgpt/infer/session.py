@@ -85,27 +85,6 @@ class Runner(Protocol):
         """
 
 
-def check_read(session: Session, slot_ids: Sequence[int], ids: Sequence[Sequence[int]]) -> None:
-    """Raise `UserError` for a read that a session cannot do."""
-    if len(slot_ids) != len(ids) or len(set(slot_ids)) != len(slot_ids):
-        raise UserError(f"{len(ids)} lists of ids for the slots {list(slot_ids)}: one for each")
-    for slot_id, new in zip(slot_ids, ids, strict=True):
-        check_length(session, slot_id, len(new), 1)
-        if session.lengths[slot_id] + len(new) > session.capacity:
-            raise UserError(
-                f"{len(new)} ids after {session.lengths[slot_id]} in slot {slot_id}: it has room "
-                f"for {session.capacity}"
-            )
-
-
-def check_length(session: Session, slot_id: int, length: int, low: int = 0) -> None:
-    """Raise `UserError` if the slot does not exist or cannot hold that many positions."""
-    if not 0 <= slot_id < session.n_slots:
-        raise UserError(f"there is no slot {slot_id}", hint=f"there are {session.n_slots}")
-    if not low <= length <= session.capacity:
-        raise UserError(f"{length} positions: a slot holds {low} to {session.capacity}")
-
-
 def require_memory(n_bytes: int, what: str, free: int | None = None) -> None:
     """Raise `NoRoomError` if fewer than `n_bytes` are free; `free` replaces the measurement."""
     free = free_memory() if free is None else free

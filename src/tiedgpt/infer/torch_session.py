@@ -9,7 +9,9 @@ from __future__ import annotations
 
 import copy
 import math
-from collections.abc import Collection, Sequence
+import threading
+from collections.abc import Collection, Iterator, Sequence
+from contextlib import contextmanager
 
 import numpy as np
 import torch
@@ -20,8 +22,7 @@ from tiedgpt.core.model import GPT
 from tiedgpt.errors import UserError
 from tiedgpt.infer import filters, sampling
 from tiedgpt.infer.sampling import NextToken, SamplingInput
-from tiedgpt.infer.session import Logits, check_length, check_read, memory_error, require_memory
-from tiedgpt.infer.threads import torch_threads
+from tiedgpt.infer.session import Logits, memory_error, require_memory
 from tiedgpt.runtime import free_memory
 
 DTYPES = {"auto": None, "fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
@@ -30,6 +31,26 @@ FEW_IDS = 16
 """Ids up to which a shorter sequence is padded, rather than read alone."""
 MAX_PADDED = 1.25
 """Longer ones are padded if that multiplies the ids by at most this."""
+
+
+_lock = threading.Lock()
+_before: list[int] = []
+"""For each block that runs now, the number of threads that torch was set to before."""
+
+
+@contextmanager
+def torch_threads(threads: int) -> Iterator[None]:
+    """Set torch's number of threads, which is the process's, inside the block."""
+    with _lock:
+        before = _before[0] if _before else torch.get_num_threads()
+        _before.append(before)
+        torch.set_num_threads(threads)
+    try:
+        yield
+    finally:
+        with _lock:
+            _before.pop()
+            torch.set_num_threads(before)
 
 
 class TorchRunner:
@@ -95,9 +116,6 @@ class TorchSession:
         all_logits: Collection[int] = (),
     ) -> list[Logits]:
         """Append ids to slots and return logits; see `Session.read`."""
-        check_read(self, slot_ids, ids)
-        if not len(slot_ids):
-            return []
         logits: dict[int, Logits] = {}
         if self.model is self._runner.model:
             self.model = _in_eval_mode(self.model)  # its owner may train it meanwhile
@@ -109,7 +127,6 @@ class TorchSession:
 
     def truncate(self, slot_id: int, length: int) -> None:
         """Forget all but the first `length` positions of a slot."""
-        check_length(self, slot_id, length)
         row = self._cache_rows[slot_id]
         filled = self._cache.lengths[row]
         if length < filled:
@@ -120,8 +137,6 @@ class TorchSession:
 
     def copy(self, source: int, target: int) -> None:
         """Copy the contents of a slot to another slot."""
-        check_length(self, source, 0)
-        check_length(self, target, 0)
         with torch.inference_mode():
             self._cache.copy_row(self._cache_rows[source], self._cache_rows[target])
 

@@ -4,9 +4,6 @@ from __future__ import annotations
 
 from typing import Any, NamedTuple
 
-import numpy as np
-from numpy.typing import NDArray
-
 LANES = 16
 """Numbers of a vector register."""
 BLOCK = 64
@@ -30,18 +27,6 @@ class Control(NamedTuple):
     threads: Any
     me: Any
     """The number of this thread."""
-
-
-def control_for(phases: int, threads: int) -> Control:
-    """Return the control of a step of so many phases; each step takes a new one."""
-    lines = 1 + phases * (1 + threads)
-    counters: NDArray[np.int64] = np.zeros(lines * LINE, np.int64)
-    return Control(counters, threads, 0)
-
-
-def phases_of(n_layer: int) -> int:
-    """Return how many phases a step of `forward` has."""
-    return 8 * n_layer + 3
 
 
 class Matrix(NamedTuple):

@@ -26,7 +26,7 @@ import numpy as np
 
 from tiedgpt.errors import TiedGPTError, UserError
 from tiedgpt.files import replacing
-from tiedgpt.infer.kernels.arguments import control_for
+from tiedgpt.infer.kernels.arguments import LINE
 
 SYMBOL = "tiedgpt_kernel"
 """The function that a file exports."""
@@ -105,9 +105,10 @@ class Step:
     def __init__(
         self, kernel: Kernel, phases: int, threads: int, arguments: tuple[Any, ...]
     ) -> None:
-        self.control, self.arguments = control_for(phases, threads), arguments
+        lines = 1 + phases * (1 + threads)
+        self.counters, self.arguments = np.zeros(lines * LINE, np.int64), arguments
         words, kinds = list[int](), list[Any]()
-        _flatten((self.control.counters, threads, *arguments), words, kinds)
+        _flatten((self.counters, threads, *arguments), words, kinds)
         self.function = kernel.function(tuple(kinds), arguments)
         self._record = array("q", words)
         self.address = self._record.buffer_info()[0]

@@ -6,7 +6,7 @@ A row's result depends on that row alone, bit for bit. `sampling_kernels.py` is 
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from typing import Any, NamedTuple, get_type_hints
 
 import numpy as np
@@ -65,7 +65,7 @@ fill_rows = Kernel("tiedgpt.infer.kernels.sampling_kernels", "fill_rows")
 
 def sample(pool: ThreadPool, inputs: Sequence[SamplingInput]) -> list[NextToken | UserError]:
     """Sample a token for each; return an error in the place of one that cannot be chosen."""
-    arrays = _contiguous(row.logits for row in inputs)
+    arrays = [np.ascontiguousarray(row.logits, np.float32) for row in inputs]
     size = len(arrays[0]) if arrays else 0
     rows, seen, bias_ids, bias = list[Row](), list[int](), list[int](), list[float]()
     for row, array in zip(inputs, arrays, strict=True):
@@ -75,7 +75,7 @@ def sample(pool: ThreadPool, inputs: Sequence[SamplingInput]) -> list[NextToken 
         bias_ids += config.logit_bias
         bias += config.logit_bias.values()
         rows.append(Row(
-            address=_address(array), n_tokens=min(row.n_tokens, size), uniform=row.uniform,
+            address=array.ctypes.data, n_tokens=min(row.n_tokens, size), uniform=row.uniform,
             seen=seen_start, generated=min(seen_start + row.n_prompt, len(seen)),
             seen_end=len(seen), bias=bias_start, bias_end=len(bias_ids), **config.numbers,
         ))  # fmt: skip
@@ -99,24 +99,15 @@ def score_targets(
 
     The rank counts ids with a higher logit, and lower ids with the same, up to `n_tokens`.
     """
-    arrays = _contiguous(logits)
+    arrays = [np.ascontiguousarray(row, np.float32) for row in logits]
     numbers = GenerationConfig().numbers
     rows = [
-        Row(_address(array), len(array) if n_tokens is None else n_tokens, token=token, **numbers)
+        Row(array.ctypes.data, len(array) if n_tokens is None else n_tokens, token=token, **numbers)
         for array, token in zip(arrays, targets, strict=True)
     ]
     none = np.zeros(0, np.int64)
     table = _run(pool, rows, arrays, TokenLists(none, none, np.zeros(0, np.float32)))
     return table["logprob"].tolist(), table["rank"].tolist()
-
-
-def _contiguous(rows: Iterable[NDArray[np.float32]]) -> list[NDArray[np.float32]]:
-    return [np.ascontiguousarray(row, np.float32) for row in rows]
-
-
-def _address(array: NDArray[np.float32]) -> int:
-    address: int = array.__array_interface__["data"][0]
-    return address
 
 
 def _run(
