@@ -71,24 +71,27 @@ def replacing(path: Path) -> Iterator[Path]:
 
 
 @contextlib.contextmanager
-def reading(path: Path, what: str) -> Iterator[None]:
+def reading(path: Path | str, what: str, hint: str | None = None) -> Iterator[None]:
     """Turn every exception of a format's reader into one of our errors.
 
     `what` names the expected file: "ONNX file". A file that the system cannot read raises
-    `UserError`; any other exception means damaged content and becomes a `CorruptInputError`.
+    `UserError`; any other exception but Python's `MemoryError` means damaged content and becomes a
+    `CorruptInputError` with the hint.
     """
     try:
         yield
     except TiedGPTError:
         raise
     except Exception as error:
+        if type(error) is MemoryError:  # libraries have their own, for sizes that a file claims
+            raise
         if isinstance(error, OSError) and error.errno:
             raise UserError(
                 f"{path}: cannot be read ({error.strerror})", hint="check the file"
             ) from None
         why = " ".join(str(error).split()) or type(error).__name__
         why = "".join(c if c.isprintable() else repr(c)[1:-1] for c in why[:200])
-        raise CorruptInputError(f"{path} is damaged or no {what}: {why}") from None
+        raise CorruptInputError(f"{path} is damaged or no {what}: {why}", hint=hint) from None
 
 
 def sync(path: Path) -> None:

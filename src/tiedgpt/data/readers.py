@@ -20,7 +20,6 @@ import gzip
 import io
 import lzma
 import os
-import zlib
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
 from importlib import import_module
@@ -28,8 +27,8 @@ from itertools import count
 from pathlib import PurePath
 from typing import IO, Any, AnyStr, BinaryIO, cast
 
-from tiedgpt.errors import CorruptInputError, TiedGPTError, UserError
-from tiedgpt.files import JSON_LINES, read_json_lines
+from tiedgpt.errors import CorruptInputError, UserError
+from tiedgpt.files import JSON_LINES, read_json_lines, reading
 
 DELIMITERS = {".csv": ",", ".tsv": "\t"}
 """Endings of tables in text, whose first line names the columns."""
@@ -40,6 +39,7 @@ LARGEST_LINE = 1 << 28
 """Maximum bytes of a line of .jsonl, and characters of a field of a table."""
 LARGEST_PART = 1 << 20
 """Bytes of a document in a text that is read in parts; of longer ones each part is a document."""
+FETCH_AGAIN = "fetch or make it again"
 OnBad = Callable[[CorruptInputError], None] | None
 Section = tuple[int, int]
 """From where a file is read, and up to where: in bytes, or in row groups of a Parquet file."""
@@ -99,12 +99,8 @@ def open_stream(file: BinaryIO, name: str) -> Iterator[BinaryIO]:
     if opened is None:
         yield file
         return
-    try:
+    with reading(name, "compressed file", FETCH_AGAIN):
         yield cast(BinaryIO, opened(file))
-    except (EOFError, zlib.error, lzma.LZMAError, gzip.BadGzipFile, OSError) as error:
-        raise CorruptInputError(
-            f"{name} cannot be decompressed: {error}", hint="fetch or make it again"
-        ) from None
 
 
 def open_section(file: BinaryIO, section: Section, mark: bytes = b"") -> BinaryIO:
@@ -165,8 +161,8 @@ def _find_character(data: bytes, at: int) -> int:
 
 def count_row_groups(file: BinaryIO, name: str) -> int:
     """Return the number of a Parquet file's row groups; `CorruptInputError` for a damaged one."""
-    with _reading_parquet(name) as parquet:
-        return int(parquet.ParquetFile(file).num_row_groups)
+    with reading(name, "Parquet file", FETCH_AGAIN):
+        return int(_import("pyarrow.parquet", PARQUET).ParquetFile(file).num_row_groups)
 
 
 def read_records(
@@ -235,10 +231,10 @@ def _read_parquet(
     file: BinaryIO, name: str, row_groups: Section | None
 ) -> Iterator[tuple[str, dict[str, Any]]]:
     number = 0
-    with _reading_parquet(name) as parquet:
+    with reading(name, "Parquet file", FETCH_AGAIN):
         if not file.seekable() or PurePath(name).suffix.lower() != PARQUET:
             file = io.BytesIO(file.read())
-        table = parquet.ParquetFile(file)
+        table = _import("pyarrow.parquet", PARQUET).ParquetFile(file)
         _require_distinct(table.schema_arrow.names, name)
         groups = range(*row_groups or (0, table.num_row_groups))
         if row_groups is not None:
@@ -247,24 +243,6 @@ def _read_parquet(
             for record in batch.to_pylist():
                 number += 1
                 yield f"{name}:{number}", record
-
-
-@contextlib.contextmanager
-def _reading_parquet(name: str) -> Iterator[Any]:
-    """Yield pyarrow's reader; convert its errors to `CorruptInputError`."""
-    parquet = _import("pyarrow.parquet", PARQUET)
-    arrow_error = import_module("pyarrow").ArrowException
-    try:
-        yield parquet
-    except (arrow_error, OSError, ValueError, LookupError, OverflowError) as error:
-        # the last three are of values that Python cannot hold: damaged text, an unknown time zone
-        if isinstance(error, TiedGPTError):
-            raise
-        first_line = str(error).partition("\n")[0]
-        raise CorruptInputError(
-            f"{name} is no whole Parquet file: {first_line}",
-            hint="fetch or make it again",
-        ) from None
 
 
 def _require_distinct(columns: Iterable[str], name: str) -> None:

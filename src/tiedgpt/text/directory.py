@@ -13,7 +13,7 @@ import tokenizers
 from tokenizers import models
 
 from tiedgpt.errors import CorruptInputError, UserError
-from tiedgpt.files import read_json
+from tiedgpt.files import read_json, reading
 from tiedgpt.text.bpe import BYTE_ALPHABET, byte_level_tokenizer
 from tiedgpt.text.codec import END_OF_TEXT, SPECIAL
 from tiedgpt.text.gpt1 import END_OF_WORD, UNKNOWN, lower_case_tokenizer
@@ -42,7 +42,8 @@ def read_tokenizer(path: Path) -> tuple[tokenizers.Tokenizer, dict[str, Any]] | 
     file = path / TOKENIZER_JSON if path.is_dir() else path
     pairs = [pair for pair in PAIRS if path.is_dir() or path.name in pair]
     if file.is_file() and file.suffix == ".json" and not (pairs and file == path):
-        return _read_whole(file), config
+        with reading(file, "tokenizer", DOWNLOAD_AGAIN):
+            return tokenizers.Tokenizer.from_buffer(file.read_bytes()), config
     for vocabulary, merges in pairs:
         if (directory / vocabulary).is_file() and (directory / merges).is_file():
             return _read_pair(directory / vocabulary, directory / merges, config)
@@ -76,18 +77,6 @@ def token_of(config: dict[str, Any], key: str) -> str | None:
     return token if isinstance(token, str) else None
 
 
-def _read_whole(file: Path) -> tokenizers.Tokenizer:
-    try:
-        return tokenizers.Tokenizer.from_buffer(file.read_bytes())
-    except OSError as error:
-        raise UserError(
-            f"{file}: cannot be read ({error.strerror})", hint="check the file"
-        ) from error
-    except Exception as error:  # the library raises nothing narrower
-        reason = " ".join(str(error).split())[:200]
-        raise CorruptInputError(f"{file}: not a tokenizer ({reason}); {DOWNLOAD_AGAIN}") from error
-
-
 def _read_pair(
     vocabulary_file: Path, merges_file: Path, config: dict[str, Any]
 ) -> tuple[tokenizers.Tokenizer, dict[str, Any]]:
@@ -101,18 +90,11 @@ def _read_pair(
         )
     unknown, ending = token_of(config, "unk_token") or UNKNOWN, "" if of_bytes else END_OF_WORD
     options = {} if of_bytes else {"unk_token": unknown, "end_of_word_suffix": ending}
-    try:
+    with reading(merges_file, f"list of the merges of {vocabulary_file.name}", DOWNLOAD_AGAIN):
         lines = merges_file.read_text(encoding="utf-8").split("\n")
         lines = lines[1:] if lines[0].startswith("#version") else lines
         merges: list[Any] = [tuple(line.split(" ")) for line in lines if line]
         model = models.BPE(vocab=vocabulary, merges=merges, **options)
-    except OSError as error:
-        raise UserError(f"{merges_file}: cannot be read ({error.strerror})") from error
-    except Exception as error:  # the library raises nothing narrower
-        reason = " ".join(str(error).split())[:200]
-        raise CorruptInputError(
-            f"{merges_file}: not the merges of {vocabulary_file.name} ({reason}); {DOWNLOAD_AGAIN}"
-        ) from error
     # Merging starts from one byte, or from one character that may end a word.
     reachable = {"".join(merge) for merge in merges}
     reachable |= {token for token in vocabulary if len(token.removesuffix(ending)) == 1}
