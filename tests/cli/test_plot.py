@@ -71,7 +71,6 @@ def test_numbers_and_samples_can_be_printed(text, capfd):
         ([], "train first"),
         (["nowhere"], r"no metrics.jsonl"),
         (["empty"], "nothing to plot yet"),
-        (["run", "--out", "curves.gif"], "name it .png"),
     ],
 )
 def test_undrawable_runs_are_refused_in_one_line(text, capfd, arguments, says):

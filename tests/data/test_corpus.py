@@ -1,4 +1,5 @@
 import io
+import json
 import os
 import threading
 from types import SimpleNamespace
@@ -35,10 +36,15 @@ def test_a_folder_is_read_in_sorted_order_and_counts_skipped_files(write, tmp_pa
     write("f/cache/a.txt", "no")
     write("f/image.png", b"\x89PNG\0\0")
     write("f/late.bin", b"x" * 70_000 + b"\0")
+    write("f/latin.txt", b"caf\xe9")
+    write("f/runs/one/run.toml", "[options]")
+    write("f/runs/one/metrics.jsonl", '{"step": 1}')
     (tmp_path / "f" / "dangling").symlink_to("nowhere")
     corpus = documents([str(tmp_path / "f")])
     assert [d.text for d in corpus] == ["first", "second", "third"]
-    assert {os.path.basename(p) for p in corpus.remarks.skipped} == {"dangling"}
+    assert {os.path.basename(p) for p in corpus.remarks.skipped} == {"dangling", "latin.txt"}
+    with pytest.raises(CorruptInputError, match=r"late\.bin contains a NUL byte"):
+        texts(str(tmp_path / "f"), str(tmp_path / "f" / "late.bin"))
 
 
 def test_a_glob_finds_files_and_folders(write, tmp_path):
@@ -80,8 +86,15 @@ def test_a_named_pipe_is_read_once_and_kept(tmp_path, name, content):
     writer.join()
 
 
-def test_a_jsonl_line_is_a_document_named_after_its_line(write):
-    path = write("a.jsonl", '{"body": "one\\u2028two", "id": 1}\n\n{"body": "three"}')
+def test_only_a_newline_ends_a_line_of_jsonl(write):
+    text = "one\u2028two\u2029three\u0085four\x0bfive\x0csix\x1cseven"
+    lines = [json.dumps({"text": text}, ensure_ascii=False)] * 2
+    assert texts(write("a.jsonl", "\r\n".join(lines))) == [text, text]
+
+
+@pytest.mark.parametrize("name", ["a.jsonl", "a.ndjson"])
+def test_a_line_of_jsonl_is_a_document_named_after_its_line(write, name):
+    path = write(name, '{"body": "one\\u2028two", "id": 1}\n\n{"body": "three"}')
     found = list(documents([path], text_field="body"))
     assert [(d.name, d.text) for d in found] == [
         (f"{path}:1", "one\u2028two"),
@@ -131,14 +144,6 @@ def test_a_bad_jsonl_line_is_refused_with_its_number(write, line, message):
         texts(path)
 
 
-def test_a_binary_file_is_skipped_in_a_folder_and_refused_by_name(write, tmp_path):
-    path = write("f/a.bin", b"\0")
-    write("f/a.txt", "text")
-    assert texts(str(tmp_path / "f")) == ["text"]
-    with pytest.raises(CorruptInputError, match="contains a NUL byte"):
-        texts(str(tmp_path / "f"), path)
-
-
 @pytest.mark.parametrize(
     ("source", "message"),
     [
@@ -181,22 +186,6 @@ def test_an_unreadable_file_is_named(write):
         texts(path)
 
 
-def test_runs_inside_a_folder_are_skipped(tmp_path):
-    (tmp_path / "a.txt").write_text("text")
-    (tmp_path / "runs" / "one").mkdir(parents=True)
-    (tmp_path / "runs" / "one" / "run.toml").write_text("[options]")
-    (tmp_path / "runs" / "one" / "metrics.jsonl").write_text('{"step": 1}')
-    assert [document.text for document in documents([str(tmp_path)])] == ["text"]
-
-
-def test_a_file_of_another_encoding_is_skipped_in_a_folder(tmp_path):
-    (tmp_path / "a.txt").write_text("text")
-    (tmp_path / "b.txt").write_bytes(b"caf\xe9")
-    corpus = documents([str(tmp_path)])
-    assert [document.text for document in corpus] == ["text"]
-    assert [os.path.basename(path) for path in corpus.remarks.skipped] == ["b.txt"]
-
-
 @pytest.mark.parametrize(
     ("text", "encoding"),
     [
@@ -237,10 +226,6 @@ def test_non_text_files_are_refused_by_name_and_skipped_in_folders(write, tmp_pa
     corpus = documents([str(tmp_path / "f")])
     assert [document.text for document in corpus] == ["text"]
     assert f"a{suffix}" in corpus.remarks.notes()[0]
-
-
-def test_ndjson_is_read_as_jsonl(write):
-    assert texts(write("a.ndjson", '{"text": "one"}\n{"text": "two"}\n')) == ["one", "two"]
 
 
 def test_an_encoding_can_be_named(write, tmp_path):

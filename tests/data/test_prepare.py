@@ -8,9 +8,7 @@ import itertools
 import json
 import multiprocessing
 import os
-import random
 import re
-import shutil
 import signal
 from pathlib import Path
 
@@ -76,6 +74,13 @@ def large(monkeypatch):
     monkeypatch.setattr(preparation, "HELD_OUT_BYTES", 30_000)
 
 
+@pytest.fixture(params=["small", "large"])
+def either_size(request):
+    """Prepare as usual, and with everything large."""
+    if request.param == "large":
+        request.getfixturevalue("large")
+
+
 def prepare(sources, out: Path, tokenizer="char", *, val=None, **options):
     """Prepare sources in a directory."""
     names = [str(source) for source in (sources if isinstance(sources, list) else [sources])]
@@ -138,10 +143,7 @@ def test_every_document_is_on_one_side_and_a_tenth_validates(folder, tmp_path, l
     assert encoded.train.utf8_bytes == sum(len(text.encode()) for text in sides["train"])
 
 
-@pytest.mark.parametrize("size", ["small", "large"])
-def test_validation_text_is_not_trained_on(folder, tmp_path, size, request):
-    if size == "large":
-        request.getfixturevalue("large")
+def test_validation_text_is_not_trained_on(folder, tmp_path, either_size):
     val = tmp_path / "val.txt"
     val.write_text("<|endoftext|>".join([*TEXTS[:50], "Only here."]))
     prepare(folder, tmp_path / "out", val=val)
@@ -150,10 +152,7 @@ def test_validation_text_is_not_trained_on(folder, tmp_path, size, request):
     assert sorted(sides["train"]) == sorted(TEXTS[50:])
 
 
-@pytest.mark.parametrize("size", ["small", "large"])
-def test_a_training_file_that_is_also_validation_text_has_a_note(tmp_path, size, capsys, request):
-    if size == "large":
-        request.getfixturevalue("large")
+def test_a_training_file_that_is_also_validation_text_has_a_note(tmp_path, either_size, capsys):
     for name in "ab":
         (tmp_path / f"{name}.txt").write_text(f"Text of {name}.")
     a, b = str(tmp_path / "a.txt"), str(tmp_path / "b.txt")
@@ -278,13 +277,10 @@ DAMAGE = {
 }
 
 
-@pytest.mark.parametrize("size", ["small", "large"])
 @pytest.mark.parametrize("name", DAMAGE)
 def test_damaged_file_is_refused_by_name_and_leaves_no_part(
-    tmp_path, name, size, monkeypatch, request
+    tmp_path, name, either_size, monkeypatch
 ):
-    if size == "large":
-        request.getfixturevalue("large")
     monkeypatch.setattr(preparation, "MIN_PART_BYTES", 1)
     monkeypatch.setattr(readers, "LARGEST_LINE", 2000)
     damage, file = DAMAGE[name]
@@ -415,23 +411,6 @@ def test_a_full_disk_is_our_error_and_partial_files_are_not_trusted(command, tmp
         assert Command(out, arguments, verb=PREPARE).wait() == 0
         assert sums(out) == sums(whole)
     assert codes <= {0, 4} and 4 in codes
-
-
-@pytest.mark.slow
-def test_killed_with_two_workers_at_twenty_moments(command, tmp_path):
-    arguments, whole = command
-    arguments, chance, killed = (*arguments[:-1], "2"), random.Random(3), 0
-    while killed < 20:
-        shutil.rmtree(tmp_path / "out", ignore_errors=True)
-        while True:
-            process = Command(tmp_path / "out", arguments, verb=PREPARE)
-            code = process.wait(chance.uniform(0, 2.5) if killed < 20 else None)
-            if code is not None:
-                assert code == 0, process.output()
-                break
-            process.kill()
-            killed += 1
-        assert sums(tmp_path / "out") == sums(whole)
 
 
 def test_command_shows_the_result_and_the_next_command(folder, tmp_path, capsys, monkeypatch):

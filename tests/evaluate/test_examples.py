@@ -161,22 +161,3 @@ CHOICES = {"context": "c", "choices": ["a", "b"], "answer": 0}
 def test_bad_lines_are_named(tmp_path, lines, said):
     with pytest.raises(CorruptInputError, match=said):
         read_examples(write(tmp_path / "a.jsonl", lines))
-
-
-def test_lines_that_are_not_json_are_named(tmp_path):
-    path = tmp_path / "a.jsonl"
-    path.write_text('{"text": "t"}\n{"text": \n')
-    with pytest.raises(CorruptInputError, match=r"a\.jsonl:2: "):
-        read_examples(path)
-    for line in (b'{"text": "\xff"}', rb'{"text": "\ud83d"}', b'{"text": "\xed\xa0\xbd"}'):
-        path.write_bytes(b'{"text": "t"}\n\n' + line)
-        with pytest.raises(CorruptInputError, match=r"a\.jsonl:3: "):
-            read_examples(path)
-
-
-def test_only_a_newline_ends_a_line(tmp_path):
-    path = tmp_path / "a.jsonl"
-    text = "one\u2028two\u2029three\u0085four\x0bfive\x0csix\x1cseven"
-    lines = [json.dumps({"text": text}, ensure_ascii=False)] * 2
-    path.write_bytes("\r\n".join(lines).encode())
-    assert read_examples(path) == [text, text]

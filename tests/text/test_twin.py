@@ -51,14 +51,6 @@ def test_plain_vocabulary_has_a_twin():
     assert twin.encode_ordinary("abcab") == rust.encode("abcab").ids == [257, 256]
 
 
-def ids_against_the_order_of_merges(state: dict[str, Any]) -> None:
-    state["model"]["vocab"] |= {"ab": 257, "bc": 256}
-
-
-def unchanged(state: dict[str, Any]) -> None:
-    pass
-
-
 def setting(*path: str, value: Any) -> Callable[[dict[str, Any]], None]:
     def change(state: dict[str, Any]) -> None:
         for key in path[:-1]:
@@ -68,83 +60,48 @@ def setting(*path: str, value: Any) -> Callable[[dict[str, Any]], None]:
     return change
 
 
+def ids_against_the_order_of_merges(state: dict[str, Any]) -> None:
+    state["model"]["vocab"] |= {"ab": 257, "bc": 256}
+
+
+def whole_piece_without_a_merge(state: dict[str, Any]) -> None:
+    state["model"]["vocab"]["abc"] = 257
+    state["model"]["ignore_merges"] = True
+
+
 DIGITS = {"type": "Split", "pattern": {"Regex": r"\d"}, "behavior": "Isolated", "invert": False}
 BYTES_ONLY = {
-    "type": "ByteLevel",
-    "add_prefix_space": False,
-    "trim_offsets": True,
-    "use_regex": False,
+    "type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True, "use_regex": False,
+}  # fmt: skip
+ANOTHER_REGEX = {"type": "Sequence", "pretokenizers": [DIGITS, BYTES_ONLY]}
+FOUND_IN_TEXT = dict.fromkeys(("single_word", "lstrip", "rstrip", "normalized", "special"), False)
+FOUND_IN_TEXT |= {"id": 257, "content": "ab"}
+TWICE = [("b", "c"), ("a", "b"), ("ab", "c"), ("bc", "d"), ("a", "bc")]
+DIFFERING = {
+    "id order": ([("a", "b"), ("b", "c")], ids_against_the_order_of_merges, "abc"),
+    "pair without a merge": ([("b", "c"), ("a", "b"), ("ab", "c")], None, "abc"),
+    "token made twice": (TWICE, None, "abcd"),
+    "ignore_merges": ([("a", "b")], whole_piece_without_a_merge, "abcx"),
+    "dropout": ([("a", "b")], setting("model", "dropout", value=1.0), "ab"),
+    "prefix space": ([("Ġ", "a")], setting("pre_tokenizer", "add_prefix_space", value=True), "a"),
+    "no regex": ([("a", "Ġ")], setting("pre_tokenizer", value=BYTES_ONLY), "a b"),
+    "another regex": ([("1", "2")], setting("pre_tokenizer", value=ANOTHER_REGEX), "12"),
+    "lower case": ([("a", "b")], setting("normalizer", value={"type": "Lowercase"}), "AB"),
+    "added token": (
+        [("x", "a"), ("a", "b")],
+        setting("added_tokens", value=[FOUND_IN_TEXT]),
+        "xab",
+    ),
 }
-FOUND_IN_TEXT = {
-    "id": 256,
-    "content": "ab",
-    "single_word": False,
-    "lstrip": False,
-    "rstrip": False,
-    "normalized": False,
-    "special": False,
-}
+"""Merges, a change of the stored tokenizer, and a text whose ids tiktoken would change."""
 
 
-@pytest.mark.parametrize(
-    ("merges", "more", "change", "text"),
-    [
-        pytest.param(
-            [("a", "b"), ("b", "c")], [], ids_against_the_order_of_merges, "abc", id="id order"
-        ),
-        pytest.param(
-            [("b", "c"), ("a", "b"), ("ab", "c")], [], unchanged, "abc", id="pair without a merge"
-        ),
-        pytest.param(
-            [("b", "c"), ("a", "b"), ("ab", "c"), ("bc", "d"), ("a", "bc")],
-            [],
-            unchanged,
-            "abcd",
-            id="token made twice",
-        ),
-        pytest.param(
-            [("a", "b")],
-            ["abc"],
-            setting("model", "ignore_merges", value=True),
-            "abcx",
-            id="ignore_merges",
-        ),
-        pytest.param([("a", "b")], [], setting("model", "dropout", value=1.0), "ab", id="dropout"),
-        pytest.param(
-            [("Ġ", "a")],
-            [],
-            setting("pre_tokenizer", "add_prefix_space", value=True),
-            "a",
-            id="prefix space",
-        ),
-        pytest.param(
-            [("a", "Ġ")], [], setting("pre_tokenizer", value=BYTES_ONLY), "a b", id="no regex"
-        ),
-        pytest.param(
-            [("1", "2")],
-            [],
-            setting(
-                "pre_tokenizer",
-                value={"type": "Sequence", "pretokenizers": [DIGITS, BYTES_ONLY]},
-            ),
-            "12",
-            id="another regex",
-        ),
-        pytest.param(
-            [("a", "b")], [], setting("normalizer", value={"type": "Lowercase"}), "AB", id="lower"
-        ),
-        pytest.param(
-            [("x", "a"), ("a", "b")],
-            [],
-            setting("added_tokens", value=[FOUND_IN_TEXT | {"id": 257}]),
-            "xab",
-            id="added token",
-        ),
-    ],
-)
-def test_tokenizers_encodes_where_tiktoken_would_differ(tmp_path, merges, more, change, text):
-    state = stored(merges, *more)
-    change(state)
+@pytest.mark.parametrize("name", DIFFERING)
+def test_tokenizers_encodes_where_tiktoken_would_differ(tmp_path, name):
+    merges, change, text = DIFFERING[name]
+    state = stored(merges)
+    if change is not None:
+        change(state)
     rust = tokenizers.Tokenizer.from_str(json.dumps(state))
     assert naive_ids(state, text) != rust.encode(text).ids  # the case is a real one
     assert tiktoken_twin(rust) is None
