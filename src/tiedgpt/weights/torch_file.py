@@ -10,17 +10,15 @@ from __future__ import annotations
 import io
 import math
 import pickletools
-import struct
 import warnings
 import zipfile
 from collections.abc import Mapping
-from dataclasses import replace
 from itertools import chain
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, BinaryIO
 
 from tiedgpt.errors import CorruptInputError, UserError
-from tiedgpt.weights.checkpoint import Checkpoint, Native, Read, Storage, StoredTensor, file_reader
+from tiedgpt.weights.checkpoint import Checkpoint, Native, Read, Storage, StoredTensor
 
 if TYPE_CHECKING:
     import torch
@@ -43,10 +41,10 @@ def read_torch_file(path: Path) -> Checkpoint:
 
     try:
         with path.open("rb") as file:
-            places = _check(file)
+            is_zip = _check(file)
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # a legacy file cannot be mapped: it is read at once
-            saved = torch.load(path, "cpu", mmap=places is not None, weights_only=True)
+            saved = torch.load(path, "cpu", mmap=is_zip, weights_only=True)
     except Exception as error:  # MemoryError, BadZipFile, RuntimeError, UnpicklingError, KeyError..
         why = (str(error) or type(error).__name__).splitlines()[0][:200]
         if "WeightsUnpickler" in str(error) or "weights_only" in str(error).lower():
@@ -54,15 +52,7 @@ def read_torch_file(path: Path) -> Checkpoint:
                 "it holds more than tensors, and code in a pickle is never run: save the state_dict"
             )
         raise CorruptInputError(f"{path} is no plain file of tensors: {why}") from None
-    state = _state_dict(path, saved)
-    base = _base_address(state, places or {})
-    tensors = {}
-    for name, tensor in state.items():
-        tensors[name] = stored_tensor(name, tensor)
-        if base is not None and tensor.numel() and tensor.is_contiguous():
-            columns = tensor.shape[-1] if tensor.ndim else 1
-            reader = file_reader(path, tensor.data_ptr() - base, columns, tensor.element_size())
-            tensors[name] = replace(tensors[name], read=reader)
+    tensors = {n: stored_tensor(n, tensor) for n, tensor in _state_dict(path, saved).items()}
     configs = {key: saved[key] for key in CONFIG_KEYS if isinstance(saved.get(key), Mapping)}
     config = {
         key: {name: value for name, value in values.items() if _is_plain(name, value)}
@@ -71,18 +61,17 @@ def read_torch_file(path: Path) -> Checkpoint:
     return Checkpoint(path, "torch", tensors, config=config, files=(path,))
 
 
-def _check(file: BinaryIO) -> dict[int, int] | None:
+def _check(file: BinaryIO) -> bool:
     """Refuse a file that would grow when it is read, as no model does.
 
-    Return start -> bytes of each storage in a zip file; None for a file of before torch 1.6.
+    Return whether it is a zip file, or a file of before torch 1.6.
     """
     begin = file.read(MAX_MEMBER)
     if begin[:1] not in (b"P", b"\x80"):
         raise ValueError("it begins neither as a zip file nor as a pickle")
     if begin[:2] != b"PK":
         _check_pickle(begin, N_LEGACY_PICKLES)
-        return None
-    places = {}
+        return False
     with zipfile.ZipFile(file) as members:
         for info in members.infolist():
             is_storage = "/data/" in info.filename
@@ -90,11 +79,7 @@ def _check(file: BinaryIO) -> dict[int, int] | None:
                 raise ValueError("it is compressed, or not what torch.save writes")
             if info.filename.endswith("data.pkl"):
                 _check_pickle(members.read(info), 1)
-            if is_storage:
-                file.seek(info.header_offset)
-                name, extra = struct.unpack("<26xHH", file.read(30))
-                places[info.header_offset + 30 + name + extra] = info.file_size
-    return places
+    return True
 
 
 def _check_pickle(content: bytes, n_pickles: int) -> None:
@@ -115,20 +100,6 @@ def _check_pickle(content: bytes, n_pickles: int) -> None:
             is_tuple = "TUPLE" in operation.name or index in sizes
         if n_items > MAX_PICKLE_ITEMS:
             raise ValueError("its pickle repeats tuples inside tuples, as no model does")
-
-
-def _base_address(state: Mapping[str, Tensor], places: Mapping[int, int]) -> int | None:
-    """Return the address at which a zip file is mapped, or None if it is uncertain.
-
-    Under the right address each storage is one of the zip file's members. The map only tells the
-    places: reading it would end the process (SIGBUS) when another program cuts the file short.
-    """
-    untyped = (tensor.untyped_storage() for tensor in state.values())
-    storages = [(storage.data_ptr(), storage.nbytes()) for storage in untyped if storage.nbytes()]
-    address, n_bytes = storages[0] if storages else (0, 0)
-    bases = [address - start for start, size in places.items() if size == n_bytes > 0]
-    fitting = [b for b in bases if all(places.get(a - b) == n for a, n in storages)]
-    return fitting[0] if len(fitting) == 1 else None
 
 
 def _state_dict(path: Path, value: Any) -> dict[str, Tensor]:
