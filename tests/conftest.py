@@ -29,15 +29,19 @@ def tiny_config() -> GPTConfig:
     return GPTConfig(**TINY)
 
 
-@pytest.fixture
-def tiny(tiny_config: GPTConfig) -> GPT:
-    """A model whose weights are large enough that mistakes show."""
-    torch.manual_seed(7)
-    model = GPT(tiny_config).eval()
+def random_gpt(seed: int = 7, std: float = 0.2, **fields) -> GPT:
+    """Return a model of `TINY` sizes whose weights are large enough that mistakes show."""
+    torch.manual_seed(seed)
+    model = GPT(GPTConfig(**{**TINY, **fields})).eval()
     with torch.no_grad():
         for name, parameter in model.named_parameters():
-            parameter.normal_(1.0 if "ln_" in name and "weight" in name else 0.0, 0.2)
+            parameter.normal_(1.0 if "ln_" in name and "weight" in name else 0.0, std)
     return model
+
+
+@pytest.fixture
+def tiny() -> GPT:
+    return random_gpt()
 
 
 @pytest.fixture

@@ -1,6 +1,8 @@
 """Tiny checkpoints of every format, made with the real libraries."""
 
+import hashlib
 import json
+import re
 import warnings
 from pathlib import Path
 
@@ -8,6 +10,9 @@ import numpy as np
 import torch
 from safetensors.torch import load_file, save_file
 from torch import nn
+
+from tiedgpt import GPT, GPTConfig
+from tiedgpt.cli.main import main
 
 with warnings.catch_warnings():
     warnings.simplefilter("ignore")
@@ -24,19 +29,41 @@ V, D = 97, 32
 SHAPE = {"vocab_size": V, "n_positions": 24, "n_embd": D, "n_layer": 2, "n_head": 4}
 IDS = {"bos_token_id": 1, "eos_token_id": 1}
 WTE, HEAD = "transformer.wte.weight", "lm_head.weight"
+CONV1D = re.compile(r".*\.c_\w+\.weight")
+"""Matrices that transformers stores as (in, out)."""
 
 
-def their_gpt2(**values) -> GPT2LMHeadModel:
+def their_gpt2(*, bias: bool = True, **values) -> GPT2LMHeadModel:
     """A tiny GPT-2 of transformers whose weights do not look freshly initialised."""
     torch.manual_seed(0)
     model = GPT2LMHeadModel(GPT2Config(**{**SHAPE, **IDS, **values})).eval()
     with torch.no_grad():
-        for parameter in model.parameters():
+        for name, parameter in model.named_parameters():
             parameter.mul_(
                 1 + 0.5 * torch.randn(parameter.shape[0]).reshape(-1, *[1] * (parameter.ndim - 1))
             )
             parameter.add_(0.05 * torch.randn_like(parameter))
+            if not bias and name.endswith(".bias"):
+                parameter.zero_()
     return model
+
+
+def state_of(model: GPT2LMHeadModel) -> dict[str, torch.Tensor]:
+    """Return the body's weights by OpenAI's names, as (out, in)."""
+    state = model.transformer.state_dict()
+    return {n: t.T.contiguous() if CONV1D.fullmatch(n) else t for n, t in state.items()}
+
+
+def nanogpt_state(
+    model: GPT2LMHeadModel, *, bias: bool = False, masks: bool = False
+) -> dict[str, torch.Tensor]:
+    """Return a GPT-2 of transformers as nanoGPT's or minGPT's state dict, the head with it."""
+    state = {f"transformer.{name}": tensor for name, tensor in state_of(model).items()}
+    state = {n: t for n, t in state.items() if bias or not n.endswith(".bias")}
+    n = model.config.n_positions
+    for layer in range(model.config.n_layer) if masks else ():
+        state[f"transformer.h.{layer}.attn.bias"] = torch.ones(1, 1, n, n).tril()
+    return state | {HEAD: model.state_dict()[HEAD]}
 
 
 def fresh_head() -> nn.Linear:
@@ -66,22 +93,62 @@ def rewrite(directory: Path, tensors=None, **config) -> Path:
     return directory
 
 
+def digest(directory: Path) -> dict[str, str]:
+    files = sorted(file for file in directory.rglob("*") if file.is_file())
+    return {str(f): hashlib.sha256(f.read_bytes()).hexdigest() for f in files}
+
+
+@torch.no_grad()
+def differs_in_transformers(copy: Path, ours: nn.Module) -> bool:
+    """Whether transformers, if it has a class for the copy, computes other logits from it."""
+    if "model_type" not in (copy / "config.json").read_text():
+        return False
+    peer, ids = GPT2LMHeadModel.from_pretrained(copy).float().eval(), torch.arange(V)[None, :24]
+    return float((ours(ids) - peer(ids).logits).abs().max()) > 1e-4
+
+
 def matrix(seed: int = 1, rows: int = V, width: int = D) -> np.ndarray:
     return np.random.default_rng(seed).standard_normal((rows, width)).astype(np.float32)
 
 
-def write_gguf(path: Path, tensors: dict[str, np.ndarray], *, kind: str = "F32") -> Path:
-    """Write with llama.cpp's own library; `kind` is ggml's name of the type."""
-    writer = gguf.GGUFWriter(path, "gpt2")
-    writer.add_name("tiny")
-    writer.add_token_list([f"token{i}" for i in range(50)])
-    writer.add_array("numbers", [1, 2, 3])
-    ggml = gguf.GGMLQuantizationType[kind]
+GGUF_NAMES = {
+    "wte": "token_embd", "wpe": "position_embd", "ln_f": "output_norm", "head": "output",
+    "h.": "blk.", "ln_1": "attn_norm", "attn.c_attn": "attn_qkv", "attn.c_proj": "attn_output",
+    "ln_2": "ffn_norm", "mlp.c_fc": "ffn_up", "mlp.c_proj": "ffn_down",
+}  # fmt: skip
+"""Parts of OpenAI's names -> llama.cpp's."""
+GGUF_SIZES = {
+    "context_length": 24, "embedding_length": D, "block_count": 2, "head_count": 4,
+    "feed_forward_length": 4 * D, "layer_norm_eps": 1e-5,
+}  # fmt: skip
+
+
+def gguf_tensors(state: dict[str, torch.Tensor]) -> dict[str, np.ndarray]:
+    """Return tensors by llama.cpp's names."""
+    tensors = {}
+    for name, tensor in state.items():
+        for ours, their in GGUF_NAMES.items():
+            name = re.sub(rf"(^|(?<=\.)){re.escape(ours)}", their, name)
+        tensors[name] = tensor.detach().numpy()
+    return tensors
+
+
+def write_gguf(
+    path: Path, tensors: dict[str, np.ndarray], *, kind="F32", architecture="gpt2", **values
+) -> Path:
+    """Write with llama.cpp's own library; `kind` is ggml's name of the matrices' type.
+
+    `values` are the arguments of the writer's `add_NAME` methods; None leaves one out.
+    """
+    writer = gguf.GGUFWriter(path, architecture)
+    values = {"name": "tiny", "token_list": ["a"] * 50, "array": ("numbers", [1, 2, 3])} | values
+    for name, value in values.items():
+        if value is not None:
+            getattr(writer, f"add_{name}")(*(value if isinstance(value, tuple) else (value,)))
     for name, array in tensors.items():
-        if array.ndim == 1 or kind == "F32":
-            writer.add_tensor(name, array)
-        else:
-            writer.add_tensor(name, gguf.quants.quantize(array, ggml), raw_dtype=ggml)
+        is_plain = array.ndim == 1 or name == "position_embd.weight"
+        ggml = gguf.GGMLQuantizationType["F32" if is_plain else kind]
+        writer.add_tensor(name, gguf.quants.quantize(array, ggml), raw_dtype=ggml)
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()
@@ -122,4 +189,156 @@ def write_onnx(path: Path, head: str, *, external: bool = False, names=("W", "H"
     onnx.save(
         model, path, save_as_external_data=external, location="data.bin", size_threshold=0
     )  # fmt: skip
+    return path
+
+
+# llm.c: 256 int32 (magic, version, T, V, L, H, C, Vp), then sixteen arrays, wte padded
+
+ORDER = (
+    ("wte", "Vp,C", "wte.weight"), ("wpe", "T,C", "wpe.weight"),
+    ("ln1w", "L,C", "ln_1.weight"), ("ln1b", "L,C", "ln_1.bias"),
+    ("qkvw", "L,3C,C", "attn.c_attn.weight"), ("qkvb", "L,3C", "attn.c_attn.bias"),
+    ("attprojw", "L,C,C", "attn.c_proj.weight"), ("attprojb", "L,C", "attn.c_proj.bias"),
+    ("ln2w", "L,C", "ln_2.weight"), ("ln2b", "L,C", "ln_2.bias"),
+    ("fcw", "L,4C,C", "mlp.c_fc.weight"), ("fcb", "L,4C", "mlp.c_fc.bias"),
+    ("fcprojw", "L,C,4C", "mlp.c_proj.weight"), ("fcprojb", "L,C", "mlp.c_proj.bias"),
+    ("lnfw", "C", "ln_f.weight"), ("lnfb", "C", "ln_f.bias"),
+)  # fmt: skip
+"""llm.c's name, shape, and OpenAI's name."""
+
+
+def shape_of(units: str, sizes: dict[str, int]) -> tuple[int, ...]:
+    sizes_of = sizes | {f"{n}C": n * sizes["C"] for n in (3, 4)}
+    return tuple(sizes_of[unit] for unit in units.split(","))
+
+
+def write_llmc(
+    path: Path, version: int, state: dict[str, torch.Tensor] | None = None, **sizes: int
+) -> dict[str, np.ndarray]:
+    """Write a checkpoint of llm.c; return its numbers as float32, by name.
+
+    Tensors that `state`, as (out, in), does not give are random, and so is the padding.
+    """
+    random = np.random.default_rng(3)
+    numbers: dict[str, np.ndarray] = {}
+    for _, units, ours in ORDER:
+        per_layer = units.startswith("L,")
+        shape = shape_of(units.removeprefix("L,"), sizes)
+        names = [f"h.{i}.{ours}" for i in range(sizes["L"])] if per_layer else [ours]
+        for name in names:
+            array = random.standard_normal(shape).astype(np.float32)
+            if state is not None:
+                values = state[name].detach().float().numpy()
+                array[: len(values)] = values
+            numbers[name] = to_bfloat16(array)[1] if version == 5 else array
+    padded = 0 if version == 1 else sizes["Vp"]
+    header = np.zeros(256, "<i4")
+    header[:8] = [20240326, version, *(sizes[k] for k in ("T", "V", "L", "H", "C")), padded]
+    with path.open("wb") as file:
+        file.write(header.tobytes())
+        for array in numbers.values():
+            file.write((to_bfloat16(array)[0] if version == 5 else array).tobytes())
+    return numbers
+
+
+def to_bfloat16(array: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """Return float32 rounded to bfloat16 (nearest, even): its bits and its values."""
+    bits = np.ascontiguousarray(array).view("<u4").astype(np.uint64)
+    upper = ((bits + 0x7FFF + ((bits >> 16) & 1)) >> 16).astype("<u2")
+    return upper, (upper.astype("<u4") << 16).view("<f4")
+
+
+# A GPT in every layout
+
+CONFIG = {
+    "model_type": "gpt2", "architectures": ["GPT2LMHeadModel"], "vocab_size": V, "n_embd": D,
+    "n_positions": SHAPE["n_positions"], "n_layer": SHAPE["n_layer"], "n_head": SHAPE["n_head"],
+}  # fmt: skip
+N_HEAD = {"n_head": SHAPE["n_head"], "activation_function": "gelu_new"}
+"""Facts missing in nanoGPT's, minGPT's and bare files."""
+
+
+def gpt_state(content: str) -> dict[str, torch.Tensor]:
+    """Return every weight of a GPT by our names, as (out, in), with W as `content` says."""
+    torch.manual_seed(0)
+    state = {
+        name: t + torch.randn_like(t) / 9
+        for name, t in GPT(GPTConfig(**SHAPE)).state_dict().items()
+    }
+    longer = torch.from_numpy(matrix(7, V + 4))
+    w = longer[:V].clone()
+    both = {
+        "one": (w, None),
+        "equal": (w, w.clone()),
+        "different": (w, torch.from_numpy(matrix(8))),
+        "views": (w, w),
+        "transposed": (w, w.T.contiguous()),
+        "longer head": (w, longer),
+        "longer embedding": (longer, w),
+        "only a head": (None, w),
+    }[content]
+    del state["wte.weight"]
+    matrices = zip(("wte.weight", "head.weight"), both, strict=True)
+    return state | {name: matrix for name, matrix in matrices if matrix is not None}
+
+
+def peer_state(state: dict[str, torch.Tensor], *, turn: bool) -> dict[str, torch.Tensor]:
+    """The names of transformers and nanoGPT; transformers' matrices in blocks lie as (in, out)."""
+    named = {
+        "lm_head.weight" if n == "head.weight" else f"transformer.{n}": t for n, t in state.items()
+    }
+    return {n: t.T.contiguous() if turn and CONV1D.fullmatch(n) else t for n, t in named.items()}
+
+
+def write_layout(
+    home: Path, layout: str, state: dict[str, torch.Tensor], inside=None, beside=None
+) -> Path:
+    """Write a GPT, and a config.json unless `beside` is "none"; return the path a user would type.
+
+    `inside` and `beside` are the claims of the file and of config.json.
+    """
+    config = {} if beside in (None, "none") else {"tie_word_embeddings": beside}
+    path = home
+    match layout:
+        case "safetensors":
+            save_file(peer_state(state, turn=True), home / "model.safetensors", {"format": "pt"})
+            config |= CONFIG
+        case "torch":
+            torch.save(peer_state(state, turn=True), home / "pytorch_model.bin")
+            config |= CONFIG
+        case "nanoGPT":
+            args = {k: SHAPE[k] for k in ("n_layer", "n_head", "n_embd", "vocab_size")}
+            args |= {"block_size": SHAPE["n_positions"], "bias": True, "dropout": 0.0}
+            path = home / "ckpt.pt"
+            torch.save({"model": peer_state(state, turn=False), "model_args": args}, path)
+        case "minGPT":
+            n = SHAPE["n_positions"]
+            mask = {f"h.{i}.attn.bias": torch.ones(n, n).tril()[None, None] for i in range(2)}
+            path = home / "model.pt"
+            torch.save(peer_state(state | mask, turn=False), path)
+        case "tiedgpt":
+            path = home / "state.pt"
+            torch.save(state, path)
+        case "GGUF":
+            path = home / "model.gguf"
+            claim = None if inside is None else ("tiedgpt.tie_word_embeddings", inside)
+            write_gguf(path, gguf_tensors(state), bool=claim, **GGUF_SIZES)
+        case "llm.c":
+            sizes = {"T": SHAPE["n_positions"], "V": V, "L": 2, "H": 4, "C": D, "Vp": 128}
+            path = home / "model.bin"
+            write_llmc(path, 3, state, **sizes)
+            config |= CONFIG
+        case "ONNX" | "packed":
+            directory = home / "plain"
+            directory.mkdir()
+            untied = {"tie_word_embeddings": inside}
+            (directory / "config.json").write_text(json.dumps(CONFIG | untied))
+            save_file(
+                peer_state(state, turn=True), directory / "model.safetensors", {"format": "pt"}
+            )
+            path = home / ("model.onnx" if layout == "ONNX" else "packed")
+            options = ["--to", layout.lower(), "--precision", "fp32"]
+            assert main(["convert", str(directory), str(path), *options]) == 0
+    if beside != "none":
+        (home / "config.json").write_text(json.dumps(config))
     return path

@@ -1,6 +1,5 @@
 """`fix` writes a sound copy in a new place, or nothing; the source is never touched."""
 
-import hashlib
 import io
 import json
 import os
@@ -14,8 +13,9 @@ from tests.tie.checkpoints import (
     HEAD,
     WTE,
     D,
-    GPT2LMHeadModel,
     V,
+    differs_in_transformers,
+    digest,
     fresh_head,
     matrix,
     rewrite,
@@ -23,15 +23,9 @@ from tests.tie.checkpoints import (
     their_gpt2,
     write_onnx,
 )
-from tests.weights.llmc_files import write_checkpoint
 from tiedgpt import GPT
 from tiedgpt.errors import CheckFailedError, CorruptInputError, NoRoomError, UserError
 from tiedgpt.tie import audit, fix
-
-
-def digest(directory: Path) -> dict[str, str]:
-    files = sorted(file for file in directory.rglob("*") if file.is_file())
-    return {str(f): hashlib.sha256(f.read_bytes()).hexdigest() for f in files}
 
 
 def with_head(tmp_path: Path, change, **config) -> Path:
@@ -46,43 +40,13 @@ def with_head(tmp_path: Path, change, **config) -> Path:
 
 
 def mended(source: Path, dest: Path, verdict: str = "tied", **choice):
-    """Fix, and check that the source is as it was and that both libraries load the copy."""
-    before = digest(source)
+    """Fix, and check that both libraries load the copy; `test_table.py` checks the rest."""
     report = fix(source, dest, **choice)
-    assert digest(source) == before
     assert audit(dest).verdict == report.after.verdict == verdict
-    assert report.actions and str(dest) in report.explain == str(report)
-    written = json.loads((dest / "config.json").read_text())["tie_word_embeddings"]
-    claims = [action for action in report.actions if "tie_word_embeddings" in action]
-    changes = written == (report.before.claim is False)
-    says = f"config.json now says tie_word_embeddings: {str(written).lower()}"
-    assert claims == ([says] if changes else [])
     json.dumps(report.as_dict(), allow_nan=False)
-    assert [path.name for path in dest.parent.iterdir() if path.name.startswith(".")] == []
-    ours, peer = GPT.from_pretrained(dest), GPT2LMHeadModel.from_pretrained(dest).eval()
-    ids = torch.randint(V, (2, 9))
-    with torch.no_grad():
-        assert (ours.float()(ids) - peer.float()(ids).logits).abs().max() < 1e-4
+    assert report.after.wasted_bytes == 0
+    assert not differs_in_transformers(dest, GPT.from_pretrained(dest).float())
     return report, load_file(dest / "model.safetensors")
-
-
-def test_equal_copies_become_one(tmp_path):
-    source = with_head(tmp_path, torch.clone)
-    report, state = mended(source, tmp_path / "new")
-    original = load_file(source / "model.safetensors")
-    assert set(original) - set(state) == {HEAD}
-    assert all(torch.equal(state[name], original[name]) for name in state)
-    assert report.before.wasted_bytes == V * D * 4 and report.after.wasted_bytes == 0
-    assert (tmp_path / "new" / "tokenizer.json").exists()
-
-
-def test_different_copies_need_a_choice_and_report_their_distance(tmp_path):
-    source = with_head(tmp_path, lambda w: w + 1)
-    with pytest.raises(UserError, match=r"97 of 97 rows \(largest difference 1.*--keep both"):
-        fix(source, tmp_path / "new")
-    assert not (tmp_path / "new").exists()
-    _, state = mended(source, tmp_path / "both", "untied as claimed", keep="both")
-    assert set(state) == set(load_file(source / "model.safetensors"))
 
 
 def test_non_finite_values_are_counted_not_measured(tmp_path):
@@ -116,16 +80,7 @@ def test_tokens_added_on_one_side_are_kept(tmp_path):
     assert state[WTE].shape == (V + 3, D)
 
 
-def test_a_lone_head_gets_the_embeddings_name(tmp_path):
-    def move(state):
-        state[HEAD] = state.pop(WTE)
-
-    source = rewrite(save(their_gpt2(), tmp_path / "m"), move)
-    _, state = mended(source, tmp_path / "new")
-    assert WTE in state and HEAD not in state
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_torch_files_become_a_directory(tmp_path, dtype):
     model = their_gpt2()
     save(model, tmp_path / "m")
@@ -138,20 +93,6 @@ def test_torch_files_become_a_directory(tmp_path, dtype):
     assert torch.equal(new[WTE], state["_orig_mod." + HEAD])
     assert all(torch.equal(new[n], state["_orig_mod." + n]) for n in new if n != WTE)
     assert not (tmp_path / "new" / "pytorch_model.bin").exists()
-
-
-def test_square_matrices_of_llmc_are_transposed_for_transformers(tmp_path):
-    """They lie as (out, in), and shapes do not tell: D x D in attn.c_proj."""
-    source = tmp_path / "m"
-    source.mkdir()
-    sizes = {"T": 24, "V": V, "L": 2, "H": 4, "C": D, "Vp": 128}
-    numbers = write_checkpoint(source / "model.bin", 3, **sizes)
-    says = {"model_type": "gpt2", "n_head": 4, "tie_word_embeddings": False}
-    (source / "config.json").write_text(json.dumps(says))
-    report, state = mended(source, tmp_path / "new")
-    assert "its weights are the source's" in report.explain
-    c_proj = state["transformer.h.1.attn.c_proj.weight"]
-    assert torch.equal(c_proj.T, torch.from_numpy(numbers["h.1.attn.c_proj.weight"]))
 
 
 def test_a_gpt_that_does_not_load_is_refused(tmp_path):

@@ -194,7 +194,7 @@ def test_gguf_and_onnx_files_have_a_ledger(tmp_path):
     for kind, n_bytes in (("F32", 4), ("Q8_0", 34 / 32)):
         counted = ledger(write_gguf(tmp_path / f"{kind}.gguf", tensors, kind=kind))
         assert counted.total == (V + 24 + D + 1) * D
-        assert counted.bytes == (V + 24 + D) * D * n_bytes + 4 * D
+        assert counted.bytes == (V + D) * D * n_bytes + 4 * (24 + 1) * D  # positions stay F32
         assert counted.multiply_adds == D * D + V * D
     one = ledger(write_onnx(tmp_path / "one.onnx", "one"))
     two = ledger(write_onnx(tmp_path / "two.onnx", "copy"))

@@ -1,7 +1,10 @@
 """Files of every format, cut or changed anywhere: an error of ours, or sound; never a crash."""
 
+import contextlib
+import json
 import pickle
 import shutil
+import struct
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -11,12 +14,24 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from tests.tie.checkpoints import matrix, write_gguf, write_onnx
+from tests.tie.checkpoints import (
+    CONFIG,
+    N_HEAD,
+    D,
+    gpt_state,
+    matrix,
+    nanogpt_state,
+    their_gpt2,
+    write_gguf,
+    write_layout,
+    write_llmc,
+    write_onnx,
+)
 from tests.weights.fixtures.make_tensorflow import DIRECTORY
-from tests.weights.karpathy import ARGS, Karpathy
-from tests.weights.llmc_files import write_checkpoint
 from tiedgpt import GPT, GPTConfig, Tokenizer
-from tiedgpt.errors import TiedGPTError
+from tiedgpt.cli.main import main
+from tiedgpt.errors import CorruptInputError, TiedGPTError
+from tiedgpt.tie import audit
 from tiedgpt.weights.formats.gguf.vocabulary import read_tokenizer
 from tiedgpt.weights.formats.gguf.writer import write as write_our_gguf
 from tiedgpt.weights.formats.nanogpt import read_data_pickle
@@ -46,8 +61,9 @@ def small(**fields) -> GPT:
 
 
 def save_nanogpt(path: Path) -> None:
-    args = ARGS | {"n_embd": 4, "n_layer": 1, "vocab_size": 7, "block_size": 2}
-    state = Karpathy(args).state_dict()
+    sizes = {"vocab_size": 7, "n_embd": 4, "n_layer": 1, "n_head": 4}
+    state = nanogpt_state(their_gpt2(**sizes, n_positions=2))
+    args = sizes | {"block_size": 2, "bias": False, "dropout": 0.2}
     torch.save({"model": state, "model_args": args, "config": {"a": 1}}, path)
 
 
@@ -100,7 +116,7 @@ SAMPLES = {
     ),
     "llm.c": Sample(
         ("a.bin",),
-        lambda path: write_checkpoint(path, 5, **{"T": 6, "V": 5, "L": 2, "H": 2, "C": 4, "Vp": 8}),
+        lambda path: write_llmc(path, 5, **{"T": 6, "V": 5, "L": 2, "H": 2, "C": 4, "Vp": 8}),
         header=40,
     ),
     "TensorFlow": Sample(("model.ckpt.index", "model.ckpt.data-00000-of-00001"), copy_bundle),
@@ -158,7 +174,90 @@ def test_changed_bytes_give_our_error_or_a_valid_file(sample, data):
         changed[at] = data.draw(st.integers(0, 255))
     if data.draw(st.integers(0, 3)) == 3:
         del changed[data.draw(st.integers(0, len(changed))) :]
-    try:
+    with contextlib.suppress(TiedGPTError):
         read_with(*sample, name, bytes(changed))
-    except TiedGPTError:
-        pass
+
+
+HUGE = struct.pack("<II", 2**31 - 1, 2**30)
+"""A huge number of 4 bytes, and of 8."""
+
+
+def test_a_huge_number_anywhere_gives_our_error_or_a_valid_file(sample):
+    for name, content in sample[2].items():
+        end = min(len(content), sample[0].header) - len(HUGE)
+        for at in range(0, end, 1 + end // 60):
+            changed = content[:at] + HUGE + content[at + len(HUGE) :]
+            with contextlib.suppress(TiedGPTError):
+                read_with(*sample, name, changed)
+
+
+# A GPT whose tensors, or whose config, are not those of a GPT.
+
+
+def transpose(state: dict[str, torch.Tensor]) -> None:
+    state["h.1.mlp.c_fc.weight"] = state["h.1.mlp.c_fc.weight"].T.contiguous()
+
+
+def drop_layer(state: dict[str, torch.Tensor]) -> None:
+    for name in [name for name in state if name.startswith("h.1.")]:
+        del state[name]
+
+
+LAYOUTS = ("safetensors", "torch", "nanoGPT", "minGPT", "tiedgpt", "GGUF")
+NOT_A_GPT = {
+    "a missing tensor": (
+        lambda state: state.pop("h.1.ln_1.weight"), r"h\.1\.ln_1\.weight is missing"
+    ),
+    "no positions": (lambda state: state.pop("wpe.weight"), r"wpe\.weight is missing"),
+    "a bias of the head": (
+        lambda state: state.update({"head.bias": torch.zeros(97)}), r"\.bias is not a GPT's"
+    ),
+    "an unknown tensor": (
+        lambda state: state.update({"h.0.x.weight": torch.zeros(2)}), r"x\.weight is not a GPT's"
+    ),
+    "positions of another width": (
+        lambda state: state.update({"wpe.weight": torch.zeros(24, D + 1)}),
+        r"wpe\.weight is \(24, 33\), not \(24, 32\)",
+    ),
+    "a vector of another length": (
+        lambda state: state.update({"ln_f.bias": torch.ones(5)}), r"ln_f\.bias is \(5,\)"
+    ),
+    "a transposed matrix": (transpose, r"h\.1\.mlp\.c_fc\.weight is \(32, 128\), not \(128, 32\)"),
+    "a missing layer": (drop_layer, "the weights have 1 layers|says n_layer=2"),
+}  # fmt: skip
+"""A change of the tensors, and the text of the error."""
+
+
+def assert_refused_and_audited(path: Path, says: str, **fields) -> None:
+    with pytest.raises(CorruptInputError, match=says) as refused:
+        GPT.from_pretrained(path, **fields)
+    report = audit(path)
+    assert report.verdict in ("tied, stored twice", "untied as claimed")
+    assert report.load_error == refused.value.problem() and report.exit_code == 6
+    assert "does not load" in [finding.kind for finding in report.findings]
+
+
+@pytest.mark.parametrize(
+    ("name", "layout"),
+    [
+        (name, layout)
+        for name in NOT_A_GPT
+        for layout in LAYOUTS
+        if name != "a missing layer" or layout not in ("minGPT", "tiedgpt")  # shapes tell it
+    ],
+)
+def test_a_gpt_with_other_tensors_is_refused_by_name_and_audited(tmp_path, name, layout):
+    change, says = NOT_A_GPT[name]
+    state = gpt_state("equal")
+    change(state)
+    fields = N_HEAD if layout in ("minGPT", "tiedgpt") else {}
+    assert_refused_and_audited(write_layout(tmp_path, layout, state), says, **fields)
+
+
+@pytest.mark.parametrize("values", [{"n_layer": 3}, {"n_embd": 2 * D}])
+def test_a_config_of_another_gpt_is_refused_and_audited(tmp_path, values, capsys):
+    write_layout(tmp_path, "safetensors", gpt_state("equal"))
+    (tmp_path / "config.json").write_text(json.dumps(CONFIG | values))
+    assert_refused_and_audited(tmp_path, next(iter(values)))
+    assert main(["tie", "audit", str(tmp_path)]) == 6
+    assert "does not load" in capsys.readouterr().out

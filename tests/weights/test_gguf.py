@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 import torch
 
+from tests.tie.checkpoints import GGUF_SIZES, gguf_tensors, write_gguf
 from tiedgpt import GPT, Tokenizer
 from tiedgpt.errors import CorruptInputError, UserError
 from tiedgpt.weights.checkpoint import QUANTIZED
@@ -136,44 +137,12 @@ def test_a_name_of_megabytes_is_refused_and_a_long_text_is_skipped(tmp_path):
 # As a GPT
 
 
-def their_file(
-    path: Path,
-    model: GPT,
-    kind: str = "F32",
-    *,
-    architecture="gpt2",
-    leave=(),
-    pairs=None,
-    more=None,
-) -> Path:
+def their_file(path: Path, model: GPT, kind: str = "F32", *, leave=(), more=None, **values) -> Path:
     """Write a model as their converter does, with their library; `kind` holds for matrices."""
-    config = model.config
-    writer = gguf.GGUFWriter(path, architecture)
-    sizes_of = {
-        "add_context_length": config.n_positions,
-        "add_embedding_length": config.n_embd,
-        "add_block_count": config.n_layer,
-        "add_feed_forward_length": config.inner_dim,
-        "add_head_count": config.n_head,
-        "add_layer_norm_eps": config.layer_norm_epsilon,
-    }
-    for name, value in sizes_of.items():
-        if name not in leave:
-            getattr(writer, name)(value)
-    for name, value in (pairs or {}).items():
-        getattr(writer, name)(value)
-    state = {to_theirs(name): t.detach().numpy() for name, t in model.named_parameters()}
-    for name, array in (state | (more or {})).items():
-        if name in leave:
-            continue
-        vector = array.ndim == 1 or name == "position_embd.weight"
-        ggml = gguf.GGMLQuantizationType["F32" if vector else kind]
-        writer.add_tensor(name, gguf.quants.quantize(array, ggml), raw_dtype=ggml)
-    writer.write_header_to_file()
-    writer.write_kv_data_to_file()
-    writer.write_tensors_to_file()
-    writer.close()
-    return path
+    tensors = gguf_tensors(dict(model.named_parameters())) | (more or {})
+    tensors = {name: array for name, array in tensors.items() if name not in leave}
+    sizes = GGUF_SIZES | {"block_count": model.config.n_layer}
+    return write_gguf(path, tensors, kind=kind, **sizes | values)
 
 
 @pytest.mark.parametrize("kind", ["F32", "F16", "BF16", "Q8_0", "Q4_0", "Q5_1", "MXFP4"])
@@ -214,30 +183,24 @@ def test_types_that_the_gguf_package_cannot_decode_are_refused(tiny, tmp_path):
 
 def test_other_attention_is_refused(tiny, tmp_path):
     for pairs, named in (
-        ({"add_head_count_kv": 2}, "head_count_kv=2"),
-        ({"add_key_length": 16}, "key_length=16"),
-        ({"add_causal_attention": False}, "causal=False"),
+        ({"head_count_kv": 2}, "head_count_kv=2"),
+        ({"key_length": 16}, "key_length=16"),
+        ({"causal_attention": False}, "causal=False"),
     ):
         with pytest.raises(UserError, match=named):
-            GPT.from_pretrained(their_file(tmp_path / named, tiny, pairs=pairs))
-    same = {"add_head_count_kv": 4, "add_key_length": 8, "add_causal_attention": True}
-    assert GPT.from_pretrained(their_file(tmp_path / "same", tiny, pairs=same))
+            GPT.from_pretrained(their_file(tmp_path / named, tiny, **pairs))
+    same = {"head_count_kv": 4, "key_length": 8, "causal_attention": True}
+    assert GPT.from_pretrained(their_file(tmp_path / "same", tiny, **same))
 
 
 def test_the_number_of_heads_is_required_and_never_guessed(tiny, ids, tmp_path):
-    path = their_file(tmp_path / "a.gguf", tiny, leave=("add_head_count",))
+    path = their_file(tmp_path / "a.gguf", tiny, head_count=None)
     with pytest.raises(UserError, match="n_head"):
         GPT.from_pretrained(path)
     assert torch.equal(GPT.from_pretrained(path, n_head=4)(ids), tiny(ids))
 
 
-def test_missing_and_foreign_tensors_are_named(tiny, tmp_path):
-    path = their_file(tmp_path / "a", tiny, leave=("blk.1.ffn_up.bias",))
-    with pytest.raises(CorruptInputError, match=r"h\.1\.mlp\.c_fc\.bias is missing"):
-        GPT.from_pretrained(path)
-    more = {"rope_freqs.weight": np.ones(4, np.float32)}
-    with pytest.raises(CorruptInputError, match=r"rope_freqs\.weight is not a GPT's"):
-        GPT.from_pretrained(their_file(tmp_path / "b", tiny, more=more))
+def test_a_parameter_under_two_names_is_refused(tiny, tmp_path):
     more = {"wte.weight": np.ones((97, 32), np.float32)}
     with pytest.raises(CorruptInputError, match="parameter twice, under two names"):
         GPT.from_pretrained(their_file(tmp_path / "c", tiny, more=more))
@@ -288,15 +251,7 @@ def their_vocabulary(path: Path, tokenizer: Tokenizer, **changes) -> Path:
     }
     for name, change in changes.items():
         values[name] = change(values[name]) if callable(change) else change
-    writer = gguf.GGUFWriter(path, values.pop("architecture"))
-    for name, value in values.items():
-        if value is not None:
-            getattr(writer, f"add_{name}")(value)
-    writer.write_header_to_file()
-    writer.write_kv_data_to_file()
-    writer.write_ti_data_to_file()
-    writer.close()
-    return path
+    return write_gguf(path, {}, name=None, array=None, **values)
 
 
 def test_ids_equal_those_of_the_written_tokenizer(tokenizer, tmp_path):

@@ -11,7 +11,8 @@ import torch
 import torch.nn.functional as F
 from tokenizers import models, normalizers, pre_tokenizers
 
-from tiedgpt import GPT, GPTConfig, Tokenizer
+from tests.conftest import random_gpt
+from tiedgpt import GPT, Tokenizer
 from tiedgpt.cli.main import main
 from tiedgpt.data.templates import CHATML, PLAIN, write_template
 from tiedgpt.errors import UserError
@@ -40,15 +41,9 @@ def tokenizer() -> Tokenizer:
 
 def gpt(tokenizer: Tokenizer, *, std=0.3, **fields) -> GPT:
     """A small model whose weights are so large that its greedy tokens vary."""
-    shape = {"n_positions": 256, "n_embd": 64, "n_layer": 2, "n_head": 4}
+    shape = {"vocab_size": len(tokenizer), "n_positions": 256, "n_embd": 64, "n_layer": 2}
     ids = {"bos_token_id": tokenizer.bos_token_id, "eos_token_id": tokenizer.eos_token_id}
-    config = GPTConfig(**{"vocab_size": len(tokenizer), **shape, **ids, **fields})
-    torch.manual_seed(0)
-    model = GPT(config).eval()
-    with torch.no_grad():
-        for name, parameter in model.named_parameters():
-            parameter.normal_(1.0 if "ln_" in name and "weight" in name else 0.0, std)
-    return model
+    return random_gpt(0, std, **shape | ids | fields)
 
 
 def tensors_of(path) -> dict[str, tuple[str, np.ndarray]]:
@@ -163,21 +158,6 @@ def chat_model(tokenizer, directory, template=CHATML):
 MESSAGES = [{"role": "user", "content": "the fox"}, {"role": "assistant", "content": "a dog"}]
 
 
-@pytest.mark.parametrize("template", [CHATML, PLAIN], ids=["chatml", "plain"])
-def test_the_chat_template_and_the_end_of_a_turn_are_in_the_file(template, tokenizer, tmp_path):
-    tokenizer = chat_model(tokenizer, tmp_path / "chat", template)
-    assert main(["convert", str(tmp_path / "chat"), str(tmp_path / "a.gguf")]) == 0
-    fields = gguf.GGUFReader(tmp_path / "a.gguf").fields
-    pairs = {name: field.contents() for name, field in fields.items()}
-    (im_end,) = tokenizer.encode("<|im_end|>", allow_special=True)[:1]
-    assert pairs[gguf.Keys.Tokenizer.EOS_ID] == tokenizer.eos_token_id
-    assert pairs.get(gguf.Keys.Tokenizer.EOT_ID) == (im_end if template is CHATML else None)
-    # A plain Jinja, without transformers' tags around what is trained.
-    jinja = jinja2.Environment().from_string(pairs[gguf.Keys.Tokenizer.CHAT_TEMPLATE])
-    text = jinja.render(messages=MESSAGES, add_generation_prompt=True, eos_token="<|endoftext|>")
-    assert text == "".join(piece.text for piece in template.prompt(MESSAGES))
-
-
 def go(template: str, messages) -> str:
     """Render the few template actions as Go's engine does."""
     before, body, after = re.fullmatch(
@@ -194,13 +174,23 @@ def go(template: str, messages) -> str:
 
 
 @pytest.mark.parametrize("template", [CHATML, PLAIN], ids=["chatml", "plain"])
-def test_the_modelfile_chats_as_the_model_was_tuned(template, tokenizer, tmp_path):
-    chat_model(tokenizer, tmp_path / "chat", template)
+def test_the_file_and_its_modelfile_chat_as_the_model_was_tuned(template, tokenizer, tmp_path):
+    tokenizer = chat_model(tokenizer, tmp_path / "chat", template)
     assert main(["convert", str(tmp_path / "chat"), str(tmp_path / "a.gguf")]) == 0
+    prompt = "".join(piece.text for piece in template.prompt(MESSAGES))
+    fields = gguf.GGUFReader(tmp_path / "a.gguf").fields
+    pairs = {name: field.contents() for name, field in fields.items()}
+    (im_end,) = tokenizer.encode("<|im_end|>", allow_special=True)[:1]
+    assert pairs[gguf.Keys.Tokenizer.EOS_ID] == tokenizer.eos_token_id
+    assert pairs.get(gguf.Keys.Tokenizer.EOT_ID) == (im_end if template is CHATML else None)
+    # A plain Jinja, without transformers' tags around what is trained.
+    jinja = jinja2.Environment().from_string(pairs[gguf.Keys.Tokenizer.CHAT_TEMPLATE])
+    options = {"add_generation_prompt": True, "eos_token": "<|endoftext|>"}
+    assert jinja.render(messages=MESSAGES, **options) == prompt
     lines = (tmp_path / "a.Modelfile").read_text().splitlines()
     assert lines[:2] == ["FROM ./a.gguf", "PARAMETER num_ctx 256"]
     (text,) = re.findall(r'^TEMPLATE """(.*)"""$', "\n".join(lines), re.MULTILINE)
-    assert go(text, MESSAGES) == "".join(piece.text for piece in template.prompt(MESSAGES))
+    assert go(text, MESSAGES) == prompt
     stops = ["<|endoftext|>", *(["<|im_end|>"] if template is CHATML else [])]
     assert lines[3:] == [f'PARAMETER stop "{stop}"' for stop in stops]
 
@@ -232,61 +222,46 @@ def merged(tokenizer: Tokenizer, **changes) -> Tokenizer:
     return Tokenizer(rust)
 
 
+NO_IDS = {"bos_token_id": None, "eos_token_id": None}
+
+
+def bpe(*special: str, merged_pair: bool = True) -> Tokenizer:
+    """A tokenizer of bytes, with a merge or without."""
+    tokens, merges = ([*BYTE_ALPHABET, "he"], [("h", "e")]) if merged_pair else (BYTE_ALPHABET, [])
+    rust = byte_level_tokenizer(
+        models.BPE(vocab={token: id for id, token in enumerate(tokens)}, merges=merges)
+    )
+    rust.add_special_tokens(list(special))
+    return Tokenizer(rust)
+
+
 def test_tokenizers_that_llama_cpp_lacks_are_refused_by_name(tokenizer, tmp_path):
     kept = {byte: id for id, byte in enumerate(BYTE_ALPHABET[:200])}
     digits = pre_tokenizers.Sequence(
         [pre_tokenizers.Digits(individual_digits=True), pre_tokenizers.ByteLevel(False)]
     )
     refused = {
-        "none is given": None,
-        "of kind 'char'": Tokenizer.characters(TEXTS),
-        "another pre_tokenizer": merged(tokenizer, pre_tokenizer=digits),
-        "another normalizer": merged(tokenizer, normalizer=normalizers.NFC()),
-        "ignore_merges": merged(tokenizer, model={"ignore_merges": True}),
-        "lacks 56 of the 256 bytes": merged(tokenizer, model={"vocab": kept, "merges": []}),
+        "none is given": (None, {}),
+        "of kind 'char'": (Tokenizer.characters(TEXTS), {}),
+        "another pre_tokenizer": (merged(tokenizer, pre_tokenizer=digits), {}),
+        "another normalizer": (merged(tokenizer, normalizer=normalizers.NFC()), {}),
+        "ignore_merges": (merged(tokenizer, model={"ignore_merges": True}), {}),
+        "lacks 56 of the 256 bytes": (merged(tokenizer, model={"vocab": kept, "merges": []}), {}),
+        "without merges": (bpe("<|endoftext|>", merged_pair=False), NO_IDS),
+        "310 tokens and the model rows for 300": (tokenizer, {"vocab_size": 300} | NO_IDS),
+        "eos_token_id=319 is no token": (tokenizer, {"vocab_size": 320, "eos_token_id": 319}),
+        "token 11": (bpe(), NO_IDS),
     }
-    for why, other in refused.items():
+    for why, (other, fields) in refused.items():
         with pytest.raises(UserError, match=why):
-            write_gguf(gpt(tokenizer), tmp_path / "a.gguf", tokenizer=other)
-
-
-def test_a_larger_tokenizer_and_one_without_an_end_are_refused(tokenizer, tmp_path):
-    with pytest.raises(UserError, match="310 tokens and the model rows for 300"):
-        small = gpt(tokenizer, vocab_size=300, bos_token_id=None, eos_token_id=None)
-        write_gguf(small, tmp_path / "a", tokenizer=tokenizer)
-    with pytest.raises(UserError, match="eos_token_id=319 is no token"):
-        write_gguf(
-            gpt(tokenizer, vocab_size=320, eos_token_id=319), tmp_path / "a", tokenizer=tokenizer
-        )
-    endless = gpt(tokenizer, bos_token_id=None, eos_token_id=None)
-    vocab = {token: id for id, token in enumerate([*BYTE_ALPHABET, "he"])}
-    nameless = byte_level_tokenizer(models.BPE(vocab=vocab, merges=[("h", "e")]))
-    with pytest.raises(UserError, match="token 11"):
-        write_gguf(endless, tmp_path / "a", tokenizer=Tokenizer(nameless))
-
-
-def test_a_tokenizer_without_merges_is_refused(tokenizer, tmp_path):
-    rust = byte_level_tokenizer(
-        models.BPE(vocab={byte: id for id, byte in enumerate(BYTE_ALPHABET)}, merges=[])
-    )
-    rust.add_special_tokens(["<|endoftext|>"])
-    with pytest.raises(UserError, match="without merges"):
-        no_ids = gpt(tokenizer, bos_token_id=None, eos_token_id=None)
-        write_gguf(no_ids, tmp_path / "a", tokenizer=Tokenizer(rust))
+            write_gguf(gpt(tokenizer, **fields), tmp_path / "a.gguf", tokenizer=other)
 
 
 def test_tokens_named_like_padding_are_not_duplicated(tokenizer, tmp_path):
-    size = len(tokenizer)
-    rust = byte_level_tokenizer(
-        models.BPE(
-            vocab={byte: id for id, byte in enumerate([*BYTE_ALPHABET, "he"])}, merges=[("h", "e")]
-        )
-    )
-    rust.add_special_tokens(["<|endoftext|>", "[PAD300]"])
-    model = gpt(tokenizer, vocab_size=size, bos_token_id=None, eos_token_id=257)
-    write_gguf(model, tmp_path / "a", tokenizer=Tokenizer(rust))
+    model = gpt(tokenizer, bos_token_id=None, eos_token_id=257)
+    write_gguf(model, tmp_path / "a", tokenizer=bpe("<|endoftext|>", "[PAD300]"))
     tokens = gguf.GGUFReader(tmp_path / "a").fields["tokenizer.ggml.tokens"].contents()
-    assert len(set(tokens)) == size
+    assert len(set(tokens)) == len(tokenizer)
     assert len(read_tokenizer(tmp_path / "a")) == 259
 
 

@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch.testing import assert_close
 
-from tests.weights.llmc_files import HEADER, write_checkpoint
+from tests.tie.checkpoints import state_of, their_gpt2, write_llmc
 from tiedgpt import GPT
 from tiedgpt.errors import CorruptInputError, UserError
 from tiedgpt.weights.load import load
@@ -20,7 +20,7 @@ SMALL = {"T": 6, "V": 5, "L": 2, "H": 2, "C": 4, "Vp": 8}
 def test_tensors_lie_at_the_formats_offsets(tmp_path, version):
     path = tmp_path / "model.bin"
     sizes = SMALL | ({"Vp": 5} if version == 1 else {})
-    numbers = write_checkpoint(path, version, **sizes)
+    numbers = write_llmc(path, version, **sizes)
     checkpoint = open_checkpoint(path)
     assert checkpoint.container == "llm.c"
     assert checkpoint.config["vocab_size"] == 5 and checkpoint.config["num_heads"] == 2
@@ -33,7 +33,7 @@ def test_tensors_lie_at_the_formats_offsets(tmp_path, version):
 
 
 def header(*numbers: int, body: int = 0) -> bytes:
-    return struct.pack(HEADER, *numbers, *[0] * (256 - len(numbers))) + bytes(body)
+    return struct.pack("<256i", *numbers, *[0] * (256 - len(numbers))) + bytes(body)
 
 
 MAGIC = 20240326
@@ -63,39 +63,14 @@ def test_hostile_headers_are_refused(name, tmp_path):
         open_checkpoint(path)
 
 
-SIZES = {"T": 24, "V": 97, "L": 3, "H": 4, "C": 32, "Vp": 128}
-
-
-def peer_model():
-    """transformers' GPT-2, whose weights llm.c's own script exports."""
-    from transformers import GPT2Config, GPT2LMHeadModel
-
-    torch.manual_seed(5)
-    config = GPT2Config(
-        vocab_size=97, n_positions=24, n_embd=32, n_layer=3, n_head=4, bos_token_id=0,
-        eos_token_id=0,
-    )  # fmt: skip
-    model = GPT2LMHeadModel(config).eval()
-    with torch.no_grad():
-        for name, parameter in model.named_parameters():
-            parameter.normal_(1.0 if "ln_" in name and "weight" in name else 0.0, 0.2)
-    return model
-
-
-def state_of(model) -> dict[str, torch.Tensor]:
-    """Its weights by OpenAI's names, as (out, in)."""
-    state = {}
-    for name, tensor in model.transformer.state_dict().items():
-        turned = name.startswith("h.") and tensor.ndim == 2
-        state[name] = tensor.T.contiguous() if turned else tensor
-    return state
+SIZES = {"T": 24, "V": 97, "L": 2, "H": 4, "C": 32, "Vp": 128}
 
 
 @pytest.mark.parametrize("version", [1, 3])
 def test_logits_match_transformers(tmp_path, version, ids):
-    model = peer_model()
+    model = their_gpt2()
     sizes = SIZES | ({"Vp": 97} if version == 1 else {})
-    write_checkpoint(tmp_path / "model.bin", version, state_of(model), **sizes)
+    write_llmc(tmp_path / "model.bin", version, state_of(model), **sizes)
     loaded = load(tmp_path / "model.bin")
     config = loaded.model.config
     assert loaded.layout == "llm.c, llm.c"
@@ -106,7 +81,7 @@ def test_logits_match_transformers(tmp_path, version, ids):
 
 
 def test_bfloat16_is_read_bit_by_bit(tmp_path):
-    numbers = write_checkpoint(tmp_path / "model.bin", 5, state_of(peer_model()), **SIZES)
+    numbers = write_llmc(tmp_path / "model.bin", 5, state_of(their_gpt2()), **SIZES)
     model = GPT.from_pretrained(tmp_path / "model.bin")
     for name, parameter in model.named_parameters():
         assert parameter.dtype == torch.bfloat16
@@ -114,14 +89,12 @@ def test_bfloat16_is_read_bit_by_bit(tmp_path):
         assert torch.equal(parameter.float(), expected), name
 
 
-def test_arguments_that_contradict_the_format_are_refused(tmp_path):
-    write_checkpoint(tmp_path / "model.bin", 3, **SIZES)
+def test_arguments_and_heads_that_contradict_the_format_are_refused(tmp_path):
+    path = tmp_path / "model.bin"
+    write_llmc(path, 3, **SIZES)
     for name, value in {"n_head": 2, "activation_function": "gelu", "bias": False}.items():
         with pytest.raises(UserError, match=f"{name}={value!r} contradicts"):
-            GPT.from_pretrained(tmp_path / "model.bin", **{name: value})
-
-
-def test_heads_that_do_not_divide_the_width_are_refused(tmp_path):
-    write_checkpoint(tmp_path / "model.bin", 3, **(SIZES | {"H": 5}))
+            GPT.from_pretrained(path, **{name: value})
+    write_llmc(path, 3, **(SIZES | {"H": 5}))
     with pytest.raises(CorruptInputError, match="n_head=5"):
-        GPT.from_pretrained(tmp_path / "model.bin")
+        GPT.from_pretrained(path)

@@ -7,17 +7,6 @@ from dataclasses import replace
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from transformers import (
-    AutoConfig,
-    AutoModelForCausalLM,
-    GPT2ForSequenceClassification,
-    GPT2LMHeadModel,
-    GPT2Model,
-    LlamaConfig,
-    LlamaForCausalLM,
-    OpenAIGPTConfig,
-    OpenAIGPTLMHeadModel,
-)
 
 from tiedgpt import GPT, GPTConfig
 from tiedgpt.errors import UserError
@@ -26,10 +15,22 @@ from tiedgpt.infer import Engine
 with warnings.catch_warnings():
     warnings.simplefilter("ignore")
     import transformers
-    from transformers import AutoModelForCausalLM, GPT2Config, GPT2LMHeadModel, OpenAIGPTConfig
+    from transformers import (
+        AutoConfig,
+        AutoModelForCausalLM,
+        GPT2Config,
+        GPT2ForSequenceClassification,
+        GPT2LMHeadModel,
+        GPT2Model,
+        LlamaConfig,
+        LlamaForCausalLM,
+        OpenAIGPTConfig,
+        OpenAIGPTLMHeadModel,
+    )
 
 transformers.logging.disable_progress_bar()
 
+IDS = torch.randint(61, (2, 24), generator=torch.Generator().manual_seed(0))
 SHAPES = {
     "tiny": {"vocab_size": 97, "n_positions": 24, "n_embd": 32, "n_layer": 3, "n_head": 4},
     "gelu, inner width": {
@@ -56,14 +57,44 @@ def assert_same_logits(ours: GPT, peer, ids: torch.Tensor) -> None:
     assert (a - b).norm() <= 2e-6 * b.norm()
 
 
+def sharded(peer, path):
+    peer.save_pretrained(path, max_shard_size="20KB")
+    assert len(list(path.glob("model-*.safetensors"))) > 2
+    return path
+
+
+def pickled(peer, path):
+    peer.config.save_pretrained(path)
+    torch.save(peer.state_dict(), path / "pytorch_model.bin")
+    return path
+
+
+SOURCES = {
+    "a directory": lambda peer, path: peer.save_pretrained(path) or path,
+    "shards": sharded,
+    "a file of torch.save": pickled,
+    "a module": lambda peer, path: peer,
+}
+
+
+@pytest.mark.parametrize("source", SOURCES)
 @pytest.mark.parametrize("shape", SHAPES)
-def test_a_transformers_file_gives_its_logits_and_gradients(shape, tmp_path):
+def test_transformers_gpt2_gives_its_logits_and_gradients(shape, source, tmp_path):
     peer = their_gpt2(**SHAPES[shape])
-    peer.save_pretrained(tmp_path)
-    ours = GPT.from_pretrained(tmp_path)
+    ours = GPT.from_pretrained(SOURCES[source](peer, tmp_path))
+    assert ours.head is None and not ours.training
     ids = torch.randint(SHAPES[shape]["vocab_size"], (3, SHAPES[shape]["n_positions"]))
     assert_same_logits(ours, peer, ids)
     assert_same_gradients(ours, peer, ids)
+
+
+@pytest.mark.parametrize("source", ["a directory", "a module"])
+def test_transformers_gpt1_gives_its_logits(source, tmp_path):
+    sizes = {key: SHAPES["tiny"][key] for key in ("vocab_size", "n_embd", "n_layer", "n_head")}
+    peer = OpenAIGPTLMHeadModel(OpenAIGPTConfig(**sizes, n_positions=24)).eval()
+    ours = GPT.from_pretrained(SOURCES[source](peer, tmp_path))
+    assert ours.config.norm == "post"
+    assert_same_logits(ours, peer, IDS)
 
 
 def assert_same_gradients(ours: GPT, peer, ids: torch.Tensor) -> None:
@@ -139,30 +170,6 @@ def test_the_files_dtype_is_kept_unless_dtype_is_given(dtype, tmp_path):
     assert_same_logits(full, peer.float(), torch.randint(97, (2, 24)))
     ours.save_pretrained(tmp_path / "again")
     assert AutoModelForCausalLM.from_pretrained(tmp_path / "again", dtype="auto").dtype == dtype
-
-
-def test_a_sharded_file_is_read_through_its_index(tmp_path):
-    peer = their_gpt2(**SHAPES["tiny"])
-    peer.save_pretrained(tmp_path, max_shard_size="20KB")
-    assert len(list(tmp_path.glob("model-*.safetensors"))) > 2
-    assert_same_logits(GPT.from_pretrained(tmp_path), peer, torch.randint(97, (2, 24)))
-
-
-def test_a_file_of_torch_save_is_read_without_running_code(tmp_path):
-    peer = their_gpt2(**SHAPES["tiny"])
-    peer.config.save_pretrained(tmp_path)
-    torch.save(peer.state_dict(), tmp_path / "pytorch_model.bin")
-    assert_same_logits(GPT.from_pretrained(tmp_path), peer, torch.randint(97, (2, 24)))
-
-
-def test_transformers_gpt1_directory_gives_its_logits(tmp_path):
-    torch.manual_seed(0)
-    shape = {key: SHAPES["tiny"][key] for key in ("vocab_size", "n_embd", "n_layer", "n_head")}
-    peer = transformers.OpenAIGPTLMHeadModel(OpenAIGPTConfig(**shape, n_positions=24)).eval()
-    peer.save_pretrained(tmp_path)
-    ours = GPT.from_pretrained(tmp_path)
-    assert ours.config.norm == "post"
-    assert_same_logits(ours, peer, torch.randint(97, (2, 24)))
 
 
 @pytest.mark.slow
@@ -248,17 +255,6 @@ def test_a_name_that_is_too_long_is_our_error(tiny, tmp_path):
         tiny.save_pretrained(tmp_path / ("a" * 300))
 
 
-IDS = torch.randint(61, (2, 24), generator=torch.Generator().manual_seed(0))
-
-
-@pytest.mark.parametrize("shape", SHAPES)
-def test_a_transformers_gpt2_module_gives_its_logits(shape):
-    peer = their_gpt2(**SHAPES[shape])
-    ours = GPT.from_pretrained(peer)
-    assert ours.head is None and not ours.training
-    assert_same_logits(ours, peer, IDS)
-
-
 def test_weights_of_a_module_are_copied():
     peer = their_gpt2(**SHAPES["tiny"])
     ours = GPT.from_pretrained(peer)
@@ -266,14 +262,6 @@ def test_weights_of_a_module_are_copied():
     with torch.no_grad():
         peer.transformer.wte.weight.zero_()
     assert torch.equal(ours.wte.weight, before)
-
-
-def test_a_transformers_gpt1_module_gives_its_logits():
-    sizes = {key: SHAPES["tiny"][key] for key in ("vocab_size", "n_embd", "n_layer", "n_head")}
-    peer = OpenAIGPTLMHeadModel(OpenAIGPTConfig(**sizes, n_positions=24)).eval()
-    ours = GPT.from_pretrained(peer)
-    assert ours.config.norm == "post"
-    assert_same_logits(ours, peer, IDS)
 
 
 def test_an_untied_head_stays_untied_and_an_undeclared_one_needs_a_choice():

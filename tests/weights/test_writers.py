@@ -12,7 +12,8 @@ from torch.distributed.fsdp import fully_shard
 from torch.nn.utils import parametrizations, prune
 from transformers import AutoModelForCausalLM
 
-from tiedgpt import GPT, GPTConfig, Tokenizer
+from tests.conftest import random_gpt
+from tiedgpt import GPT, Tokenizer
 from tiedgpt.errors import NoRoomError, UserError
 from tiedgpt.weights.load import load
 from tiedgpt.weights.parameters import PRECISIONS
@@ -54,14 +55,8 @@ def make(tokenizer):
     """A model that a writer takes, unless fields say otherwise."""
 
     def model_for(writer: Writer, **fields) -> GPT:
-        torch.manual_seed(3)
-        sizes = {"vocab_size": len(tokenizer), "n_positions": 24, "n_embd": 32, "n_layer": 2}
-        required = {"n_head": 4, "activation_function": writer.activation or "gelu_new"}
-        model = GPT(GPTConfig(**sizes | required | fields)).eval()
-        with torch.no_grad():
-            for name, parameter in model.named_parameters():
-                parameter.normal_(1.0 if "ln_" in name and "weight" in name else 0.0, 0.2)
-        return model
+        required = {"activation_function": writer.activation or "gelu_new", "n_layer": 2}
+        return random_gpt(3, **{"vocab_size": len(tokenizer)} | required | fields)
 
     return model_for
 
@@ -177,30 +172,6 @@ def narrow(model: GPT) -> None:
     mlp.c_fc, mlp.c_proj = nn.Linear(32, 40), nn.Linear(40, 32)
 
 
-def add(model: GPT) -> None:
-    model.extra = nn.Linear(2, 2)
-
-
-def wrap_a_layer(model: GPT) -> None:
-    model.h[0].mlp.c_fc = nn.Sequential(model.h[0].mlp.c_fc)
-
-
-def add_a_head_with_a_bias(model: GPT) -> None:
-    model.head = nn.Linear(32, model.config.vocab_size)
-
-
-def add_a_head_that_the_config_denies(model: GPT) -> None:
-    model.head = nn.Linear(32, model.config.vocab_size, bias=False)
-
-
-def remove(model: GPT) -> None:
-    del model.h[0].ln_1.bias
-
-
-def resize(model: GPT) -> None:
-    model.wte.weight = nn.Parameter(torch.zeros(999, 32))
-
-
 NOT_PLAIN = {
     "an unmerged adapter": (adapt, r"h\.1\.attn\.c_attn\.\S+ belongs to an adapter: merge it"),
     "an adapter on the embedding": (adapt_the_embedding, r"wte\.\S+ belongs to an adapter"),
@@ -214,13 +185,28 @@ NOT_PLAIN = {
         r"h\.0\.mlp\.c_fc\.weight_orig is pruned",
     ),
     "a narrower MLP": (narrow, r"h\.1\.mlp\.c_fc\.weight is \(40, 32\), its config says"),
-    "another parameter": (add, r"extra\.weight is not a GPT's"),
-    "a missing parameter": (remove, r"h\.0\.ln_1\.bias is missing"),
-    "more rows than the config says": (resize, r"wte\.weight is \(999, 32\)"),
-    "a wrapped layer": (wrap_a_layer, r"h\.0\.mlp\.c_fc\.0\.weight"),
-    "a head with a bias": (add_a_head_with_a_bias, "a head of "),
+    "another parameter": (
+        lambda model: model.add_module("extra", nn.Linear(2, 2)),
+        r"extra\.weight is not a GPT's",
+    ),
+    "a missing parameter": (
+        lambda model: delattr(model.h[0].ln_1, "bias"),
+        r"h\.0\.ln_1\.bias is missing",
+    ),
+    "more rows than the config says": (
+        lambda model: setattr(model.wte, "weight", nn.Parameter(torch.zeros(999, 32))),
+        r"wte\.weight is \(999, 32\)",
+    ),
+    "a wrapped layer": (
+        lambda model: model.set_submodule("h.0.mlp.c_fc", nn.Sequential(nn.Linear(32, 128))),
+        r"h\.0\.mlp\.c_fc\.0\.weight",
+    ),
+    "a head with a bias": (
+        lambda model: setattr(model, "head", nn.Linear(32, model.config.vocab_size)),
+        "a head of ",
+    ),
     "a head that the config denies": (
-        add_a_head_that_the_config_denies,
+        lambda model: setattr(model, "head", nn.Linear(32, model.config.vocab_size, bias=False)),
         "disagree|a head of its own",
     ),
     "a model without numbers": (lambda model: model.to("meta"), "has no data"),
@@ -300,47 +286,41 @@ def test_disk_space_is_checked_first(name, make, write, tmp_path, monkeypatch):
 # Torch's wrappers leave names as they are.
 
 
-def assert_written_as_it_computes(model: GPT, ids, path) -> None:
-    model.save_pretrained(path)
-    peer, report = AutoModelForCausalLM.from_pretrained(path, output_loading_info=True)
-    assert not any(report.values())
-    with torch.no_grad():
-        expected = GPT.from_pretrained(path)(ids)
-        torch.testing.assert_close(peer.eval()(ids).logits, expected, rtol=0, atol=2e-5)
-        torch.testing.assert_close(model(ids), expected, rtol=0, atol=2e-5)
+def compile_eagerly(module: nn.Module) -> nn.Module:
+    return torch.compile(module, backend="eager")
 
 
-@pytest.mark.parametrize("block", [0, 2])
-def test_regional_compilation_does_not_change_the_names(tiny, ids, tmp_path, block):
-    with torch.no_grad():
-        before = tiny(ids)
-    tiny.h[block] = torch.compile(tiny.h[block], backend="eager")
-    assert_written_as_it_computes(tiny, ids, tmp_path)
-    with torch.no_grad():
-        assert torch.equal(GPT.from_pretrained(tmp_path)(ids), before)
+def nest(model: GPT) -> None:
+    model.h[1].mlp = compile_eagerly(model.h[1].mlp)
+    model.h[1] = compile_eagerly(checkpoint_wrapper(model.h[1]))
 
 
-def test_activation_checkpointing_does_not_change_the_names(tiny, ids, tmp_path):
-    for layer, block in enumerate(tiny.h):
-        tiny.h[layer] = checkpoint_wrapper(block)
-    assert_written_as_it_computes(tiny, ids, tmp_path)
-
-
-def test_nested_wrappers_are_unwrapped(tiny, ids, tmp_path):
-    tiny.h[1].mlp = torch.compile(tiny.h[1].mlp, backend="eager")
-    tiny.h[1] = torch.compile(checkpoint_wrapper(tiny.h[1]), backend="eager")
-    assert_written_as_it_computes(tiny, ids, tmp_path)
-
-
-def test_a_shared_layer_is_written_twice(tiny, ids, tmp_path):
-    tiny.h[2] = tiny.h[0]
-    assert_written_as_it_computes(tiny, ids, tmp_path)
-
-
-def test_a_merged_parametrization_and_a_removed_mask_are_written(tiny, ids, tmp_path):
-    layer = tiny.h[0].mlp.c_fc
+def merge_what_was_added(model: GPT) -> None:
+    layer = model.h[0].mlp.c_fc
     parametrizations.weight_norm(layer)
     nn.utils.parametrize.remove_parametrizations(layer, "weight")
-    prune.l1_unstructured(tiny.h[1].mlp.c_fc, "weight", 0.5)
-    prune.remove(tiny.h[1].mlp.c_fc, "weight")
-    assert_written_as_it_computes(tiny, ids, tmp_path)
+    prune.l1_unstructured(model.h[1].mlp.c_fc, "weight", 0.5)
+    prune.remove(model.h[1].mlp.c_fc, "weight")
+
+
+WRAPPED = {
+    "regional compilation": lambda model: model.set_submodule("h.0", compile_eagerly(model.h[0])),
+    "activation checkpointing": lambda model: model.set_submodule(
+        "h.2", checkpoint_wrapper(model.h[2])
+    ),
+    "nested wrappers": nest,
+    "a shared layer": lambda model: model.set_submodule("h.2", model.h[0]),
+    "a merged parametrization and a removed mask": merge_what_was_added,
+}
+
+
+@pytest.mark.parametrize("change", WRAPPED)
+def test_a_wrapped_or_merged_model_is_written_as_it_computes(tiny, ids, tmp_path, change):
+    WRAPPED[change](tiny)
+    tiny.save_pretrained(tmp_path)
+    peer, report = AutoModelForCausalLM.from_pretrained(tmp_path, output_loading_info=True)
+    assert not any(report.values())
+    with torch.no_grad():
+        expected = GPT.from_pretrained(tmp_path)(ids)
+        torch.testing.assert_close(peer.eval()(ids).logits, expected, rtol=0, atol=2e-5)
+        torch.testing.assert_close(tiny(ids), expected, rtol=0, atol=2e-5)
