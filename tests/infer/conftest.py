@@ -11,6 +11,7 @@ from tiedgpt.infer.beam import beam_search
 from tiedgpt.infer.sequence import SequenceState
 from tiedgpt.infer.slots import RunResult, SlotPool
 from tiedgpt.infer.torch_session import TorchSession
+from tiedgpt.weights.formats.packed.writer import pack_gpt, save_packed
 
 
 @pytest.fixture(scope="session")
@@ -35,6 +36,14 @@ def make(request, engine):
 def backend(make):
     """The engine on torch and on the kernels."""
     return make()
+
+
+@pytest.fixture
+def packed(engine, tmp_path):
+    """A packed directory of the engine's model in int8."""
+    save_packed(pack_gpt(engine.model, "int8"), tmp_path / "packed")
+    engine.tokenizer.save_pretrained(tmp_path / "packed")
+    return tmp_path / "packed"
 
 
 @pytest.fixture

@@ -10,8 +10,8 @@ from tokenizers import models
 from tests.infer.conftest import beams
 from tiedgpt import GPT, GPTConfig, Tokenizer
 from tiedgpt.errors import UserError
+from tiedgpt.infer import Engine
 from tiedgpt.infer.constraints import matcher_for
-from tiedgpt.infer.torch_session import TorchRunner
 from tiedgpt.text.bpe import BYTE_ALPHABET, byte_level_tokenizer
 from tiedgpt.text.gpt1 import lower_case_tokenizer
 
@@ -42,42 +42,30 @@ def tokenizer(request):
     )
 
 
-def runner_for(tokenizer, seed=0, **config):
-    """A random GPT, with rows to spare that stand for no token."""
-    torch.manual_seed(seed)
+def engine_for(tokenizer, **config):
+    """An engine of a random GPT, with rows to spare that stand for no token."""
+    torch.manual_seed(0)
     values = {"eos_token_id": tokenizer.eos_token_id, **config}
     model = GPT(
         GPTConfig(
-            vocab_size=len(tokenizer) + 13,
-            n_positions=256,
-            n_embd=16,
-            n_layer=1,
-            n_head=2,
+            vocab_size=len(tokenizer) + 13, n_positions=256, n_embd=16, n_layer=1, n_head=2,
             **values,
         )
-    ).eval()
+    ).eval()  # fmt: skip
     with torch.no_grad():
         model.wte.weight.mul_(10)
-    return TorchRunner(model)
+    return Engine(model, tokenizer=tokenizer)
 
 
-def constrained(runner, tokenizer, **constraint):
-    return matcher_for(constraint, tokenizer, runner.config)
+def constrained(engine, **constraint):
+    return matcher_for(constraint, engine.tokenizer, engine.model.config)
 
 
-def sample(runner, tokenizer, matcher, seed, n=250):
-    """Draw from all rows, those without a token too; return the text, None if it has no end."""
-    random = np.random.default_rng(seed)
-    session = runner.session(n_slots=1, capacity=256)
-    ids = [1, 2]
-    (scores,) = session.read([0], [ids])
-    while len(ids) < n:
-        p = np.exp(matcher(ids, 2, scores[-1]).astype(np.float64))
-        ids.append(int(random.choice(len(p), p=p / p.sum())))
-        if ids[-1] == runner.config.eos_token_id:
-            return tokenizer.decode(ids[2:-1])
-        (scores,) = session.read([0], [ids[-1:]])
-    return None
+def texts(tokenizer, n, **options):
+    """n texts; None for each that has no end."""
+    options = {"seed": 0, "max_new_tokens": 240, "n": n} | options
+    completions = engine_for(tokenizer).generate([1, 2], **options)
+    return [one.text if one.finish_reason == "stop" else None for one in completions]
 
 
 @pytest.mark.parametrize(
@@ -96,18 +84,14 @@ def sample(runner, tokenizer, matcher, seed, n=250):
     ],
 )
 def test_text_matches_its_regular_expression(tokenizer, regex):
-    runner = runner_for(tokenizer)
-    matcher = constrained(runner, tokenizer, regex=regex)
-    texts = [sample(runner, tokenizer, matcher, seed) for seed in range(8)]
-    assert all(text is not None and re.fullmatch(regex, text) for text in texts), texts
-    assert len(set(texts)) > 1 or not regex
+    written = texts(tokenizer, 8, regex=regex)
+    assert all(text is not None and re.fullmatch(regex, text) for text in written), written
+    assert len(set(written)) > 1 or not regex
 
 
 def test_text_is_valid_under_its_json_schema(tokenizer):
-    runner = runner_for(tokenizer)
-    matcher = constrained(runner, tokenizer, json_schema=PERSON)
-    for seed in range(8):
-        person = json.loads(sample(runner, tokenizer, matcher, seed))
+    for text in texts(tokenizer, 8, json_schema=PERSON):
+        person = json.loads(text)
         assert list(person) == ["name", "age", "tags"]
         assert isinstance(person["name"], str)
         assert len(person["name"]) <= 8
@@ -118,17 +102,14 @@ def test_text_is_valid_under_its_json_schema(tokenizer):
 
 
 def test_a_schema_may_be_json_text(tokenizer):
-    runner = runner_for(tokenizer)
-    matcher = constrained(runner, tokenizer, json_schema='{"type": "boolean"}')
-    assert {sample(runner, tokenizer, matcher, seed) for seed in range(12)} == {"true", "false"}
+    written = texts(tokenizer, 12, json_schema='{"type": "boolean"}', temperature=5.0)
+    assert {*written} == {"true", "false"}
 
 
 def test_text_follows_its_grammar(tokenizer):
-    runner = runner_for(tokenizer)
-    matcher = constrained(runner, tokenizer, grammar=SUMS)
-    texts = [text for seed in range(12) if (text := sample(runner, tokenizer, matcher, seed, 120))]
-    assert len(texts) > 5
-    for text in texts:
+    written = [text for text in texts(tokenizer, 12, grammar=SUMS, max_new_tokens=118) if text]
+    assert len(written) > 5
+    for text in written:
         assert re.fullmatch(r"[0-9+()]+", text)
         while "(" in text:
             text, n = re.subn(r"\(([0-9]{1,3}(\+[0-9]{1,3})*)\)", "1", text)
@@ -137,31 +118,32 @@ def test_text_follows_its_grammar(tokenizer):
 
 
 def test_beams_meet_their_constraint(tokenizer):
-    runner = runner_for(tokenizer)
-    matcher = constrained(runner, tokenizer, regex="(cat|dog|the){2}[.,]?")
-    found = beams(runner, [1, 2], num_beams=4, max_new_tokens=20, processors=[matcher])
-    texts = [tokenizer.decode(hypothesis.ids[:-1]) for hypothesis in found]
-    assert len(set(texts)) == 4
-    assert all(re.fullmatch("(cat|dog|the){2}[.,]?", text) for text in texts)
+    engine = engine_for(tokenizer)
+    matcher = constrained(engine, regex="(cat|dog|the){2}[.,]?")
+    written = beams(engine.runner, [1, 2], num_beams=4, max_new_tokens=20, processors=[matcher])
+    written = {tokenizer.decode(hypothesis.ids[:-1]) for hypothesis in written}
+    assert len(written) == 4
+    assert all(re.fullmatch("(cat|dog|the){2}[.,]?", text) for text in written)
 
 
 def test_one_matcher_serves_texts_in_any_order(tokenizer):
-    runner = runner_for(tokenizer)
+    engine = engine_for(tokenizer)
     regex = "(cat|dog) [0-9]+"
-    logits = np.zeros(runner.config.vocab_size, np.float32)
+    logits = np.zeros(engine.model.config.vocab_size, np.float32)
     texts = ["dog 1", "", "cat 22", "cat", "dog 12", "dog 1", "c", "cat 2"]
-    shared = constrained(runner, tokenizer, regex=regex)
+    shared = constrained(engine, regex=regex)
     for text in texts:
         ids = [1, 2, *tokenizer.encode(text)]
-        alone = constrained(runner, tokenizer, regex=regex)(ids, 2, logits)
+        alone = constrained(engine, regex=regex)(ids, 2, logits)
         np.testing.assert_array_equal(shared(ids, 2, logits), alone)
         assert np.isfinite(alone[tokenizer.eos_token_id]) == bool(re.fullmatch(regex, text))
 
 
 def test_allowed_tokens_keep_the_models_scores(tokenizer):
-    runner = runner_for(tokenizer)
-    logits = np.random.default_rng(0).normal(size=runner.config.vocab_size).astype(np.float32)
-    scores = constrained(runner, tokenizer, regex="[a-c]x")([1, 2], 2, logits)
+    engine = engine_for(tokenizer)
+    logits = np.random.default_rng(0).normal(size=engine.model.config.vocab_size)
+    logits = logits.astype(np.float32)
+    scores = constrained(engine, regex="[a-c]x")([1, 2], 2, logits)
     kept = np.flatnonzero(np.isfinite(scores)).tolist()
     assert {tokenizer.decode([token]) for token in kept} == {"a", "b", "c"}
     np.testing.assert_array_equal(scores[kept], logits[kept])
@@ -169,9 +151,9 @@ def test_allowed_tokens_keep_the_models_scores(tokenizer):
 
 def test_after_a_dead_end_a_matcher_serves_the_next_text():
     tokenizer = Tokenizer.characters(["abc"])
-    runner = runner_for(tokenizer)
-    matcher = constrained(runner, tokenizer, grammar='start: "a" "Z" | "b" "c"')
-    logits = np.zeros(runner.config.vocab_size, np.float32)
+    engine = engine_for(tokenizer)
+    matcher = constrained(engine, grammar='start: "a" "Z" | "b" "c"')
+    logits = np.zeros(engine.model.config.vocab_size, np.float32)
     with pytest.raises(UserError, match="no token of the vocabulary"):
         matcher(tokenizer.encode("a"), 0, logits)
     assert np.isfinite(matcher(tokenizer.encode("b"), 0, logits)).sum() == 1
@@ -200,31 +182,28 @@ def test_after_a_dead_end_a_matcher_serves_the_next_text():
 )
 def test_unsatisfiable_constraints_are_refused_at_once(tokenizer, constraint):
     with pytest.raises(UserError, match=next(iter(constraint))):
-        constrained(runner_for(tokenizer), tokenizer, **constraint)
+        engine_for(tokenizer).generate("a", **constraint)
 
 
 def test_text_outside_the_character_vocabulary_is_refused():
     tokenizer = Tokenizer.characters(["abc"])
     with pytest.raises(UserError, match="regex cannot be met"):
-        constrained(runner_for(tokenizer), tokenizer, regex="abZ")
-    runner = runner_for(tokenizer)
-    matcher = constrained(runner, tokenizer, grammar='start: "a" ("Z" | "Y")')
+        engine_for(tokenizer).generate("a", regex="abZ")
     with pytest.raises(UserError, match="no token of the vocabulary"):
-        sample(runner, tokenizer, matcher, 0)
+        engine_for(tokenizer).generate("a", grammar='start: "a" ("Z" | "Y")')
 
 
 def test_a_model_that_ends_no_text_is_refused():
     tokenizer = Tokenizer.characters(["abc"])
     with pytest.raises(UserError, match="ends the text"):
-        constrained(runner_for(tokenizer, eos_token_id=None), tokenizer, regex="a")
+        engine_for(tokenizer, eos_token_id=None).generate("a", regex="a")
 
 
 def test_without_the_library_the_extra_is_named(monkeypatch):
-    tokenizer = Tokenizer.characters(["abc"])
-    runner = runner_for(tokenizer)
+    engine = engine_for(Tokenizer.characters(["abc"]))
     monkeypatch.setitem(sys.modules, "llguidance", None)
     with pytest.raises(UserError, match=r"tiedgpt\[constrain\]"):
-        constrained(runner, tokenizer, regex="a")
+        engine.generate("a", regex="a")
 
 
 def test_word_tokenizers_that_drop_blanks_are_refused():
@@ -232,7 +211,7 @@ def test_word_tokenizers_that_drop_blanks_are_refused():
     model = models.BPE(vocabulary, [], unk_token="<unk>", end_of_word_suffix="</w>")
     tokenizer = Tokenizer(lower_case_tokenizer(model))
     with pytest.raises(UserError, match="GPT-1"):
-        constrained(runner_for(tokenizer, eos_token_id=0), tokenizer, regex="a")
+        engine_for(tokenizer, eos_token_id=0).generate("a", regex="a")
 
 
 def test_a_tokenizer_that_puts_a_blank_first_puts_none_into_forced_text():
@@ -242,7 +221,4 @@ def test_a_tokenizer_that_puts_a_blank_first_puts_none_into_forced_text():
     rust.add_special_tokens(["<|endoftext|>"])
     tokenizer = Tokenizer(rust)
     assert tokenizer.decode(tokenizer.encode("dog")) == " dog"
-    runner = runner_for(tokenizer)
-    matcher = constrained(runner, tokenizer, regex="dog(gy)? do")
-    texts = {sample(runner, tokenizer, matcher, seed) for seed in range(6)}
-    assert texts <= {"dog do", "doggy do"}
+    assert {*texts(tokenizer, 6, regex="dog(gy)? do")} <= {"dog do", "doggy do"}

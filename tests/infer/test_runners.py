@@ -8,11 +8,11 @@ import sys
 import pytest
 import torch
 
+from tests.infer.conftest import equal
 from tiedgpt.cli.main import main
 from tiedgpt.errors import CorruptInputError, UserError
 from tiedgpt.infer import Engine, runners
 from tiedgpt.weights.formats.packed import FILE
-from tiedgpt.weights.formats.packed.writer import pack_gpt, save_packed
 
 
 @pytest.fixture
@@ -20,13 +20,6 @@ def source(engine, tmp_path):
     engine.model.save_pretrained(tmp_path / "model")
     engine.tokenizer.save_pretrained(tmp_path / "model")
     return tmp_path / "model"
-
-
-@pytest.fixture
-def packed(engine, tmp_path):
-    save_packed(pack_gpt(engine.model, "int8"), tmp_path / "packed")
-    engine.tokenizer.save_pretrained(tmp_path / "packed")
-    return tmp_path / "packed"
 
 
 def greedy(engine, **options):
@@ -102,6 +95,9 @@ def test_kernels_and_torch_write_the_same_text(engine, source):
     kernels, through_torch = Engine(source, backend="kernels"), Engine(source, backend="torch")
     assert (kernels.backend, through_torch.backend) == ("kernels", "torch")
     assert greedy(kernels) == greedy(through_torch) == greedy(engine)
+    options = {"seed": 3, "top_p": 0.9, "repetition_penalty": 1.3, "logit_bias": {7: 2.0}}
+    drawn, expected = (one.generate([[1, 2], [4]], **options) for one in (kernels, through_torch))
+    equal(drawn, expected, exact=False)
     scored = kernels.score("the cat sat on the mat").logprobs
     assert scored == pytest.approx(engine.score("the cat sat on the mat").logprobs, abs=1e-4)
     with pytest.raises(UserError, match="no torch model"):

@@ -1,4 +1,4 @@
-"""A session's slots against the model on whole sequences."""
+"""Reads, cuts and copies in a session's slots against whole sequences."""
 
 import random
 
@@ -6,61 +6,56 @@ import numpy as np
 import pytest
 import torch
 
-from tiedgpt import GPT, GPTConfig
+from tests.infer.kernels.conftest import made
 from tiedgpt.errors import NoRoomError
+from tiedgpt.infer.packed_session import PackedRunner
 from tiedgpt.infer.torch_session import TorchRunner
-
-
-@pytest.fixture
-def model():
-    torch.manual_seed(0)
-    return GPT(GPTConfig(vocab_size=97, n_positions=40, n_embd=32, n_layer=2, n_head=4))
+from tiedgpt.weights.formats.packed.writer import pack_gpt
 
 
 @pytest.mark.parametrize("windows", [None, (0, 5)])
-@pytest.mark.parametrize("seed", [0, 1])
-def test_any_reads_cuts_and_copies_score_like_the_whole_sequence(windows, seed):
-    torch.manual_seed(seed)
-    config = GPTConfig(
-        vocab_size=97, n_positions=40, n_embd=32, n_layer=2, n_head=4, attention_windows=windows
-    )
-    model = GPT(config).eval()
-    session = TorchRunner(model).session(n_slots=4, capacity=40)
-    held = [[] for _ in range(4)]
-    dice = random.Random(seed)
+@pytest.mark.parametrize("backend", ["torch", "fp32", "int8"])
+def test_any_reads_cuts_and_copies_score_like_the_whole_sequence(backend, windows):
+    model, capacity, dice = made(attention_windows=windows), 24, random.Random(0)
+    runner = TorchRunner(model)
+    if backend != "torch":
+        runner = PackedRunner(pack_gpt(model, backend), threads=2)
+    session, fresh = (runner.session(n_slots=n, capacity=capacity) for n in (3, 1))
+    ids_in_slot = [[] for _ in range(3)]
 
     def some_ids(slot):
-        most = min(dice.choice([1, 3, 20]), 40 - len(held[slot]))
+        most = min(dice.choice([1, 3, 20]), capacity - len(ids_in_slot[slot]))
         return [dice.randrange(97) for _ in range(dice.randint(1, most))]
 
-    for _ in range(120):
-        what = dice.random()
-        if what < 0.2:
-            slot = dice.randrange(4)
-            del held[slot][dice.randint(0, len(held[slot])) :]
-            session.truncate(slot, len(held[slot]))
-        elif what < 0.3:
-            source, target = dice.randrange(4), dice.randrange(4)
-            session.copy(source, target)
-            held[target] = list(held[source])
-        else:
-            slots = [s for s in dice.sample(range(4), dice.randint(1, 4)) if len(held[s]) < 40]
+    for _ in range(100):
+        action, slot, other = dice.random(), dice.randrange(3), dice.randrange(3)
+        if action < 0.25:
+            del ids_in_slot[slot][dice.randint(0, len(ids_in_slot[slot])) :]
+            session.truncate(slot, len(ids_in_slot[slot]))
+        elif action < 0.35:
+            session.copy(slot, other)
+            ids_in_slot[other] = list(ids_in_slot[slot])
+        elif slots := [s for s in dice.sample(range(3), 2) if len(ids_in_slot[s]) < capacity]:
             ids = [some_ids(slot) for slot in slots]
             all_logits = [slot for slot in slots if dice.random() < 0.5]
-            for slot, new, got in zip(
-                slots, ids, session.read(slots, ids, all_logits=all_logits), strict=True
-            ):
-                held[slot] += new
+            read = session.read(slots, ids, all_logits=all_logits)
+            for slot, new, got in zip(slots, ids, read, strict=True):
+                ids_in_slot[slot] += new
+                if backend == "torch":
+                    with torch.no_grad():
+                        expected = model(torch.tensor([ids_in_slot[slot]]))[0].numpy()
+                    apart = 1e-5 * np.abs(expected).max()
+                else:
+                    fresh.truncate(0, 0)
+                    ((expected,), apart) = fresh.read([0], [ids_in_slot[slot]], all_logits=[0]), 0
                 n = len(new) if slot in all_logits else 1
-                with torch.no_grad():
-                    h = model.body(torch.tensor([held[slot]]))[0, -n:]
-                    logits = model.logits(h)
-                np.testing.assert_allclose(got, logits.numpy(), atol=1e-5)
-        assert session.lengths == [len(ids) for ids in held]
+                np.testing.assert_allclose(got, expected[-n:], atol=apart, rtol=0)
+        assert session.lengths == [len(ids) for ids in ids_in_slot]
 
 
-def test_requests_that_do_not_fit_are_refused_before_allocation(model):
-    huge = GPTConfig(vocab_size=97, n_positions=1 << 20, n_embd=32, n_layer=2, n_head=4)
-    model.config = huge
+@pytest.mark.parametrize("backend", ["torch", "int8"])
+def test_impossible_memory_is_refused_before_allocation(backend):
+    model = made()
+    runner = TorchRunner(model) if backend == "torch" else PackedRunner(pack_gpt(model, backend))
     with pytest.raises(NoRoomError, match="GB are free"):
-        TorchRunner(model).session(n_slots=1 << 20, capacity=1 << 20)
+        runner.session(n_slots=1 << 40, capacity=24)

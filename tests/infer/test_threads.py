@@ -11,14 +11,6 @@ import torch
 from tiedgpt.errors import UserError
 from tiedgpt.infer import Engine
 from tiedgpt.infer.torch_session import torch_threads
-from tiedgpt.weights.formats.packed.writer import pack_gpt, save_packed
-
-
-@pytest.fixture
-def packed(engine, tmp_path):
-    save_packed(pack_gpt(engine.model, "int8"), tmp_path / "packed")
-    engine.tokenizer.save_pretrained(tmp_path / "packed")
-    return tmp_path / "packed"
 
 
 @pytest.fixture

@@ -8,16 +8,13 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tests.infer.kernels.conftest import made
 from tiedgpt.errors import UserError
 from tiedgpt.infer import GenerationConfig, filters
 from tiedgpt.infer.filters import log_normalizer
 from tiedgpt.infer.kernels import sampling
 from tiedgpt.infer.kernels.sampling import score_targets
 from tiedgpt.infer.kernels.thread_pool import ThreadPool
-from tiedgpt.infer.packed_session import PackedRunner
 from tiedgpt.infer.sampling import SamplingInput, sample
-from tiedgpt.weights.formats.packed.writer import pack_gpt
 
 EPSILON = 2e-6
 """How far rounding of float32 moves a cumulative probability."""
@@ -160,15 +157,6 @@ def test_a_row_has_the_same_bits_alone_in_any_batch_and_with_any_threads(size):
     assert sampling.sample(ThreadPool(3), rows[::-1]) == alone[::-1]
 
 
-def test_greedy_rows_are_the_same_whether_others_are_drawn_or_not():
-    logits = np.stack([peaked(i, 1000) for i in range(4)])
-    logits[1, [3, 700]] = 9
-    greedy = sampling.sample(pool, [choice(row, temperature=0.0) for row in logits])
-    rows = [choice(row, temperature=float(i == 3)) for i, row in enumerate(logits)]
-    assert [one.token for one in greedy] == logits.argmax(1).tolist()
-    assert sampling.sample(pool, rows)[:3] == greedy[:3]
-
-
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
 def test_rows_beyond_the_tokens_count_for_log_p_and_are_never_drawn(temperature):
     logits = np.zeros(200, np.float32)
@@ -226,41 +214,9 @@ def test_excluded_tokens_are_not_drawn_at_the_ends(uniform):
         assert chosen(logits, uniform, **options)[0] == (69 if uniform else 20)
 
 
-def test_zero_rows_give_zero_tokens():
-    assert sampling.sample(pool, []) == []
-    assert score_targets(pool, [], []) == ([], [])
-
-
 @pytest.mark.parametrize(
     "options", [{"seen": [60], "presence_penalty": 1.0}, {"logit_bias": {70: 1.0}}]
 )
 def test_ids_without_a_row_are_refused(options):
     with pytest.raises(UserError, match="outside the 60 logits"):
         chosen(peaked(1, 60), 0.5, **options)
-
-
-@pytest.mark.parametrize(
-    "options",
-    [
-        {"temperature": 0},
-        {"temperature": 0.8, "top_p": 0.9},
-        {"top_k": 5, "repetition_penalty": 1.3, "frequency_penalty": 0.2},
-        {"temperature": 0, "logit_bias": {7: 9.0, 8: -math.inf}},
-    ],
-    ids=str,
-)
-def test_a_session_samples_like_the_reference(options):
-    session = PackedRunner(pack_gpt(made(), "fp32"), threads=2).session(n_slots=3, capacity=24)
-    config = GenerationConfig(**options)
-    seen = [[1, 2, 3], [4], [5, 6]]
-    rows = [logits[-1] for logits in session.read(range(3), seen)]
-    choices = [
-        SamplingInput(config, row, ids, 1, 90, uniform)
-        for row, ids, uniform in zip(rows, seen, (0.1, 0.5, 0.9), strict=True)
-    ]
-    for got, expected in zip(session.sample(choices), sample(choices), strict=True):
-        assert got.token == expected.token
-        assert got.logprob == pytest.approx(expected.logprob, abs=1e-5)
-    logprobs, ranks = session.score_targets(np.array(rows), [11, 12, 13])
-    expected = filters.score_targets(rows, [11, 12, 13])
-    assert logprobs == pytest.approx(expected[0], abs=1e-5) and ranks == expected[1]

@@ -2,6 +2,7 @@
 
 import os
 import threading
+from contextlib import contextmanager
 
 import numpy as np
 import pytest
@@ -47,25 +48,38 @@ def test_a_late_helper_thread_changes_nothing(runner, expected, monkeypatch):
         compiled(*done[0])
 
 
-@pytest.mark.parametrize("when", ["before", "after"])
-def test_an_interrupted_read_is_discarded_and_the_session_continues(
-    runner, expected, monkeypatch, when
-):
-    session, compiled = runner.session(n_slots=1, capacity=24), Step.__call__
-    session.read([0], [IDS[:4]])
-    main = threading.current_thread()
+@contextmanager
+def failing(monkeypatch, error, computes=False):
+    """Raise in the main thread's part of each step, before or after it is computed."""
+    compiled, main = Step.__call__, threading.current_thread()
 
-    def interrupted(*work):
-        if threading.current_thread() is not main:
-            return compiled(*work)
-        if when == "after":
+    def call(*work):
+        if computes or threading.current_thread() is not main:  # a late helper of another session
             compiled(*work)
-        raise KeyboardInterrupt
+        if threading.current_thread() is main:
+            raise error
 
     with monkeypatch.context() as patch:
-        patch.setattr(Step, "__call__", interrupted)
-        with pytest.raises(KeyboardInterrupt):
-            session.read([0], [IDS[4:12]])
+        patch.setattr(Step, "__call__", call)
+        yield
+
+
+@pytest.mark.parametrize("computes", [False, True])
+@pytest.mark.parametrize(
+    ("error", "raised"),
+    [
+        (KeyboardInterrupt, KeyboardInterrupt),
+        (MemoryError, NoRoomError),
+        (RuntimeError, RuntimeError),
+    ],
+)
+def test_a_failing_read_is_discarded_and_the_session_continues(
+    runner, expected, monkeypatch, error, raised, computes
+):
+    session = runner.session(n_slots=1, capacity=24)
+    session.read([0], [IDS[:4]])
+    with failing(monkeypatch, error("no more"), computes), pytest.raises(raised, match="no m"):
+        session.read([0], [IDS[4:12]])
     assert session.lengths == [4]
     got = session.read([0], [IDS[4:]], all_logits=[0])[0]
     np.testing.assert_array_equal(got, expected[4:])
@@ -73,19 +87,10 @@ def test_an_interrupted_read_is_discarded_and_the_session_continues(
 
 def test_an_interrupted_step_does_not_write_to_a_slot_copied_later(expected, monkeypatch):
     session = PackedRunner(pack_gpt(made(), "fp32"), threads=1).session(n_slots=2, capacity=24)
-    compiled, main = Step.__call__, threading.current_thread()
     session.read([0], [IDS[:10]])
     session.read([1], [[90]])
-
-    def interrupted(*work):
-        if threading.current_thread() is not main:  # a late helper of another session
-            return compiled(*work)
-        raise KeyboardInterrupt
-
-    with monkeypatch.context() as patch:
-        patch.setattr(Step, "__call__", interrupted)
-        with pytest.raises(KeyboardInterrupt):
-            session.read([1], [[91, 92, 93]])
+    with failing(monkeypatch, KeyboardInterrupt()), pytest.raises(KeyboardInterrupt):
+        session.read([1], [[91, 92, 93]])
     session.copy(0, 1)
     got = session.read([1], [IDS[10:]], all_logits=[1])[0]
     np.testing.assert_array_equal(got, expected[10:])
@@ -96,7 +101,7 @@ def test_a_helper_that_fails_serves_the_next_step(runner, expected, monkeypatch)
     failed, served = threading.Event(), threading.Event()
     names = set()
 
-    def failing(step, me):
+    def call(step, me):
         if step.arguments[2] is not session._cache_record:  # a late helper of another session's
             return compiled(step, me)
         if threading.current_thread() is main:
@@ -112,31 +117,11 @@ def test_a_helper_that_fails_serves_the_next_step(runner, expected, monkeypatch)
         return compiled(step, me)
 
     session = runner.session(n_slots=1, capacity=24)
-    monkeypatch.setattr(Step, "__call__", failing)
+    monkeypatch.setattr(Step, "__call__", call)
     for at, token in enumerate(IDS):
         got = session.read([0], [[token]])[0]
         np.testing.assert_array_equal(got, expected[at : at + 1])
     assert served.is_set()
-
-
-@pytest.mark.parametrize("error", [MemoryError, RuntimeError])
-def test_a_failing_caller_raises_and_the_session_continues(runner, expected, monkeypatch, error):
-    session, compiled = runner.session(n_slots=1, capacity=24), Step.__call__
-    session.read([0], [IDS[:4]])
-    main = threading.current_thread()
-
-    def failing(*work):
-        if threading.current_thread() is main:
-            raise error("no more")
-        compiled(*work)
-
-    with monkeypatch.context() as patch:
-        patch.setattr(Step, "__call__", failing)
-        with pytest.raises(NoRoomError if error is MemoryError else error, match="no m"):
-            session.read([0], [IDS[4:12]])
-    assert session.lengths == [4]
-    got = session.read([0], [IDS[4:]], all_logits=[0])[0]
-    np.testing.assert_array_equal(got, expected[4:])
 
 
 def test_the_caller_computes_alone_where_no_thread_starts(runner, expected, monkeypatch):
