@@ -1,6 +1,6 @@
 """Compare `Engine.generate` with the bare speed of the kernels, `Session.read`.
 
-    python bench/generate.py [--size gpt2] [--precision int8] [--batch 1 8 32] [--tokens 64]
+    python bench/generate.py [--size gpt2] [--precision int8] [--batch 1 8 32] [--class avx2]
 
 All engines take turns: each reads new prompts of 64 ids and generates as many tokens for each; the
 time covers both. "bare" reads and takes the largest logit by numpy; the others are
@@ -17,9 +17,10 @@ import time
 from collections.abc import Callable
 from dataclasses import replace
 
+from cpu_class import add_class, use_class
 from formats import Files, add_options, files_of
 from peers import open_way
-from turns import cores, facts, faster_by, in_turn, keep, per_second, show
+from turns import busy, cores, facts, faster_by, in_turn, keep, per_second, show
 from ways import Prompts, Room
 
 PROMPT = 64
@@ -68,9 +69,9 @@ def one_batch(batch: int, files: Files, args: argparse.Namespace) -> None:
     n, room = args.tokens, Room(batch, PROMPT + args.tokens + 1, args.threads)
     ways: dict[str, Run] = {"bare": open_way(f"ours {args.precision}", files, room)}
     ways |= engine(files, room, args.precision)
-    if batch == 1 and not args.alone:
+    if batch == 1 and "llama.cpp" in args.peers:
         ways["llama.cpp generate"] = llama(files, room, args.precision)
-    if batch == 8 and not args.alone:
+    if batch == 8 and "transformers" in args.peers:
         ways["transformers bf16 generate"] = open_way("transformers bf16", files, room)
     numbers = itertools.count()
 
@@ -85,11 +86,13 @@ def one_batch(batch: int, files: Files, args: argparse.Namespace) -> None:
         return time.perf_counter() - began
 
     turns = {name: (lambda way=way: timed(way)) for name, way in ways.items()}
-    seconds = in_turn(turns, args.rounds)
+    with busy(args.busy):
+        seconds = in_turn(turns, args.rounds)
     shares = {name: round(1 / ratio, 3) for name, ratio in faster_by(seconds, "bare").items()}
     row = {
         **facts(args),
         "precision": args.precision,
+        "busy processes": args.busy,
         "sequences": batch,
         "tokens": n + 1,
         "tokens/s": per_second(seconds, batch * (n + 1)),
@@ -103,12 +106,15 @@ def one_batch(batch: int, files: Files, args: argparse.Namespace) -> None:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     add_options(parser)
+    add_class(parser)
     parser.add_argument("--precision", default="int8", choices=["fp32", "bf16", "int8", "int4"])
     parser.add_argument("--batch", type=int, nargs="+", default=[1, 8, 32])
     parser.add_argument("--tokens", type=int, default=64)
     parser.add_argument("--threads", type=int, default=cores())
-    parser.add_argument("--alone", action="store_true", help="without the peers")
+    parser.add_argument("--peers", nargs="*", default=["llama.cpp", "transformers"])
+    parser.add_argument("--busy", type=int, default=0, help="processes that compute meanwhile")
     args = parser.parse_args()
+    use_class(args)
     if args.quick:
         args.rounds, args.tokens = 1, 4
     with files_of(args) as files:

@@ -11,6 +11,7 @@ from typing import Any
 
 import numpy as np
 
+from cpu_class import MISSING
 from formats import Files
 from ways import Prompts, Room, Way, ours, stepping
 
@@ -192,4 +193,7 @@ WAYS: dict[str, tuple[Callable[..., Way], dict[str, Any]]] = {
 def open_way(name: str, files: Files, room: Room) -> Way:
     """Load the engine `name`; write its model first if it is missing."""
     make, options = WAYS[name]
-    return make(files, room, **options)
+    try:
+        return make(files, room, **options)
+    except ModuleNotFoundError:
+        raise SystemExit(MISSING.format(name.split()[0])) from None

@@ -1,6 +1,6 @@
 """8 concurrent streams over HTTP: ours against the engine's own batch of 8, and llama-cpp-python.
 
-    python bench/serve.py [--size gpt2] [--tokens 96] [--rounds 5]
+    python bench/serve.py [--size gpt2] [--tokens 96] [--rounds 5] [--class avx2] [--busy 2]
 
 `tiedgpt serve` (int8) and `python -m llama_cpp.server` (Q8_0; of llama-cpp-python[server]) listen
 on the loopback. The engine is this process, and so are the clients, which read the streams on the
@@ -27,10 +27,11 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
+from cpu_class import add_class, use_class
 from formats import Files, add_options, files_of
 from tiedgpt.infer import Engine
 from tiedgpt.serve.server import open_socket
-from turns import cores, facts, keep, show
+from turns import busy, cores, facts, keep, show
 
 STREAMS = 8
 PEER = "llama-cpp-python"
@@ -175,17 +176,18 @@ def measured(files: Files, args: argparse.Namespace) -> dict[str, Any]:
     ):
         scored = scoring(ports["ours"], process, engine)
         left = freed(ports["ours"])
-        for turn in range(args.rounds + 1):
-            prompts = [prompt(100 * turn + number) for number in range(STREAMS)]
-            began = time.perf_counter()
-            engine.generate(prompts, max_new_tokens=args.tokens, temperature=0)
-            found = {"engine": time.perf_counter() - began}
-            for name, port in ports.items():
-                found[name], its = streamed(port, turn, args.tokens)
-                firsts[name] += its if turn else []
-            for name in found if turn else ():  # the first round warms up
-                seconds[name].append(found[name])
-        late = {name: ninth(port, args.tokens) for name, port in ports.items()}
+        with busy(args.busy):
+            for turn in range(args.rounds + 1):
+                prompts = [prompt(100 * turn + number) for number in range(STREAMS)]
+                began = time.perf_counter()
+                engine.generate(prompts, max_new_tokens=args.tokens, temperature=0)
+                found = {"engine": time.perf_counter() - began}
+                for name, port in ports.items():
+                    found[name], its = streamed(port, turn, args.tokens)
+                    firsts[name] += its if turn else []
+                for name in found if turn else ():  # the first round warms up
+                    seconds[name].append(found[name])
+            late = {name: ninth(port, args.tokens) for name, port in ports.items()}
 
     def ratio(of: str) -> float:
         pairs = zip(seconds[of], seconds["ours"], strict=True)
@@ -194,6 +196,7 @@ def measured(files: Files, args: argparse.Namespace) -> dict[str, Any]:
     count = STREAMS * args.tokens
     return {
         "tokens": args.tokens,
+        "busy processes": args.busy,
         "tokens/s": {n: round(count / statistics.median(s), 1) for n, s in seconds.items()},
         "ours to the engine's own": ratio("engine"),
         f"ours to {PEER}": ratio(PEER),
@@ -214,9 +217,12 @@ def measured(files: Files, args: argparse.Namespace) -> dict[str, Any]:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     add_options(parser)
+    add_class(parser)
     parser.add_argument("--tokens", type=int, default=96)
     parser.add_argument("--threads", type=int, default=cores())
+    parser.add_argument("--busy", type=int, default=0, help="processes that compute meanwhile")
     args = parser.parse_args()
+    use_class(args)
     if args.quick:
         args.rounds, args.tokens = 1, 8
     with files_of(args) as files:

@@ -1,6 +1,6 @@
 """Measure seconds and peak memory from the start of a process to its first token.
 
-    python bench/start.py [--size gpt2] [--rounds 7]
+    python bench/start.py [--size gpt2] [--rounds 7] [--class avx2]
 
 Each engine is a fresh process that tokenizes a prompt and shows one token; the files are in the
 disk's cache. "First token" is the time of its first byte of output, "end" that of its exit. Memory
@@ -18,6 +18,7 @@ import sys
 import time
 from dataclasses import dataclass
 
+from cpu_class import add_class, use_class
 from formats import Files, add_options, files_of
 from turns import cores, facts, faster_by, in_turn, keep, show
 
@@ -96,8 +97,10 @@ def commands(files: Files, threads: int) -> dict[str, list[str]]:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     add_options(parser)
+    add_class(parser)
     parser.add_argument("--threads", type=int, default=cores())
     args = parser.parse_args()
+    use_class(args)
     if args.quick:
         args.rounds = 1
     with files_of(args) as files:

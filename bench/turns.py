@@ -91,7 +91,7 @@ def facts(args: argparse.Namespace) -> dict[str, Any]:
         "date": time.strftime("%Y-%m-%d"),
         "machine": f"{platform.machine()}, {processor()}, {os.cpu_count()} cores",
         "threads": args.threads,
-        "cpu class": getattr(args, "cpu_class", None) or "native",
+        "cpu class": getattr(args, "cpu_class", "native"),
         "versions": {name: found for name in PEERS if (found := version(name))},
         "model": f"{args.size}, random weights",
         "rounds": args.rounds,

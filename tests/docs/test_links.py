@@ -101,7 +101,7 @@ TORCHRUN = (
 SLURM = "--nodes --ntasks-per-node --gpus-per-node --requeue --signal --wrap"
 BENCH = "--class --busy --tokens"
 OTHER_PROGRAMS = {
-    "bench/decode.py": BENCH, "bench/prefill.py": BENCH,
+    **{f"bench/{name}.py": BENCH for name in ("batch", "decode", "generate", "prefill", "serve")},
     "torchrun": TORCHRUN, "#SBATCH": SLURM, "sbatch": SLURM, "hf": "--local-dir --repo-type",
     "git": "--grep",
 }  # fmt: skip
