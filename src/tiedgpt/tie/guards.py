@@ -20,7 +20,7 @@ import linecache
 import sys
 import sysconfig
 import warnings
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
@@ -59,8 +59,11 @@ CHANGERS = frozenset(
 """Functions of nn.Module that can replace a parameter."""
 MODULE_FILE = inspect.getfile(nn.Module)
 HOMES = (sysconfig.get_path("stdlib"), *torch.__path__, str(Path(__file__).parents[1]))
-LIBRARIES = tuple(f"{path}/" for home in HOMES for path in (home, Path(home).resolve()))
-GENERATED = ("<frozen", "<eval_with_key", "<attrs", "<__", "<torch")
+NOT_USER_CODE = (
+    *(f"{path}/" for home in HOMES for path in (home, Path(home).resolve())),
+    "<frozen", "<eval_with_key", "<attrs", "<__", "<torch",
+)  # fmt: skip
+"""First parts of the file names of libraries and of generated code."""
 
 
 class TieWarning(UserWarning):
@@ -136,7 +139,8 @@ class Guard:
             self._line = (frame.f_code.co_filename, frame.f_lineno)
             self._with = (frame, frame.f_lineno)
         self._tracer = tracer
-        tracer.add(self, frame)
+        tracer.guards += (self,)
+        tracer.install(frame)
         return self
 
     def __exit__(self, cls: object, error: object, traceback: object) -> None:
@@ -145,13 +149,13 @@ class Guard:
         self._tracer, self._with = None, (None, 0)
         self._compare(may_raise=error is None)
 
-    def before_line(self, frame: FrameType) -> None:
-        """Check the effect of the last line, unless the `with` block ends: `__exit__` does it."""
-        if self._with != (frame, frame.f_lineno):
-            self.step(frame)
-
     def step(self, frame: FrameType | None) -> None:
-        """Compare the parameters if any moved, and remember the line that runs next."""
+        """Compare the parameters if any moved, and remember the line that runs next.
+
+        Where the `with` block ends, `__exit__` does it.
+        """
+        if frame is not None and self._with == (frame, frame.f_lineno):
+            return
         if self.changed or self._look_up() != self._seen:
             self._compare(may_raise=True)
         if frame is not None:
@@ -179,7 +183,7 @@ class Guard:
         self._watched = [
             (name.split("."), slot.parameter)
             for name, slot in self._slots.items()
-            if name in shared or slot.shape in tables
+            if name in shared or slot.parameter.shape in tables
         ]
         self._seen = self._look_up()
 
@@ -202,7 +206,6 @@ class _Slot(NamedTuple):
 
     parameter: Tensor
     storage: Storage
-    shape: tuple[int, ...]
 
 
 Slots = dict[str, _Slot]
@@ -220,35 +223,23 @@ def _find_slots(module: nn.Module) -> Slots:
         elif isinstance(child, Unembed):
             parameters[f"{name}.weight"] = child.wte.weight
     return {
-        name: _Slot(p, stored_tensor(name, p).storage, tuple(p.shape))
+        name: _Slot(p, stored_tensor(name, p).storage)
         for name, p in parameters.items()
         if not isinstance(p, UninitializedParameter)
     }
 
 
-def _group_names(slots: Slots) -> list[tuple[str, ...]]:
+def _group_names(slots: Slots) -> list[list[str]]:
     """Return the names of each storage that has two or more."""
     by_storage: dict[Storage, list[str]] = {}
     for name, slot in slots.items():
         by_storage.setdefault(slot.storage, []).append(name)
-    return [tuple(names) for names in by_storage.values() if len(names) > 1]
+    return [names for names in by_storage.values() if len(names) > 1]
 
 
-def _find_successors(name: str, before: Slots, after: Slots) -> list[str]:
-    """Return the names that replace a name; [] if it was deleted.
-
-    In a module that was wrapped or replaced, `lm_head.weight` may have become `lm_head.1.weight`,
-    or `lm_head.modules_to_save.default.weight` beside the original.
-    """
-    if name in after:
-        return [name]
-    prefix, shape = f"{name.removesuffix('.weight')}.", before[name].shape
-    new = [other for other in after if other not in before and other.startswith(prefix)]
-    return [other for other in new if after[other].shape == shape]
-
-
-def _describe_state(slots: Slots, groups: list[list[str]]) -> str:
+def _describe_state(slots: Slots, groups: Iterable[list[str]]) -> str:
     """Return the state of several groups of names: a key of `KINDS`."""
+    groups = list(groups)
     storages = {frozenset(slots[name].storage for name in group) for group in groups}
     parameters = {frozenset(id(slots[name].parameter) for name in group) for group in groups}
     return TWO if len(storages) > 1 else ONE if len(parameters) == 1 else ALIASED
@@ -258,20 +249,22 @@ def _find_changes(
     before: Slots, after: Slots, module: nn.Module
 ) -> Iterator[tuple[str, tuple[str, ...], str, str]]:
     """Yield kind, names, text and advice for each group of names, old or new, that changed."""
-    groups = _group_names(before)
-    joined = [tuple(name for name in group if name in before) for group in _group_names(after)]
-    groups += [g for g in joined if g and _describe_state(before, [[name] for name in g]) == TWO]
-    for names in groups:
-        successors = {name: _find_successors(name, before, after) for name in names}
-        was = _describe_state(before, [[name] for name in names])
-        now = _describe_state(after, list(successors.values()))
-        if now == was != TWO:
+    joined = [[name for name in group if name in before] for group in _group_names(after)]
+    joined = [g for g in joined if g and _describe_state(before, ([n] for n in g)) == TWO]
+    for names in [*_group_names(before), *joined]:
+        # In a module that was wrapped or replaced, `lm_head.weight` may have become
+        # `lm_head.1.weight`, or `lm_head.modules_to_save.default.weight` beside the original.
+        successors = {name: [name] for name in names}
+        for name in [name for name in names if name not in after]:
+            prefix, shape = f"{name.removesuffix('.weight')}.", before[name].parameter.shape
+            new = [other for other in after.keys() - before.keys() if other.startswith(prefix)]
+            successors[name] = [n for n in sorted(new) if after[n].parameter.shape == shape]
+        was = _describe_state(before, ([name] for name in names))
+        now = _describe_state(after, successors.values())
+        if now == was:
             continue
         event, advice = KINDS[now]
-        text = f"{' and '.join((*names[1:], names[0]))} {before[names[0]].shape}"
-        if now != TWO:
-            yield event, names, f"{text} were {was} and are {now}", advice + _advise(module, now)
-            continue
+        text = f"{' and '.join((*names[1:], names[0]))} {tuple(before[names[0]].parameter.shape)}"
         became = []
         for name, others in successors.items():
             if not others:
@@ -279,14 +272,18 @@ def _find_changes(
             elif name not in after:
                 became.append(f"in the place of {name} is {' and '.join(others)}")
             elif after[name].storage != before[name].storage:
-                became.append(f"{name} is another matrix now, {after[name].shape}")
-        if any("modules_to_save" in line for line in became):
+                size = tuple(after[name].parameter.shape)
+                became.append(f"{name} is another matrix now, {size}")
+        changed = f"were {was} and are {now}"
+        if now == TWO:
+            changed = f"were one matrix and are not: {', '.join(became)}"
+        if now == TWO and "modules_to_save" in changed:
             advice = "the adapter trains a copy of its own: give PEFT ensure_weight_tying=True"
         elif not all(successors.values()):
             advice = f"if the head should predict tokens, put one back: {TIE_AGAIN}"
         else:
             advice += _advise(module, now)
-        yield event, names, f"{text} were one matrix and are not: {', '.join(became)}", advice
+        yield event, tuple(names), f"{text} {changed}", advice
 
 
 def _advise(module: nn.Module, now: str) -> str:
@@ -308,59 +305,53 @@ class _Tracer:
 
     def __init__(self) -> None:
         self.guards: tuple[Guard, ...] = ()
-        self._frames: list[FrameType] = []
 
     @classmethod
     def of_this_thread(cls) -> _Tracer:
         """Return the installed tracer, or a new one; `UserError` if another tool traces."""
         installed = sys.gettrace()
         tracer = getattr(installed, "__self__", None)
-        if isinstance(tracer, cls):
-            return tracer if tracer.guards else cls()
-        if installed is not None:
+        if isinstance(tracer, cls) and tracer.guards:
+            return tracer
+        if installed is not None and not isinstance(tracer, cls):
             raise UserError(
                 "a guard needs sys.settrace, and a debugger or a coverage tool uses it",
                 hint="run without it; coverage has COVERAGE_CORE=sysmon",
             )
         return cls()
 
-    def add(self, guard: Guard, frame: FrameType | None) -> None:
-        """Call a guard before each line, also in the functions of user code that are running."""
-        self.guards += (guard,)
-        self._install(frame)
+    def install(self, frame: FrameType | None) -> None:
+        """Trace functions that are called, and the lines of user code that is running."""
+        while frame is not None:
+            if frame.f_trace is None and _is_user_code(frame.f_code.co_filename):
+                frame.f_trace = self._on_line
+            frame = frame.f_back
+        sys.settrace(self._on_call)
 
     def remove(self, guard: Guard, frame: FrameType | None) -> None:
         """Stop calling a guard; after the last one, stop tracing."""
         self.guards = tuple(other for other in self.guards if other is not guard)
         if self.guards:
             if sys.gettrace() is None:  # Python drops a trace function that raises
-                self._install(frame)
+                self.install(frame)
             return
         if sys.gettrace() == self._on_call:
             sys.settrace(None)
-        for traced in self._frames:
-            traced.f_trace = None
-        self._frames.clear()
-
-    def _install(self, frame: FrameType | None) -> None:
         while frame is not None:
-            if frame.f_trace is None and _is_user_code(frame.f_code.co_filename):
-                frame.f_trace = self._on_line
-                self._frames.append(frame)
+            if frame.f_trace == self._on_line:
+                frame.f_trace = None
             frame = frame.f_back
-        sys.settrace(self._on_call)
 
     def _on_call(self, frame: FrameType, event: str, arg: Any) -> Any:
         """Trace the lines of a function that is called, if it is user code."""
         if not self.guards:  # the last guard ended in another thread
             sys.settrace(None)
             return None
-        module = str(frame.f_globals.get("__name__"))
+        file, module = frame.f_code.co_filename, str(frame.f_globals.get("__name__"))
         # A dataclass of ours has an __init__ from "<string>", a namedtuple its __new__.
-        is_generated = module.startswith(("tiedgpt.", "namedtuple_"))
-        if _is_user_code(frame.f_code.co_filename) and not is_generated:
+        if _is_user_code(file) and not module.startswith(("tiedgpt.", "namedtuple_")):
             return self._on_line(frame, "line", arg)
-        if frame.f_code.co_name in CHANGERS and frame.f_code.co_filename == MODULE_FILE:
+        if frame.f_code.co_name in CHANGERS and file == MODULE_FILE:
             for guard in self.guards:
                 guard.changed = True
         return None
@@ -368,7 +359,7 @@ class _Tracer:
     def _on_line(self, frame: FrameType, event: str, arg: Any) -> Any:
         for guard in self.guards:
             if event == "line":
-                guard.before_line(frame)
+                guard.step(frame)
             elif event == "return":
                 guard.step(_find_user_frame(frame.f_back))
         return self._on_line
@@ -378,7 +369,7 @@ class _Tracer:
 def _is_user_code(file: str) -> bool:
     """Whether a file holds user code, not Python's, an installed package's, torch's or ours."""
     installed = {"site-packages", "dist-packages"} & set(Path(file).parts)
-    return not installed and not file.startswith((*LIBRARIES, *GENERATED))
+    return not installed and not file.startswith(NOT_USER_CODE)
 
 
 def _find_user_frame(frame: FrameType | None) -> FrameType | None:
