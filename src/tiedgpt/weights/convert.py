@@ -254,14 +254,14 @@ def _compare(
 
 def are_equal(a: Tensor | None, b: Tensor | None) -> bool:
     """Whether two parameters are equal bit for bit; a missing one counts as zeros."""
-    bits = []
-    for parameter in (a, b):
-        if parameter is None:
-            continue
-        upcast = torch.promote_types(
-            parameter.dtype, torch.float32
-        )  # exact: 16 bits compare with 32
-        bits.append(parameter.detach().to("cpu", upcast).contiguous().flatten().view(torch.uint8))
+    bits = [
+        parameter.detach()
+        .to("cpu", torch.promote_types(parameter.dtype, torch.float32))  # 16 bits fit exactly
+        .contiguous()
+        .view(torch.uint8)
+        for parameter in (a, b)
+        if parameter is not None
+    ]
     return torch.equal(*bits) if len(bits) > 1 else not bits[0].any()
 
 

@@ -194,7 +194,11 @@ def _fetch(name: str, patterns: Iterable[str] | None, **options: Any) -> Path:
                 raise
             except Exception:  # offline, by any HTTP library: the cache may have it all the same
                 patterns = ()
-        patterns = list(patterns) or _all_patterns()
+        groups = (group for format in formats() for group in format.hub_patterns)
+        patterns = list(patterns) or [
+            *_configs(),
+            *(pattern for group in groups for pattern in group),
+        ]
         return Path(snapshot_download(name, allow_patterns=patterns, **options))
 
 
@@ -227,9 +231,3 @@ def select_files(name: str, files: Sequence[str]) -> list[str]:
 
 def _configs() -> list[str]:
     return [*CONFIGS, *(name for format in formats() for name in format.hub_configs)]
-
-
-def _all_patterns() -> list[str]:
-    """Return the patterns of all files that a checkpoint may consist of."""
-    groups = (patterns for format in formats() for patterns in format.hub_patterns)
-    return [*_configs(), *(pattern for patterns in groups for pattern in patterns)]
