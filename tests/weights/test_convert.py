@@ -148,16 +148,21 @@ def test_a_copy_that_differs_on_reopening_is_not_kept(source, tokenizer, tmp_pat
     assert not list(tmp_path.glob(".*"))
 
 
-def test_existing_outputs_are_not_replaced_without_force(source, tokenizer, tmp_path):
+def test_existing_and_impossible_places_are_refused(source, tokenizer, tmp_path):
     (tmp_path / "x.onnx").write_bytes(b"mine")
     (tmp_path / "d").mkdir()
     (tmp_path / "d" / "mine").touch()
-    with pytest.raises(UserError, match="there already"):
-        to(source, tmp_path / "x.onnx", "onnx", tokenizer)
-    with pytest.raises(UserError, match="new or empty"):
-        to(source, tmp_path / "d", "transformers", tokenizer)
-    with pytest.raises(UserError, match="is no file that could be replaced"):
-        to(source, tmp_path / "d", "gguf", tokenizer)
+    for name, format, says in (
+        ("x.onnx", "onnx", "there already"),
+        ("d", "transformers", "new or empty"),
+        ("d", "gguf", "is no file that could be replaced"),
+        ("a.safetensors", "transformers", "writes a directory"),
+        ("a.gguf", "transformers", "writes a directory"),
+        ("a.pt", "packed", "writes a directory"),
+    ):
+        with pytest.raises(UserError, match=says):
+            to(source, tmp_path / name, format, tokenizer)
+    assert {path.name for path in tmp_path.iterdir()} == {"source", "x.onnx", "d"}
     to(source, tmp_path / "x.onnx", "onnx", tokenizer, overwrite=True)
     assert (tmp_path / "x.onnx").stat().st_size > 4
 
@@ -269,13 +274,3 @@ def test_leftovers_of_killed_conversions_are_removed_and_running_ones_kept(saved
     convert(load(saved), tmp_path / "x.onnx", "onnx", tokenizer=None)
     names_left = {path.name for path in tmp_path.iterdir()}
     assert names_left == {running, ".other.tmp-1-ab", "saved", "x.onnx"}
-
-
-@pytest.mark.parametrize(
-    ("to", "name"),
-    [("transformers", "a.safetensors"), ("transformers", "a.gguf"), ("packed", "a.pt")],
-)
-def test_a_directory_is_not_given_the_suffix_of_a_file(saved, tmp_path, to, name):
-    with pytest.raises(UserError, match="writes a directory"):
-        convert(load(saved), tmp_path / name, to, tokenizer=None)
-    assert not (tmp_path / name).exists()

@@ -89,32 +89,38 @@ def test_a_tensor_that_claims_more_than_its_storage_is_refused(tmp_path):
         open_checkpoint(tmp_path / "a.pt")
 
 
-@pytest.mark.parametrize(
-    "shard", ["../a.safetensors", "/etc/passwd", "gone.safetensors", "", "x.index.json", "a\0b"]
-)
-def test_shards_may_not_lead_out_of_the_directory(tmp_path, shard):
-    save_file({"w": torch.ones(2)}, tmp_path / "a.safetensors")
+def write_index(directory: Path, weight_map: object) -> Path:
+    path = directory / "model.safetensors.index.json"
+    path.write_text(json.dumps({"weight_map": weight_map}))
+    return path
+
+
+INDEXES = [
+    ({"w": "a.safetensors", "v": "b.safetensors"}, "two shards hold 'w'"),
+    ({"w": "a.safetensors", "v": "a.safetensors"}, "promises 'v'"),
+    ({}, "no weight_map"),
+    ([], "no weight_map"),
+    *(
+        ({"w": shard}, "shard|not beside it")
+        for shard in (
+            "../a.safetensors", "/etc/passwd", "gone.safetensors", "", "x.index.json", "a\0b",
+            "x" * 5000, "\ud800",
+        )
+    ),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("weight_map", "why"), INDEXES)
+def test_false_indexes_and_shards_out_of_the_directory_are_refused(tmp_path, weight_map, why):
     inside = tmp_path / "in"
     inside.mkdir()
+    for path in (tmp_path / "a.safetensors", inside / "a.safetensors", inside / "b.safetensors"):
+        save_file({"w": torch.ones(2)}, path)
     (inside / "x.index.json").write_text("{}")
-    (inside / "model.safetensors.index.json").write_text(json.dumps({"weight_map": {"w": shard}}))
-    with pytest.raises(CorruptInputError, match="shard"):
-        open_checkpoint(inside)
-
-
-def test_false_indexes_are_refused(tmp_path):
-    save_file({"w": torch.ones(2)}, tmp_path / "a.safetensors")
-    save_file({"w": torch.ones(2)}, tmp_path / "b.safetensors")
-    index = tmp_path / "model.safetensors.index.json"
-    for weight_map, why in (
-        ({"w": "a.safetensors", "v": "b.safetensors"}, "two shards hold 'w'"),
-        ({"w": "a.safetensors", "v": "a.safetensors"}, "promises 'v'"),
-        ({}, "no weight_map"),
-        ([], "no weight_map"),
-    ):
-        index.write_text(json.dumps({"weight_map": weight_map}))
+    write_index(inside, weight_map)
+    for source in (inside, inside / "model.safetensors.index.json"):
         with pytest.raises(CorruptInputError, match=why):
-            open_checkpoint(tmp_path)
+            open_checkpoint(source)
 
 
 def test_a_directory_of_several_files_is_ambiguous(tmp_path):
@@ -168,14 +174,9 @@ def test_expanded_and_complex_tensors_are_read_or_refused(tmp_path):
     assert "not comparable" in [finding.kind for finding in audit(tmp_path / "b.pt").findings]
 
 
-def test_impossible_file_names_are_refused(tmp_path):
+def test_a_name_of_half_a_character_is_escaped(tmp_path):
     torch.save({"wte.\ud800": torch.zeros(2, 3)}, tmp_path / "a.pt")
     assert [*open_checkpoint(tmp_path / "a.pt").tensors] == ["wte.\\ud800"]
-    for name in ("x" * 5000, "\ud800"):
-        index = {"weight_map": {"w": name}}
-        (tmp_path / "m.safetensors.index.json").write_text(json.dumps(index))
-        with pytest.raises(CorruptInputError, match="not beside it"):
-            open_checkpoint(tmp_path / "m.safetensors.index.json")
 
 
 def test_a_hugging_face_directory_loads_without_other_formats_modules(tiny, tmp_path):
@@ -220,18 +221,15 @@ def test_a_file_that_holds_no_weights_need_not_be_readable(tmp_path, unreadable)
     assert open_checkpoint(tmp_path).container == "ONNX"
 
 
-@pytest.mark.parametrize("name", ["a.pt", "a.index"])
-def test_weights_that_may_not_be_read_are_named(tmp_path, unreadable, name):
-    (tmp_path / name).write_text("mine")
-    unreadable(name)
-    with pytest.raises(UserError, match="Permission denied"):
-        open_checkpoint(tmp_path)
-
-
-def test_a_file_that_may_no_longer_be_read_is_named_by_its_reader(tmp_path, unreadable):
+def test_weights_that_may_not_be_read_are_named(tmp_path, unreadable):
+    for name in ("a.pt", "a.index"):
+        (tmp_path / name).write_text("mine")
     save_file({"a": torch.zeros(2, 3)}, tmp_path / "a.safetensors")
-    stored = open_checkpoint(tmp_path).tensors["a"]
-    unreadable("a.safetensors")
+    stored = open_checkpoint(tmp_path / "a.safetensors").tensors["a"]
+    unreadable("a.pt", "a.index", "a.safetensors")
+    for name in ("a.pt", "a.index"):
+        with pytest.raises(UserError, match="Permission denied"):
+            open_checkpoint(tmp_path / name)
     with pytest.raises(UserError, match=r"a\.safetensors: cannot be read"):
         stored.tensor()
 
@@ -272,22 +270,11 @@ ONE = json.dumps(entry([1], 0, 4)).encode()
 HOSTILE = {
     "empty": (b"", b"", 0),
     "huge header": ({}, b"", 2**62),
-    "header past the end": ({}, b"", 1000),
     "not json": (b"\x80{{{", b"", None),
     "a list": (b"[]", b"", None),
     "a hole": ({"a": entry([1], 0, 4), "b": entry([1], 8, 12)}, bytes(12), None),
-    "an overlap": ({"a": entry([2], 0, 8), "b": entry([1], 4, 8)}, bytes(8), None),
-    "bytes left over": ({"a": entry([1], 0, 4)}, bytes(12), None),
-    "cut off": ({"a": entry([100], 0, 400)}, bytes(12), None),
-    "shape and size differ": ({"a": entry([3], 0, 4)}, bytes(4), None),
     "product overflows": ({"a": entry([2**40, 2**40], 0, 4)}, bytes(4), None),
-    "negative": ({"a": entry([-1], 0, 4)}, bytes(4), None),
-    "a bool for a size": ({"a": entry([True], 0, 4)}, bytes(4), None),
-    "a float for a size": ({"a": entry([1.0], 0, 4)}, bytes(4), None),
     "unknown type": ({"a": entry([1], 0, 4, "F13")}, bytes(4), None),
-    "no type": ({"a": {"shape": [1], "data_offsets": [0, 4]}}, bytes(4), None),
-    "an entry that is text": ({"a": "x"}, b"", None),
-    "metadata that is text": ({"__metadata__": "x"}, b"", None),
     "a name that is no text": (b'{"\\ud800": %b}' % ONE, bytes(4), None),
     "too many tensors": (b"[" * 40_000_000, b"", None),
     "deep": (b'{"a":' + b"[" * 100_000 + b"]" * 100_000 + b"}", b"", None),

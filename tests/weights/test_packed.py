@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 from safetensors import safe_open
 from transformers import AutoConfig
 
+from tests.conftest import random_gpt
 from tiedgpt import GPT
 from tiedgpt.errors import CheckFailedError, CorruptInputError, UserError
 from tiedgpt.weights.containers import SafetensorsFile
@@ -38,11 +39,6 @@ KINDS = [
 ]
 
 
-def fresh(tiny, **changes) -> GPT:
-    torch.manual_seed(5)
-    return GPT(replace(tiny.config, **changes)).eval()
-
-
 @pytest.fixture
 def packed(tiny, tmp_path):
     save_packed(pack_gpt(tiny, "int8"), tmp_path / "packed")
@@ -52,7 +48,7 @@ def packed(tiny, tmp_path):
 @pytest.mark.parametrize("changes", KINDS)
 @pytest.mark.parametrize("precision", PRECISIONS)
 def test_every_array_is_memory_mapped_at_its_offset(tiny, tmp_path, precision, changes):
-    model = pack_gpt(fresh(tiny, **changes), precision)
+    model = pack_gpt(random_gpt(5, **changes), precision)
     save_packed(model, tmp_path / "x", {"summary_type": "cls_index"})
     again = open_packed(tmp_path / "x")
     assert (again.config, again.precision) == (model.config, precision)
@@ -66,7 +62,7 @@ def test_every_array_is_memory_mapped_at_its_offset(tiny, tmp_path, precision, c
 
 @pytest.mark.parametrize("changes", KINDS)
 def test_any_reader_of_safetensors_reads_it_and_each_tensor_is_aligned(tiny, tmp_path, changes):
-    save_packed(pack_gpt(fresh(tiny, **changes), "int4"), tmp_path)
+    save_packed(pack_gpt(random_gpt(5, **changes), "int4"), tmp_path)
     entries = SafetensorsFile.open(tmp_path / FILE).entries
     assert {e.storage.start % 64 for name, e in entries.items() if name != "padding"} == {0}
     with safe_open(tmp_path / FILE, "np") as file:
@@ -83,7 +79,7 @@ def test_transformers_refuses_it(packed):
 
 @pytest.mark.parametrize("changes", KINDS)
 def test_other_tools_get_the_dequantized_weights(tiny, tmp_path, ids, changes):
-    model = fresh(tiny, **changes)
+    model = random_gpt(5, **changes)
     save_packed(pack_gpt(model, "fp32"), tmp_path / "fp32")
     again = GPT.from_pretrained(tmp_path / "fp32")
     assert again.config == model.config
@@ -113,7 +109,7 @@ def test_a_file_truncated_in_use_raises_and_does_not_kill_the_process(packed):
 def test_a_model_in_use_is_unchanged_when_its_file_is_replaced(tiny, packed):
     model, before = open_packed(packed), (packed / FILE).stat().st_ino
     copies = {name: array.copy() for name, array in model.arrays.items()}
-    save_packed(pack_gpt(fresh(tiny), "int8"), packed)
+    save_packed(pack_gpt(random_gpt(5), "int8"), packed)
     assert (packed / FILE).stat().st_ino != before
     model.require_whole()
     for name, array in model.arrays.items():
