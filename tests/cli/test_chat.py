@@ -7,6 +7,7 @@ from dataclasses import replace
 import pytest
 import torch
 
+from tests.conftest import save_model
 from tiedgpt import GPT, GPTConfig, Tokenizer
 from tiedgpt.cli.main import main
 from tiedgpt.data import TEMPLATES, read_template, write_template
@@ -30,9 +31,7 @@ def saved(tmp_path):
             model.ln_f.weight.zero_()
             model.ln_f.bias.normal_()
             model.wte.weight[token] = 100 * model.ln_f.bias
-        path = tmp_path / f"model-{token}"
-        model.save_pretrained(path)
-        tokenizer.save_pretrained(path)
+        path = save_model(tmp_path / f"model-{token}", model, tokenizer)
         if template is not None:
             write_template(replace(TEMPLATES[template], max_turns=max_turns), tokenizer, path)
         return path

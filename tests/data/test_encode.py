@@ -11,45 +11,34 @@ CORPUS = [Document("a", "hé"), Document("b", "word " * 4), Document("c", "other
 VALIDATION = [Document("v", "héé"), Document("w", "x")]
 
 
-def test_every_document_is_followed_by_the_end_of_text(tmp_path, tokenizer):
-    encode_corpus(plan_split(CORPUS, VALIDATION), tokenizer, tmp_path / "data")
-    val = Shards.in_directory(tmp_path / "data", "val")
+SPLIT = plan_split(CORPUS, VALIDATION)
+
+
+def test_documents_are_followed_by_the_end_of_text_and_both_sides_are_counted(tmp_path, tokenizer):
+    encoded = encode_corpus(SPLIT, tokenizer, tmp_path / "data")
+    train, val = (Shards.in_directory(tmp_path / "data", side) for side in ("train", "val"))
     assert val.read(0, len(val)).tolist() == [*"héé".encode(), 256, *b"x", 256]
-    train = Shards.in_directory(tmp_path / "data", "train")
     ends = np.flatnonzero(train.read(0, len(train)) == 256)
     assert ends.tolist() == [3, 3 + 21, 3 + 21 + 19]
-
-
-def test_a_tokenizer_without_an_end_of_text_joins_the_documents(tmp_path, tokenizer):
-    tokenizer.eos_token_id = None
-    encode_corpus(plan_split(CORPUS, VALIDATION), tokenizer, tmp_path / "data")
-    val = Shards.in_directory(tmp_path / "data", "val")
-    assert bytes(val.read(0, len(val)).tolist()).decode() == "hééx"
-
-
-def test_both_sides_are_counted_and_the_counts_are_saved(tmp_path, tokenizer):
-    encoded = encode_corpus(plan_split(CORPUS, VALIDATION), tokenizer, tmp_path / "data")
     assert encoded.train == Counts(documents=3, characters=40, utf8_bytes=41, tokens=44)
     assert encoded.val == Counts(documents=2, characters=4, utf8_bytes=6, tokens=8)
     assert open_encoded(tmp_path / "data") == encoded
 
 
-def test_progress_counts_up_to_all_characters(tmp_path, tokenizer):
+def test_a_tokenizer_without_an_end_of_text_joins_the_documents(tmp_path, tokenizer):
+    tokenizer.eos_token_id = None
+    val = encode_corpus(SPLIT, tokenizer, tmp_path / "data").open_shards("val")
+    assert bytes(val.read(0, len(val)).tolist()).decode() == "hééx"
+
+
+def test_progress_counts_characters_and_the_directory_appears_when_complete(tmp_path, tokenizer):
     calls = []
-    split = plan_split(CORPUS, VALIDATION)
-    encode_corpus(split, tokenizer, tmp_path / "data", progress=lambda *call: calls.append(call))
-    assert calls == [(2, 44), (22, 44), (40, 44), (43, 44), (44, 44)]
 
+    def progress(*call):
+        calls.append((*call, (tmp_path / "data").exists()))
 
-def test_the_directory_appears_only_when_complete(tmp_path, tokenizer):
-    seen = []
-    encode_corpus(
-        plan_split(CORPUS, VALIDATION),
-        tokenizer,
-        tmp_path / "data",
-        progress=lambda *call: seen.append((tmp_path / "data").exists()),
-    )
-    assert not any(seen)
+    encode_corpus(SPLIT, tokenizer, tmp_path / "data", progress=progress)
+    assert calls == [(done, 44, False) for done in (2, 22, 40, 43, 44)]
     assert [path.name for path in tmp_path.iterdir()] == ["data"]
     assert sorted(path.name for path in (tmp_path / "data").iterdir()) == [
         "manifest.json",
@@ -80,7 +69,7 @@ def test_a_side_without_tokens_is_an_error(tmp_path, tokenizer):
     tokenizer.eos_token_id = None
     tokenizer.encode_array = lambda text: np.array([1] * (len(text) > 3), dtype=np.uint16)
     with pytest.raises(UserError, match="the val side of the split has no tokens"):
-        encode_corpus(plan_split(CORPUS, VALIDATION), tokenizer, tmp_path / "data")
+        encode_corpus(SPLIT, tokenizer, tmp_path / "data")
     assert list(tmp_path.iterdir()) == []
 
 

@@ -6,12 +6,10 @@ import os
 import re
 import subprocess
 import sys
-import threading
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
 import pytest
 
-COMMIT = "1234567890abcdef1234567890abcdef12345678"
+from tests.weights.fake_hub import COMMIT, Handler, Hub
 
 
 def lines(word: str) -> bytes:
@@ -25,9 +23,10 @@ FILES = {
     "data/train-00001-of-00002.jsonl": lines("two"),
     "data/test-00000-of-00001.jsonl": b'{"body": "held"}\n' * 3,
 }
+FOLDER = {"type": "directory", "path": "data", "oid": "0" * 40}
 
 
-class Hub(BaseHTTPRequestHandler):
+class DataHandler(Handler):
     """The hub's API for one data set."""
 
     def entry(self, name: str) -> dict[str, object]:
@@ -35,83 +34,62 @@ class Hub(BaseHTTPRequestHandler):
         oid = hashlib.sha1(data).hexdigest()
         return {"type": "file", "path": name, "size": len(data), "oid": oid, "rfilename": name}
 
-    def answer(self, path: str) -> bytes | None:
+    def find(self, path: str) -> object:
         api = "/api/datasets/me/texts"
         if path in (api, f"{api}/revision/{COMMIT}"):
             siblings = [self.entry(name) for name in FILES]
-            return json.dumps({"id": "me/texts", "sha": COMMIT, "siblings": siblings}).encode()
+            return {"id": "me/texts", "sha": COMMIT, "siblings": siblings}
         if match := re.fullmatch(rf"{api}/tree/{COMMIT}/?(.*)", path):
             folder = match[1].replace("%2F", "/")
             names = [name for name in FILES if name.startswith(folder)]
-            folders = {"type": "directory", "path": "data", "oid": "0" * 40}
             tree = [self.entry(name) for name in names if "/" not in name[len(folder) + 1 :]]
             is_flat = "recursive=true" not in self.path.lower()
             if not folder:
-                tree = [self.entry(n) for n in names if is_flat <= ("/" not in n)] + [folders]
-            return json.dumps(tree).encode()
+                tree = [self.entry(n) for n in names if is_flat <= ("/" not in n)] + [FOLDER]
+            return tree
         return FILES.get(path.removeprefix(f"/datasets/me/texts/resolve/{COMMIT}/"))
 
     def do_POST(self):
-        body = self.rfile.read(int(self.headers["Content-Length"])).decode()
+        body = self.body().decode()
         paths = (
             json.loads(body)["paths"]
             if body.startswith("{")
             else re.findall(r"paths=([^&]+)", body)
         )
         paths = [path.replace("%2F", "/") for path in paths]
-        known = [self.entry(path) for path in paths if path in FILES]
-        known += [{"type": "directory", "path": "data", "oid": "0" * 40}] * ("data" in paths)
-        self.send(json.dumps(known).encode())
+        entries = [self.entry(path) for path in paths if path in FILES]
+        self.answer(entries + [FOLDER] * ("data" in paths))
 
-    def do_GET(self, body=True):
-        self.send(self.answer(self.path.partition("?")[0]), body)
-
-    def do_HEAD(self):
-        self.do_GET(body=False)
-
-    def send(self, data: bytes | None, body: bool = True) -> None:
-        status, n_bytes = (404 if data is None else 200), len(data or b"")
-        first, last = 0, n_bytes - 1
-        if data is not None and (
-            match := re.match(r"bytes=(\d+)-(\d*)", self.headers.get("Range", ""))
-        ):
-            status, first = 206, int(match[1])
-            last = min(last, int(match[2] or last))
-        self.send_response(status)
-        if status == 206:
-            self.send_header("Content-Range", f"bytes {first}-{last}/{n_bytes}")
-        self.send_header("Content-Length", str(last - first + 1))
-        self.send_header("X-Repo-Commit", COMMIT)
-        self.send_header("ETag", f'"{hashlib.sha1(data or b"").hexdigest()}"')
-        if data is None:
+    def do_GET(self):
+        found = self.find(self.path.partition("?")[0])
+        if found is None:
             code = "EntryNotFound" if "me/texts" in self.path else "RepoNotFound"
-            self.send_header("X-Error-Code", code)
-        self.end_headers()
-        if body and data:
-            self.wfile.write(data[first : last + 1])
+            return self.answer({}, 404, X_Error_Code=code)
+        headers = {"X_Repo_Commit": COMMIT, "ETag": '"1"'}
+        match = re.match(r"bytes=(\d+)-(\d*)", self.headers.get("Range", ""))
+        if match is None or not isinstance(found, bytes):
+            return self.answer(found, **headers)
+        first, last = int(match[1]), min(int(match[2] or len(found)), len(found) - 1)
+        place = f"bytes {first}-{last}/{len(found)}"
+        return self.answer(found[first : last + 1], 206, Content_Range=place, **headers)
 
-    def log_message(self, *_):
-        pass
+    do_HEAD = do_GET
 
 
 @pytest.fixture
 def tiedgpt(tmp_path):
     """Run the command line in a process whose hub is this one; return it when it ended."""
-    server = ThreadingHTTPServer(("127.0.0.1", 0), Hub)
-    threading.Thread(target=server.serve_forever, daemon=True).start()
-    address = f"http://127.0.0.1:{server.server_port}"
     environment = {name: value for name, value in os.environ.items() if "proxy" not in name.lower()}
-    environment |= {"HF_ENDPOINT": address, "HF_HOME": str(tmp_path / "hf")}
+    with Hub(DataHandler).running() as hub:
+        environment |= {"HF_ENDPOINT": hub.url, "HF_HOME": str(tmp_path / "hf")}
 
-    def run(*arguments):
-        command = [sys.executable, "-m", "tiedgpt", *map(str, arguments)]
-        return subprocess.run(
-            command, env=environment, capture_output=True, text=True, cwd=tmp_path
-        )
+        def run(*arguments):
+            command = [sys.executable, "-m", "tiedgpt", *map(str, arguments)]
+            return subprocess.run(
+                command, env=environment, capture_output=True, text=True, cwd=tmp_path
+            )
 
-    yield run
-    server.shutdown()
-    server.server_close()
+        yield run
 
 
 @pytest.mark.slow

@@ -1,8 +1,11 @@
 """Random models of every shape that the functions must hold for."""
 
+from pathlib import Path
+
 import pytest
 import torch
 
+from tests.conftest import save_model
 from tiedgpt import GPT, GPTConfig, Tokenizer
 
 TEXT = "the cat sat on the mat, and the cat sat"
@@ -36,3 +39,11 @@ def tokenizer() -> Tokenizer:
 @pytest.fixture
 def model(tokenizer) -> GPT:
     return random_model(vocab_size=len(tokenizer))
+
+
+@pytest.fixture
+def here(model, tokenizer, tmp_path, monkeypatch) -> Path:
+    """The current directory, which holds the model with its tokenizer in `model`."""
+    monkeypatch.chdir(tmp_path)
+    save_model(Path("model"), model, tokenizer)
+    return tmp_path

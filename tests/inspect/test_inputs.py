@@ -8,6 +8,7 @@ import pytest
 import torch
 from torch import nn
 
+from tests.conftest import save_model
 from tests.inspect.conftest import TEXT, random_model
 from tests.tie.checkpoints import their_gpt2
 from tiedgpt import GPT, Tokenizer
@@ -32,8 +33,7 @@ OF_TEXT = (positions, lens, dot, gradient_split, attention, ablate, random_head)
 @pytest.fixture
 def saved(model, tokenizer, tmp_path):
     """A run: its model, its tokenizer and its token shards."""
-    model.save_pretrained(tmp_path / "run" / "model")
-    tokenizer.save_pretrained(tmp_path / "run" / "model")
+    save_model(tmp_path / "run" / "model", model, tokenizer)
     (tmp_path / "run" / "data").mkdir()
     with ShardWriter(tmp_path / "run" / "data", "train", vocab_size=len(tokenizer)) as writer:
         writer.write(tokenizer.encode_array(TEXT * 3))

@@ -18,13 +18,7 @@ from tiedgpt.inspect.registry import INSPECTIONS
 
 HOSTILE = "naïve  café\n\t文字 $x_1$"
 """Blanks, a tab, half characters, what matplotlib takes for mathematics."""
-
-
-@pytest.fixture(autouse=True)
-def here(model, tokenizer, tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    model.save_pretrained("model")
-    tokenizer.save_pretrained("model")
+pytestmark = pytest.mark.usefixtures("here")
 
 
 OWN = {

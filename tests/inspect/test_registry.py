@@ -10,6 +10,7 @@ from inspect import Parameter, signature
 
 import pytest
 
+from tests.conftest import save_model
 from tests.inspect.toy_inspection import LETTERS
 from tiedgpt import inspect
 from tiedgpt.cli.main import main
@@ -69,8 +70,7 @@ def registered(monkeypatch):
 
 
 def test_a_new_inspection_needs_only_a_record(registered, model, tokenizer, tmp_path, capfd):
-    model.save_pretrained(tmp_path)
-    tokenizer.save_pretrained(tmp_path)
+    save_model(tmp_path, model, tokenizer)
     assert inspect.letters(model, tokenizer, "aab").letters == {"a": 2, "b": 1}
     arguments = ["inspect", "letters", str(tmp_path), "--text", "aabc", "--top", "2"]
     figure = tmp_path / "letters.svg"

@@ -81,14 +81,7 @@ def test_an_engine_is_steered_inside_the_block_only(model, tokenizer):
         assert again.ids == plain.ids and again.logprobs == pytest.approx(plain.logprobs, abs=1e-5)
 
 
-@pytest.fixture
-def saved(model, tokenizer, tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    model.save_pretrained("model")
-    tokenizer.save_pretrained("model")
-
-
-def test_the_command_finds_a_direction_and_generates_along_it(saved, model, tokenizer, capsys):
+def test_the_command_finds_a_direction_and_generates_along_it(here, model, tokenizer, capsys):
     texts = ["--toward", "\n".join(TOWARD), "--away", AWAY]
     assert main(["inspect", "direction", "model", *texts]) == 0
     assert "raises" in capsys.readouterr().out
@@ -106,7 +99,7 @@ def test_the_command_finds_a_direction_and_generates_along_it(saved, model, toke
     assert answers[0] != answers[1]
 
 
-def test_a_file_that_holds_no_direction_is_refused(saved, tmp_path, capsys):
+def test_a_file_that_holds_no_direction_is_refused(here, tmp_path, capsys):
     for text in ('{"layer": 0}', '{"layer": 0, "vector": [1, "a"]}', '{"vector": [1.0]}', "[]"):
         (tmp_path / "x.json").write_text(text)
         with pytest.raises(CorruptInputError):

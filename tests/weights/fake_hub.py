@@ -20,8 +20,8 @@ COMMIT = "1" * 40
 class Hub(ThreadingHTTPServer):
     """Repositories by name: whether they are private, and their files."""
 
-    def __init__(self):
-        super().__init__(("127.0.0.1", 0), Handler)
+    def __init__(self, handler=None):
+        super().__init__(("127.0.0.1", 0), handler or Handler)
         self.url = f"http://127.0.0.1:{self.server_port}"
         self.private, self.files = {}, {}
         self.asked = []

@@ -84,9 +84,6 @@ class LargePermutation:
         self._masks = 2**self._low - 1, 2 ** (bits - self._low) - 1
         self._keys = _draw(ROUNDS, seed, epoch).tolist()
 
-    def __len__(self) -> int:
-        return self.n
-
     def __getitem__(self, index: int) -> int:
         number = self._shuffle(index)
         while number >= self.n:

@@ -129,9 +129,8 @@ class Plan:
         facts = {"reading": self.reading, "tokenizer": tokenizer, "parts": len(self.parts)}
         return {**facts, "sources": [[*source] for source in self.sources]}
 
-    def sample(self, characters: int, progress: Progress | None = None) -> Iterator[str]:
+    def sample(self, characters: int, progress: Progress = _ignore) -> Iterator[str]:
         """Yield training texts from all parts, at most `characters` together."""
-        report = progress or _ignore
         parts = [piece for piece in self.parts if piece.side == "train"]
         total = min(characters, self.n_bytes)
         for number, piece in enumerate(parts, 1):
@@ -142,8 +141,8 @@ class Plan:
                     rest -= len(document.text)
                 if rest <= 0:
                     break
-            report("tokenizer", total * number // len(parts), total)
-        report("merging", total, total)
+            progress("tokenizer", total * number // len(parts), total)
+        progress("merging", total, total)
 
     def texts(self) -> Iterator[str]:
         """Yield all texts of both sides."""
@@ -272,7 +271,7 @@ def prepare_data(
     workers: int = 1,
     ray: str | None = None,
     task: tuple[int, int] = (1, 1),
-    progress: Progress | None = None,
+    progress: Progress = _ignore,
 ) -> EncodedCorpus | None:
     """Encode the missing parts of a directory; return the corpus if the directory is complete.
 
@@ -299,11 +298,10 @@ def prepare_data(
     total = sum(plan.parts[number].n_bytes for number in numbers)
     done = total - sum(plan.parts[number].n_bytes for number in missing)
     tasks = [(os.getcwd(), directory, number, plan.parts[number], identity) for number in missing]
-    report = progress or _ignore
-    report("encoding", done, total)
+    progress("encoding", done, total)
     for number in _run(tasks, workers, ray):
         done += plan.parts[number].n_bytes
-        report("encoding", done, total)
+        progress("encoding", done, total)
     pins = plan.remarks.pins
     again = {side: [pins.get(name, name) for name in names] for side, names in plan.data.items()}
     if problem := _find_change(plan.sources, _open(again, plan.reading)[1]):
@@ -374,7 +372,7 @@ def _write_tokenizer(
     directory: Path,
     tokenizer: Tokenizer | str,
     vocab_size: int,
-    progress: Progress | None,
+    progress: Progress,
 ) -> None:
     """Train or copy the tokenizer of a directory if it is not there."""
     from tiedgpt.text import Tokenizer
@@ -487,7 +485,7 @@ def _finish(directory: Path, plan: Plan, records: Sequence[dict[str, Any]]) -> E
     return open_encoded(directory)
 
 
-def verify_data(directory: str | Path, progress: Progress | None = None) -> EncodedCorpus:
+def verify_data(directory: str | Path, progress: Progress = _ignore) -> EncodedCorpus:
     """Read every file of a complete directory, and compare it with the manifest.
 
     Raises `CheckFailedError` if a file is missing or has changed, `UserError` if the directory is
@@ -505,7 +503,7 @@ def verify_data(directory: str | Path, progress: Progress | None = None) -> Enco
         if not path.is_file() or identify(path) != identity:
             damaged.append(name)
         done += identity[0]
-        (progress or _ignore)("verifying", done, total)
+        progress("verifying", done, total)
     if damaged:
         names = ", ".join(damaged[:3]) + ", ..." * (len(damaged) > 3)
         tops = sorted({name.partition("/")[0] for name in damaged})

@@ -137,20 +137,18 @@ def lens(
             last = logits_of(gpt, gpt.ln_f(states[-1][:, rows]))
             for number, state in enumerate(states):
                 logits = logits_of(gpt, gpt.ln_f(state[:, rows]))
-                chunk = measure(logits, targets[rows], top) | {"kl": kl_bits(last, logits)}
+                chunk = measure(logits, targets[rows], top) | {"kl_bits": kl_bits(last, logits)}
                 write_chunk(columns, (len(states), ids.shape[1]), (number, rows), chunk)
         there = [logits_of(gpt, gpt.ln_f(state[:, at : at + 1])) for state in states]
         watch = torch.tensor(list(dict.fromkeys(int(one.argmax()) for one in reversed(there))))
         watched = join(logits.log_softmax(-1)[:, watch] for logits in there)
-    arrays = {name: numpy(values) for name, values in columns.items()}
+    arrays: dict[str, Any] = {name: numpy(values) for name, values in columns.items()}
     return Lens(
         **inputs.text(numpy(watch), arrays["top_ids"]),
         layers=layers,
-        top_ids=arrays["top_ids"],
-        top_logprob=arrays["top_logprob"],
-        target_logprob=arrays["logprob"],
-        target_rank=arrays["rank"],
-        kl_bits=arrays["kl"],
+        target_logprob=arrays.pop("logprob"),
+        target_rank=arrays.pop("rank"),
+        **arrays,
         state_norm=join(state.norm(dim=-1) for state in states),
         position=at,
         watch=numpy(watch),

@@ -10,8 +10,7 @@ For example:
     tokenizer.save_pretrained("tokenizer")  # transformers loads it
 """
 
-from tiedgpt.text.stream import StreamDecoder
-from tiedgpt.text.tokenizer import Tokenizer
+from tiedgpt.text.tokenizer import StreamDecoder, Tokenizer
 
 __all__ = ["StreamDecoder", "Tokenizer"]
 

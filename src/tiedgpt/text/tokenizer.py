@@ -4,8 +4,9 @@ A `Codec` knows one kind: byte-level BPE (`bpe.py`), GPT-1's lower-case BPE (`gp
 characters (`characters.py`). Special tokens and decoding are the same for all, and are here.
 """
 
+import codecs
 import operator
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator
 from functools import cache, cached_property
 from pathlib import Path
 from typing import Any
@@ -23,7 +24,6 @@ from tiedgpt.text.characters import Characters, character_tokenizer
 from tiedgpt.text.codec import Codec
 from tiedgpt.text.directory import CONFIG, TOKENIZER_JSON, special_id
 from tiedgpt.text.gpt1 import LowerCaseBPE
-from tiedgpt.text.stream import StreamDecoder
 
 CODECS: tuple[type[Codec], ...] = (ByteLevelBPE, LowerCaseBPE, Characters)
 KEPT_SETTINGS = ("chat_template", "model_max_length", "pad_token", "padding_side", "unk_token")
@@ -201,7 +201,7 @@ class Tokenizer(ExplainsNames):
         lengths[list(self._special_ids.values())] = 0
         return lengths
 
-    def stream(self, after: int | None = None) -> StreamDecoder:
+    def stream(self, after: int | None = None) -> "StreamDecoder":
         """Return a decoder for ids that come one by one; its joined pieces equal `decode`.
 
         If the ids continue a prompt, `after` is its last id: if that ended a word of GPT-1's, the
@@ -256,6 +256,44 @@ class Tokenizer(ExplainsNames):
         splitter.add_special_tokens([self._added[id] for id in self._special_ids.values()])
         numbers = splitter.get_vocab()
         return splitter, {numbers[token]: id for token, id in self._special_ids.items()}
+
+
+class StreamDecoder:
+    """Turns ids into text one at a time, for output that is shown while it is generated.
+
+    A token may end inside a UTF-8 character, or, in GPT-1's vocabulary, with a word, which a space
+    follows only if another token does. Bytes are held back until they are certain, so that the
+    joined pieces equal the decoded text.
+
+    Made by `Tokenizer.stream()`. `bytes_of(id)` gives the bytes of one token; the last byte of the
+    ids in `word_ends` is a space that stands only before another id. Where the text continues an
+    earlier one, `after` is the last id of that.
+    """
+
+    def __init__(
+        self, bytes_of: Callable[[int], bytes], word_ends: Collection[int], after: int | None
+    ) -> None:
+        self._bytes_of, self._word_ends = bytes_of, word_ends
+        self._decoder = codecs.getincrementaldecoder("utf-8")(errors="replace")
+        self._blank = b""
+        if after is not None and operator.index(after) in word_ends:
+            self._blank = b" "
+
+    def push(self, id: int) -> str:
+        """Add an id; return the text that is now certain, possibly none.
+
+        Raises UserError for an id outside the vocabulary; the decoder is then as before.
+        """
+        id = operator.index(id)
+        text, ends_word = self._bytes_of(id), id in self._word_ends
+        text = self._blank + (text[:-1] if ends_word else text)
+        self._blank = b" " if ends_word else b""
+        return self._decoder.decode(text)
+
+    def finish(self) -> str:
+        """Return the pending text, with U+FFFD for an incomplete character, and start again."""
+        self._blank = b""
+        return self._decoder.decode(b"", final=True)
 
 
 def _checked_size(rust: tokenizers.Tokenizer, where: str) -> int:
