@@ -64,19 +64,24 @@ class APIError(Exception):
         return JSONResponse(self.content, self.status, headers)
 
 
-def api_error(error: Exception) -> APIError:
+def api_error(error: Exception, request: Request | None = None) -> APIError:
     """Return the error that a client gets; the details of a bug are in the log only."""
-    if isinstance(error, APIError):
-        return error
-    if isinstance(error, QueueFullError):
-        return APIError(429, "too many requests wait: try again later", code="queue_full")
-    if isinstance(error, ClosedError):
-        return APIError(503, "the server is ending", code="shutting_down")
-    if isinstance(error, NoRoomError):
-        return APIError(503, str(error), code="no_memory")
-    if isinstance(error, TiedGPTError):
-        message = error.problem(_field) + (f": {error.hint}" if error.hint else "")
-        return APIError(400, message, param=_field(error.options[0]) if error.options else None)
+    match error:
+        case APIError():
+            return error
+        case RequestValidationError():
+            return _body_error(error)
+        case HTTPException() if request is not None:
+            return _http_error(request, error)
+        case QueueFullError():
+            return APIError(429, "too many requests wait: try again later", code="queue_full")
+        case ClosedError():
+            return APIError(503, "the server is ending", code="shutting_down")
+        case NoRoomError():
+            return APIError(503, str(error), code="no_memory")
+        case TiedGPTError():
+            message = error.problem(_field) + (f": {error.hint}" if error.hint else "")
+            return APIError(400, message, param=_field(error.options[0]) if error.options else None)
     return APIError(500, "the server failed; its log says more", code="internal_error")
 
 
@@ -85,7 +90,7 @@ def _field(option: str) -> str:
     return OPTIONS.get(option, option)
 
 
-def body_error(error: RequestValidationError) -> APIError:
+def _body_error(error: RequestValidationError) -> APIError:
     """Return an error that names the path of the first wrong field, and does not repeat values."""
     first = error.errors()[0]
     if first["type"] == "json_invalid":
@@ -123,7 +128,7 @@ def _unknown_field(name: str) -> str:
     return "is not a field of this request" + (f": use {option}" if option != name else "")
 
 
-def http_error(request: Request, error: HTTPException) -> APIError:
+def _http_error(request: Request, error: HTTPException) -> APIError:
     """Return a sentence for an error of the framework."""
     method, path, cause = request.method, request.url.path[:200], error.__cause__
     if error.status_code == 404:
@@ -144,21 +149,11 @@ def http_error(request: Request, error: HTTPException) -> APIError:
 def add_error_handlers(app: FastAPI, hidden: Mapping[str, str]) -> None:
     """Answer errors in OpenAI's form; `hidden`: paths of this machine, and what replaces them."""
 
-    async def on_error(_: Request, error: Exception) -> JSONResponse:
-        refusal = api_error(error)
+    async def on_error(request: Request, error: Exception) -> JSONResponse:
+        refusal = api_error(error, request)
         for path, replacement in hidden.items():
             refusal.message = refusal.message.replace(path, replacement)
-        return refusal.response()
+        return refusal.response(getattr(error, "headers", None))
 
-    async def on_invalid_body(_: Request, error: Exception) -> JSONResponse:
-        assert isinstance(error, RequestValidationError)
-        return body_error(error).response()
-
-    async def on_http_error(request: Request, error: Exception) -> JSONResponse:
-        assert isinstance(error, HTTPException)
-        return http_error(request, error).response(error.headers)
-
-    for error_class in (APIError, TiedGPTError, Exception):
+    for error_class in (APIError, TiedGPTError, RequestValidationError, HTTPException, Exception):
         app.add_exception_handler(error_class, on_error)
-    app.add_exception_handler(RequestValidationError, on_invalid_body)
-    app.add_exception_handler(HTTPException, on_http_error)
