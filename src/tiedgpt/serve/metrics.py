@@ -55,35 +55,31 @@ class Metrics:
     def __init__(self, engine: Engine) -> None:
         self.registry = CollectorRegistry()
         self.registry.register(_EngineStats(engine))
-        here: Any = {"registry": self.registry}
-        self.first = Histogram(
-            f"{PREFIX}time_to_first_token_seconds", "From the request to its first token.",
-            buckets=FIRST, **here,
-        )  # fmt: skip
-        self.between = Histogram(
-            f"{PREFIX}inter_token_latency_seconds", "Between tokens of a text.",
-            buckets=BETWEEN, **here,
-        )  # fmt: skip
-        self.whole = Histogram(
-            f"{PREFIX}e2e_request_latency_seconds", "From the request to the end of its text.",
-            buckets=FIRST, **here,
-        )  # fmt: skip
+
+        def histogram(name: str, about: str, buckets: tuple[float, ...] = FIRST) -> Histogram:
+            return Histogram(PREFIX + name, about, buckets=buckets, registry=self.registry)
+
+        self.first = histogram("time_to_first_token_seconds", "Until the first token of a request.")
+        self.between = histogram("inter_token_latency_seconds", "Between two tokens.", BETWEEN)
+        self.whole = histogram("e2e_request_latency_seconds", "Until the end of a request's text.")
         self.ended = Counter(
-            f"{PREFIX}request_success", "Texts that ended.", ["finished_reason"], **here
+            f"{PREFIX}request_success", "Texts that ended.", ["finished_reason"],
+            registry=self.registry,
+        )  # fmt: skip
+        self.responses = Counter(
+            f"{PREFIX}http_responses", "By status.", ["status"], registry=self.registry
         )
-        self.responses = Counter(f"{PREFIX}http_responses", "By status.", ["status"], **here)
 
     def text(self) -> bytes:
         """Return all in Prometheus's text format."""
         return generate_latest(self.registry)
 
-    def timer(self, on_token: Callable[[Token | None], None]) -> TextTimer:
-        """Return a timer of one text, which passes on each token, and None at the end."""
-        return TextTimer(self, on_token)
-
 
 class TextTimer:
-    """Records the times of one text; the engine's thread calls it."""
+    """Records the times of one text, and passes on each token, and None at the end.
+
+    The engine's thread calls it.
+    """
 
     def __init__(self, metrics: Metrics, on_token: Callable[[Token | None], None]) -> None:
         self.metrics, self.on_token = metrics, on_token

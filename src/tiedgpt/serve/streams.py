@@ -22,7 +22,7 @@ from tiedgpt.infer import Completion, Engine, Generation, GenerationConfig, Toke
 from tiedgpt.infer.generation_config import Prompt
 from tiedgpt.infer.prompts import prompt_ids
 from tiedgpt.serve.errors import APIError
-from tiedgpt.serve.metrics import Metrics
+from tiedgpt.serve.metrics import Metrics, TextTimer
 
 CLIENT_LEFT = 499
 """The status in the log of a request whose client disconnected."""
@@ -138,7 +138,7 @@ class RequestStream:
 
     def _submit(self, config: GenerationConfig) -> None:
         for index, choice in enumerate(self.choices):
-            timer = self.metrics.timer(partial(self._put, index))
+            timer = TextTimer(self.metrics, partial(self._put, index))
             choice.generation = self.engine.submit(
                 choice.prompt_ids, config, draw=choice.draw, on_token=timer.token
             )
