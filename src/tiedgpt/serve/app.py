@@ -7,6 +7,7 @@ import copy
 import hashlib
 import os
 from collections.abc import Callable
+from functools import cache
 from typing import TYPE_CHECKING, Any
 
 from fastapi import FastAPI, Request
@@ -177,37 +178,32 @@ def _add_page(
 
     `path` is where the model lies, if clients may know it.
     """
+    files = page_files()
 
-    def add(path: str, data: bytes) -> None:
-        headers = HEADERS | {"etag": etag(data)}
+    async def file(request: Request) -> Response:
+        path = request.scope["path"]
+        return _cached_response(request, files[path], media_type(path))
 
-        async def file(request: Request) -> Response:
-            return _cached_response(request, data, headers, media_type(path))
-
-        app.get(path, include_in_schema=False)(file)
-
-    for file, data in page_files().items():
-        add(file, data)
+    for name in files:
+        app.add_route(name, file, include_in_schema=False)
     tokenizer, size = service.engine.tokenizer, service.engine.runner.config.vocab_size
-    texts: list[bytes] = []
+    token_texts = cache(lambda: page_data.token_texts(tokenizer, size).encode())
+
+    def describe(gpt: GPT) -> str:
+        return page_data.describe_model(
+            service.name, gpt, tokenizer, model.source, path=path,
+            template=None if tokenizer is None else service.template,
+            beside=None if beside is None else page_data.directory_name(beside),
+        )  # fmt: skip
 
     @app.get("/inspect/model")
     async def the_model(request: Request) -> Response:
-        def describe(gpt: GPT) -> str:
-            return page_data.describe_model(
-                service.name, gpt, tokenizer, model.source, path=path,
-                template=None if tokenizer is None else service.template,
-                beside=None if beside is None else page_data.directory_name(beside),
-            )  # fmt: skip
-
-        return Response(await model.run(request, describe), media_type="application/json")
+        return await _computed_json(model, request, describe)
 
     @app.get("/inspect/pieces")
     async def the_pieces(request: Request) -> Response:
-        if not texts:
-            texts.append((await asyncio.to_thread(page_data.token_texts, tokenizer, size)).encode())
-        headers = {"etag": etag(texts[0]), "cache-control": "no-cache"}
-        return _cached_response(request, texts[0], headers, "application/json")
+        data = await asyncio.to_thread(token_texts)
+        return _cached_response(request, data, "application/json")
 
 
 def _add_beside(app: FastAPI, source: page_data.Source, queue: int) -> None:
@@ -223,28 +219,32 @@ def _add_beside(app: FastAPI, source: page_data.Source, queue: int) -> None:
 
     @app.get("/beside/inspect/model")
     async def the_model(request: Request) -> Response:
-        def describe(gpt: GPT) -> str:
-            return page_data.describe_model(name, gpt, tokenizer, source)
-
-        return Response(await model.run(request, describe), media_type="application/json")
+        return await _computed_json(
+            model, request, lambda gpt: page_data.describe_model(name, gpt, tokenizer, source)
+        )
 
     async def positions(request: Request, body: TextBody) -> Response:
         options = body.model_dump(exclude={"text", "ids"}, exclude_none=True)
         options["text"] = body.text or body.ids or ""
-
-        def compute(gpt: GPT) -> str:
-            return page_data.inspect_model(inspection, gpt, tokenizer, None, options)
-
-        return Response(await model.run(request, compute), media_type="application/json")
+        return await _computed_json(
+            model, request,
+            lambda gpt: page_data.inspect_model(inspection, gpt, tokenizer, None, options),
+        )  # fmt: skip
 
     positions.__annotations__["body"] = inspection_body(inspection)
     app.post("/beside/inspect/positions", name="beside_positions")(positions)
 
 
-def _cached_response(
-    request: Request, data: bytes, headers: dict[str, str], media_type: str
+async def _computed_json(
+    model: TorchModel, request: Request, function: Callable[[GPT], str]
 ) -> Response:
+    """Return the JSON that a function computes with the model."""
+    return Response(await model.run(request, function), media_type="application/json")
+
+
+def _cached_response(request: Request, data: bytes, media_type: str) -> Response:
     """Return data, or 304 if the client has it."""
+    headers = HEADERS | {"etag": etag(data)}
     if headers["etag"] in request.headers.get("if-none-match", ""):
         return Response(status_code=304, headers=headers)
     return Response(data, headers=headers, media_type=media_type)

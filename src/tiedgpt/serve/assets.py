@@ -62,6 +62,7 @@ def media_type(path: str) -> str:
     return TYPES[path.rpartition(".")[2] if path != "/" else "html"]
 
 
+@cache
 def etag(data: bytes) -> str:
     """Return a hash of the data, for `ETag` and `If-None-Match`."""
     return f'"{hashlib.sha256(data).hexdigest()[:32]}"'
