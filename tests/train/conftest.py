@@ -20,11 +20,12 @@ from tiedgpt.train import Trainer, fast_training
 from tiedgpt.train.checkpoint import list_checkpoints
 from tiedgpt.train.dataset import Data, open_text
 from tiedgpt.train.events import Event, Skipped, Stepped
-from tiedgpt.train.objective import Objective
+from tiedgpt.train.objective import OWN_LOSS, Loss, Objective
 from tiedgpt.train.objectives.language import LanguageModelling
 from tiedgpt.train.options import TrainOptions
 from tiedgpt.train.planning import Plan
 from tiedgpt.train.run import make_plan
+from tiedgpt.train.step import train_step
 from tiedgpt.train.storage import RunDirectory, make_record, read_plan
 
 TEXT = "".join(f"line {n}: the {n % 7} cats sat on {n % 5} mats.\n" for n in range(400))
@@ -132,6 +133,35 @@ def assert_same(one: Trial, other: Trial, files: Iterable[str] = ()) -> None:
     assert all(path.exists() for path in published) == any(path.exists() for path in published)
     if published[0].exists():
         assert published[0].read_bytes() == published[1].read_bytes()
+
+
+def assert_resumes(
+    make: Callable[[str], Trial], stop_after: int, files: Iterable[str] = (), *, reopens=False
+) -> tuple[Trial, list[Event]]:
+    """A run that stops after a step and resumes equals one that does not; return that one.
+
+    `reopens`: the stopped run is made again from its directory before it resumes.
+    """
+    whole, parts = make("whole"), make("parts")
+    events = whole.train()
+    assert events[-1].finished
+    first = parts.train(stop_after)
+    assert not first[-1].finished and first[-1].step == stop_after
+    torch.manual_seed(999)  # whatever happened to the random stream in between
+    again = make("parts") if reopens else parts
+    assert again.train()[0].step == stop_after
+    assert_same(whole, parts)
+    for file in files:
+        assert (whole.run.model / file).read_bytes() == (parts.run.model / file).read_bytes()
+    return whole, events
+
+
+def gradients(model, batch, micro_batch, objective: Loss = OWN_LOSS, **plan: Any) -> list[Any]:
+    """Return the loss and the gradients of a batch in micro-batches."""
+    parts = dataclasses.replace(PLAN, micro_batch=micro_batch, **plan)
+    result = train_step(model, [], batch, parts, objective=objective)
+    trained = (parameter for parameter in model.parameters() if parameter.requires_grad)
+    return [result.loss, result.grad_norm, *(parameter.grad for parameter in trained)]
 
 
 OF_THE_MACHINE = re.compile("^machine_|_per_second$")

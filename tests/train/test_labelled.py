@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from tests.train.conftest import PLAN, Trial, assert_same, write_lines
+from tests.train.conftest import PLAN, Trial, assert_resumes, gradients, write_lines
 from tiedgpt import GPT, GPTConfig, Tokenizer
 from tiedgpt.cli.main import main
 from tiedgpt.errors import UserError
@@ -21,7 +21,6 @@ from tiedgpt.train.objectives import OBJECTIVES, ObjectiveRecord, load_objective
 from tiedgpt.train.objectives.labelled import LabelScore, LabelSources
 from tiedgpt.train.optim.groups import parameter_groups
 from tiedgpt.train.options import TrainOptions
-from tiedgpt.train.step import train_step
 from tiedgpt.train.storage import RunDirectory
 
 LABELLED = {name: load_objective(OBJECTIVES[name].home) for name in ("classify", "choose")}
@@ -96,14 +95,7 @@ def test_the_published_classifier_says_what_it_learned(learned):
 def test_a_resumed_run_equals_an_uninterrupted_one(make, task):
     plan = dataclasses.replace(PLAN, steps=7, save_every=3, micro_batch=3)
     more = {"n": 20, "plan": plan, "embd_pdrop": 0.2, "resid_pdrop": 0.2}
-    whole, parts = (make(task, name, **more) for name in ("whole", "parts"))
-    whole.train()
-    assert not parts.train(stop_after=4)[-1].finished
-    torch.manual_seed(999)
-    assert parts.train()[0].step == 4
-    assert_same(whole, parts)
-    for file in ("config.json", "tokenizer.json"):
-        assert (whole.run.model / file).read_bytes() == (parts.run.model / file).read_bytes()
+    assert_resumes(lambda name: make(task, name, **more), 4, ("config.json", "tokenizer.json"))
 
 
 @pytest.mark.parametrize("task", LABELLED)
@@ -111,13 +103,8 @@ def test_micro_batches_add_up_to_the_gradient_of_the_batch(make, task):
     run = make(task, n=40)
     model = run.objective.build().eval()
     batch = run.data.batches(8, 0)(0)
-    gradients = []
-    for micro_batch in (8, 3):
-        parts = dataclasses.replace(PLAN, batch_size=8, micro_batch=micro_batch)
-        result = train_step(model, [], batch, parts, objective=run.objective)
-        gradients.append([result.loss, result.grad_norm, *(p.grad for p in model.parameters())])
-    for whole, summed in zip(*gradients, strict=True):
-        torch.testing.assert_close(summed, whole, atol=1e-6, rtol=1e-4)
+    whole, summed = (gradients(model, batch, size, run.objective, batch_size=8) for size in (8, 3))
+    torch.testing.assert_close(summed, whole, atol=1e-6, rtol=1e-4)
 
 
 def test_an_epoch_visits_every_example_once(make):

@@ -3,7 +3,7 @@ import dataclasses
 import pytest
 import torch
 
-from tests.train.conftest import assert_same
+from tests.train.conftest import assert_resumes
 from tiedgpt import GPT
 from tiedgpt.train.optim import OPTIMIZERS, OptimizerSpec, scale_lr_to_width
 from tiedgpt.train.optim.groups import optimizers, parameter_groups
@@ -93,12 +93,7 @@ def test_a_new_optimizer_is_one_record(trial, monkeypatch):
     home = f"{__name__}:build_lion"
     lion = OptimizerSpec(label="Lion", home=home, moments=1, width_exponent=1.0)
     monkeypatch.setitem(OPTIMIZERS, "lion", lion)
-    whole, parts = (trial(name, optimizer="lion", lr=1e-3) for name in ("whole", "parts"))
-    *_, ended = whole.train()
-    assert ended.finished
-    parts.train(stop_after=3)
-    parts.train()
-    assert_same(whole, parts)
+    whole, _ = assert_resumes(lambda name: trial(name, optimizer="lion", lr=1e-3), 3)
     saved = SafetensorsFile.open(whole.newest("optimizer.safetensors")).entries
     assert {"h.0.mlp.c_fc.weight/momentum", "wte.weight/exp_avg"} < set(saved)
     assert scale_lr_to_width(1e-3, width=128, to=512, optimizer="lion") == 2.5e-4

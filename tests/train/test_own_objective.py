@@ -10,12 +10,12 @@ import torch.nn.functional as F
 from torch import nn
 from torch.nn.utils import parametrize
 
-from tests.train.conftest import CPU, PLAN, Trial, assert_same
+from tests.train.conftest import CPU, PLAN, Trial, assert_resumes, gradients
 from tiedgpt import GPT, GPTConfig
 from tiedgpt.errors import DivergedError
 from tiedgpt.train.dataset import Data
 from tiedgpt.train.distributed import Processes
-from tiedgpt.train.events import Ended, Evaluated, Started
+from tiedgpt.train.events import Evaluated, Started
 from tiedgpt.train.objective import Loss, Objective
 from tiedgpt.train.step import train_step
 from tiedgpt.train.storage import RunDirectory
@@ -125,9 +125,7 @@ def adapting(tmp_path):
 
 
 def test_an_objective_in_another_file_trains_saves_and_resumes(adapting):
-    whole, parts = adapting("whole"), adapting("parts")
-    events = whole.train()
-    assert isinstance(events[-1], Ended) and events[-1].finished
+    whole, events = assert_resumes(adapting, 13)
     evaluated = [event for event in events if isinstance(event, Evaluated)]
     assert evaluated[0].score.nats < np.log(2) and events[-1].score.right > 0.9
     started = next(event for event in events if isinstance(event, Started))
@@ -143,22 +141,13 @@ def test_an_objective_in_another_file_trains_saves_and_resumes(adapting):
     line = whole.metrics()[-1]
     assert line["final"] and line["val_right"] == events[-1].score.right
 
-    assert not parts.train(stop_after=13)[-1].finished
-    torch.manual_seed(99)
-    assert parts.train()[0].step == 13
-    assert_same(whole, parts)
-
 
 def test_micro_batches_step_like_the_whole_batch(adapting):
-    found = []
-    for micro_batch in (4, 3, 1):
-        torch.manual_seed(0)
-        run = adapting(f"of {micro_batch}").change(micro_batch=micro_batch)
-        model, batch = run.objective.build().eval(), PAIRS.batches(4, 3)(0)
-        result = train_step(model, [], batch, run.plan, objective=run.objective)
-        found.append([result.loss, *(p.grad for p in model.parameters() if p.requires_grad)])
-    for other in found[1:]:
-        torch.testing.assert_close(other, found[0], atol=1e-6, rtol=1e-4)
+    objective = adapting("run").objective
+    model, batch = objective.build().eval(), PAIRS.batches(4, 3)(0)
+    whole, *others = (gradients(model, batch, size, objective) for size in (4, 3, 1))
+    for other in others:
+        torch.testing.assert_close(other, whole, atol=1e-6, rtol=1e-4)
 
 
 def masked(*rows):
@@ -173,12 +162,8 @@ def masked(*rows):
 def test_a_micro_batch_without_targets_adds_nothing(tiny, head):
     if head != "tied":
         tiny.head = nn.Linear(32, 97)
-    found = []
-    for micro_batch in (6, 2):
-        parts = dataclasses.replace(PLAN, micro_batch=micro_batch, grad_clip=1e9)
-        result = train_step(tiny, [], masked(2, 3), parts)
-        found.append([result.loss, result.grad_norm, *(p.grad for p in tiny.parameters())])
-    torch.testing.assert_close(found[1], found[0], atol=1e-6, rtol=1e-4)
+    whole, summed = (gradients(tiny, masked(2, 3), size, grad_clip=1e9) for size in (6, 2))
+    torch.testing.assert_close(summed, whole, atol=1e-6, rtol=1e-4)
 
 
 def test_a_batch_without_targets_changes_nothing_and_is_reported(tiny):

@@ -5,7 +5,7 @@ import numpy as np
 import pytest
 import torch
 
-from tests.train.conftest import CPU, PLAN, assert_same, open_trial
+from tests.train.conftest import CPU, PLAN, assert_resumes, assert_same, gradients, open_trial
 from tiedgpt.errors import CorruptInputError, DivergedError, UserError
 from tiedgpt.infer import Engine
 from tiedgpt.train import Trainer, fast_training
@@ -13,7 +13,6 @@ from tiedgpt.train.checkpoint import list_checkpoints, verify
 from tiedgpt.train.events import Ended, Evaluated, Replanned, Skipped, Started, Stepped
 from tiedgpt.train.objectives.language import LanguageModelling
 from tiedgpt.train.planning import prolong
-from tiedgpt.train.step import train_step
 from tiedgpt.train.storage import RunDirectory, plan_tables, read_plan
 from tiedgpt.weights.containers import SafetensorsFile
 
@@ -42,13 +41,7 @@ def test_training_lowers_the_loss_and_leaves_a_model_that_generates(trial):
 )
 def test_a_resumed_run_equals_an_uninterrupted_one(trial, stop_after, dropout, rule, dtype):
     config = {"embd_pdrop": dropout, "attn_pdrop": dropout, "resid_pdrop": dropout}
-    whole, parts = (trial(name, config, optimizer=rule, dtype=dtype) for name in ("whole", "parts"))
-    whole.train()
-    first = parts.train(stop_after)
-    assert not first[-1].finished and first[-1].step == stop_after
-    torch.manual_seed(999)  # whatever happened to the random stream in between
-    assert parts.train()[0].step == stop_after
-    assert_same(whole, parts)
+    assert_resumes(lambda name: trial(name, config, optimizer=rule, dtype=dtype), stop_after)
 
 
 def test_a_killed_run_resumes_from_its_last_checkpoint_without_repeated_metrics(trial):
@@ -71,13 +64,8 @@ def test_gradient_accumulation_gives_the_gradient_of_the_whole_batch(tiny):
     ids = torch.randint(97, (5, 24)).numpy()
     targets = ids.copy()
     targets[0, :20] = -100  # parts with different numbers of counted targets
-    gradients = []
-    for micro_batch in (5, 2):
-        parts = dataclasses.replace(PLAN, micro_batch=micro_batch)
-        result = train_step(tiny, [], (ids, targets), parts)
-        gradients.append([result.loss, result.grad_norm, *(p.grad for p in tiny.parameters())])
-    for whole, summed in zip(*gradients, strict=True):
-        torch.testing.assert_close(summed, whole, atol=1e-6, rtol=1e-4)
+    whole, summed = (gradients(tiny, (ids, targets), micro_batch) for micro_batch in (5, 2))
+    torch.testing.assert_close(summed, whole, atol=1e-6, rtol=1e-4)
 
 
 def test_checkpoints_have_checksums_and_old_ones_are_deleted(trial):
@@ -143,11 +131,7 @@ def test_a_skipped_step_leaves_the_weights_as_they_were(trial):
 @pytest.mark.parametrize("stop_after", [2, 3, 4])
 def test_a_run_with_skipped_steps_resumes_to_the_same_result(trial, stop_after):
     dropout = {"embd_pdrop": 0.2}
-    whole, parts = (break_steps(trial(name, dropout), 3, 5) for name in ("whole", "parts"))
-    whole.train()
-    parts.train(stop_after)
-    parts.train()
-    assert_same(whole, parts)
+    assert_resumes(lambda name: break_steps(trial(name, dropout), 3, 5), stop_after)
 
 
 def test_too_many_skipped_steps_end_the_run_with_a_diagnosis(trial):

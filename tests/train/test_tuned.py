@@ -11,7 +11,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from tests.train.conftest import CPU, Trial, assert_same, metrics, write_lines
+from tests.train.conftest import CPU, Trial, assert_resumes, metrics, write_lines
 from tests.train.test_parallel import together
 from tiedgpt import GPT, GPTConfig, Tokenizer
 from tiedgpt.cli.main import main
@@ -160,16 +160,8 @@ def test_trained_tokens_are_counted_and_reported(place, tmp_path, monkeypatch, c
 @pytest.mark.parametrize("more", [{}, {"lora": 2, "lora_targets": "wte,attn.c_attn"}])
 @pytest.mark.parametrize("kind", ["messages", "text"])
 def test_a_resumed_run_equals_an_uninterrupted_one(make, kind, more):
-    whole = make(kind, "whole", batch_size=2, **more)
-    whole.train()
-    parts = make(kind, "parts", batch_size=2, **more)
-    assert not parts.train(stop_after=3)[-1].finished
-    torch.manual_seed(99)
-    parts = make(kind, "parts", batch_size=2, **more)
-    assert parts.train()[0].step == 3
-    assert_same(whole, parts)
-    for file in ("config.json", "tokenizer.json"):
-        assert (whole.run.model / file).read_bytes() == (parts.run.model / file).read_bytes()
+    files = ("config.json", "tokenizer.json")
+    assert_resumes(lambda name: make(kind, name, batch_size=2, **more), 3, files, reopens=True)
 
 
 def tune_in_parallel(path, kind, options):
