@@ -62,8 +62,6 @@ from tiedgpt.train.storage import RunDirectory
 
 Progress = Callable[[int, int], None]
 """Function of the number of encoded characters and their total."""
-CACHED_CHARACTERS = 100_000_000
-"""A text of more characters is read again wherever it is needed."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -213,33 +211,12 @@ def open_texts(options: TrainOptions) -> TextSources:
     if is_prepared(options.data):
         return PreparedSources(options)
     sources = TextSources(options)
-    files = sources.corpus.corpus
-    is_large = isinstance(files, FileCorpus) and estimate_bytes(files) >= LARGE_BYTES
-    return LargeSources(options) if is_large else sources
+    return LargeSources(options) if _is_large(sources.corpus) else sources
 
 
-class CachedCorpus:
-    """A corpus that is read once, because its documents are kept if they are few enough."""
-
-    def __init__(self, corpus: Corpus) -> None:
-        self.corpus = corpus
-        self._documents: list[Document] | None = None
-
-    def __iter__(self) -> Iterator[Document]:
-        """Yield the documents."""
-        if self._documents is not None:
-            yield from self._documents
-            return
-        documents: list[Document] = []
-        room = CACHED_CHARACTERS
-        for document in self.corpus:
-            room -= len(document.text)
-            if room >= 0:
-                documents.append(document)
-            else:
-                documents.clear()
-            yield document
-        self._documents = documents if room >= 0 else None
+def _is_large(corpus: Corpus) -> bool:
+    """Return whether a corpus is not held in memory."""
+    return isinstance(corpus, FileCorpus) and estimate_bytes(corpus) >= LARGE_BYTES
 
 
 class TextSources(Sources):
@@ -247,21 +224,29 @@ class TextSources(Sources):
 
     def __init__(self, options: TrainOptions) -> None:
         how, data = options.reading, options.data
-        self.corpus = CachedCorpus(documents(data, **how) if data else python_documentation())
-        validation = None if options.val is None else documents([options.val], **how)
-        self.validation = None if validation is None else CachedCorpus(validation)
+        self.corpus: Corpus = documents(data, **how) if data else python_documentation()
+        self.validation = None if options.val is None else documents([options.val], **how)
+
+    @functools.cached_property
+    def documents(self) -> tuple[Corpus, Corpus | None]:
+        """The documents, and those of --val; read once, unless --val is large."""
+        validation = self.validation
+        if validation is not None and not _is_large(validation):
+            return [*self.corpus], [*validation]
+        return [*self.corpus], validation
 
     def digest(self) -> str:
         """Return a sha256 of all documents, which detects a changed text."""
         total = hashlib.sha256()
-        for document in chain(self.corpus, [Document("", "")], self.validation or ()):
+        train, validation = self.documents
+        for document in chain(train, [Document("", "")], validation or ()):
             total.update(document.digest)
         return total.hexdigest()
 
     @functools.cached_property
     def split(self) -> Split:
         """The split into documents to train on and to validate on."""
-        return plan_split(self.corpus, self.validation)
+        return plan_split(*self.documents)
 
     def texts(self) -> tuple[Iterable[str], Iterable[str]]:
         """Return the training texts, and all texts."""
@@ -286,7 +271,7 @@ class TextSources(Sources):
 
     def notes(self, run: RunDirectory) -> list[str]:
         """Return notes on the texts."""
-        corpora = (cached.corpus for cached in (self.corpus, self.validation) if cached)
+        corpora = self.corpus, self.validation
         files = [corpus for corpus in corpora if isinstance(corpus, FileCorpus)]
         return [*self.split.notes(), *(note for corpus in files for note in corpus.remarks.notes())]
 
