@@ -270,14 +270,14 @@ def name_run(options: TrainOptions) -> str:
     return name if suffix == AUTO else f"{name}-{suffix}"
 
 
-def find_run(options: TrainOptions, digest: str | None, folder: Path = RUNS) -> Path:
-    """Return the run under `folder` of these options on this data: NAME-1, NAME-2, ...
+def find_run(options: TrainOptions, digest: str | None) -> Path:
+    """Return the run under runs/ of these options on this data: NAME-1, NAME-2, ...
 
     The newest run with the same options comes first, then a finished run that these options
     prolong, then a new one. `digest` is that of the data.
     """
     name = name_run(options)
-    numbered = {n: path for path in folder.glob(f"{name}-*") if (n := _number(path, name))}
+    numbered = {n: path for path in RUNS.glob(f"{name}-*") if (n := _number(path, name))}
     longer = None
     for _, path in sorted(numbered.items(), reverse=True):
         run = RunDirectory(path)
@@ -290,7 +290,7 @@ def find_run(options: TrainOptions, digest: str | None, folder: Path = RUNS) -> 
             return path
         if longer is None and compare_duration(options, tables) and run.is_finished():
             longer = path
-    return longer or folder / f"{name}-{max(numbered, default=0) + 1}"
+    return longer or RUNS / f"{name}-{max(numbered, default=0) + 1}"
 
 
 def find_tune_start(options: TrainOptions, runs: Iterable[Path]) -> str | None:

@@ -64,6 +64,7 @@ class Example:
 class Row:
     """An example as ids."""
 
+    example: Example
     ids: tuple[list[int], ...]
     """The ids of the text, or of each choice."""
     answer: int
@@ -86,7 +87,7 @@ class LabelScore:
 class LabelData(Data):
     """Labelled examples as ids."""
 
-    validation: list[tuple[Example, Row]]
+    validation: list[Row]
 
 
 @dataclass(eq=False)
@@ -139,7 +140,7 @@ class Labelled(Objective):
             answer = self.numbers[example.labels[0]]
         elif len(ids[answer]) < 2:
             return None
-        return Row(ids, answer, cut=max(map(len, texts)) > context)
+        return Row(example, ids, answer, cut=max(map(len, texts)) > context)
 
     @abstractmethod
     def answer(self, head: Any, example: Example, batch: Sequence[Tensor]) -> str:
@@ -153,9 +154,9 @@ class Labelled(Objective):
         self, train: Sequence[Example], held_out: Sequence[Example], context: int
     ) -> LabelData:
         """Return examples as ids; each epoch visits every example once, in a new order."""
-        examples, notes = self._encode_all("to train on", train, context)
+        rows, notes = self._encode_all("to train on", train, context)
         validation, more_notes = self._encode_all("to validate on", held_out, context)
-        n = len(examples)
+        n = len(rows)
 
         def batches(batch_size: int, seed: int) -> Callable[[int], Arrays]:
             order = functools.lru_cache(2)(lambda epoch: permutation(n, seed=seed, epoch=epoch))
@@ -163,23 +164,22 @@ class Labelled(Objective):
             def batch(step: int) -> Arrays:
                 first = step * batch_size
                 places = (divmod(row, n) for row in range(first, first + batch_size))
-                return self.collate([examples[order(e)[i]][1] for e, i in places])
+                return self.collate([rows[order(epoch)[i]] for epoch, i in places])
 
             return batch
 
         def read_held_out(batch_size: int, n_batches: int | None) -> Iterable[Arrays]:
-            at_most = None if n_batches is None else n_batches * batch_size
-            rows = [row for _, row in validation[:at_most]]
-            for at in range(0, len(rows), batch_size):
-                yield self.collate(rows[at : at + batch_size])
+            n_rows = len(validation) if n_batches is None else n_batches * batch_size
+            chosen = validation[:n_rows]
+            for at in range(0, len(chosen), batch_size):
+                yield self.collate(chosen[at : at + batch_size])
 
-        rows = [row.ids for _, row in (*examples, *validation)]
-        longest = max(len(ids) for _, row in examples for ids in row.ids)
+        longest = max(len(ids) for row in rows for ids in row.ids)
         n_labels = f"; {len(self.labels)} labels" if self.labels else ""
         return LabelData(
             batches=batches,
             held_out=read_held_out,
-            row_tokens=max(len(ids) * max(map(len, ids)) for ids in rows),
+            row_tokens=max(len(r.ids) * max(map(len, r.ids)) for r in (*rows, *validation)),
             epoch_rows=n,
             held_out_rows=float(len(validation)),
             n_examples=n,
@@ -203,18 +203,18 @@ class Labelled(Objective):
 
     def _encode_all(
         self, what: str, examples: Sequence[Example], context: int
-    ) -> tuple[list[tuple[Example, Row]], list[str]]:
-        """Return the examples with their ids, and notes about those left out or cut."""
-        pairs, notes = [], []
+    ) -> tuple[list[Row], list[str]]:
+        """Return the examples as ids, and notes about those left out or cut."""
+        rows, notes = [], []
         for example in examples:
             try:
                 row = self.encode(example, context)
             except UserError as error:
                 raise UserError(f"{example.place}: {error}") from None
             if row is not None:
-                pairs.append((example, row))
-        total, left_out = len(examples), len(examples) - len(pairs)
-        if not pairs:
+                rows.append(row)
+        total, left_out = len(examples), len(examples) - len(rows)
+        if not rows:
             raise UserError(
                 f"no example {what} fits a context of {context} tokens",
                 hint="give a longer --context",
@@ -224,9 +224,9 @@ class Labelled(Objective):
                 f"left out {left_out:,} of {total:,} examples {what}: their answer does not fit "
                 f"{context} tokens"
             )
-        if cut := sum(row.cut for _, row in pairs):
+        if cut := sum(row.cut for row in rows):
             notes.append(f"cut {cut:,} of {total:,} examples {what} to {context} tokens")
-        return pairs, notes
+        return rows, notes
 
     def is_right(self, head: Head, batch: Sequence[Tensor]) -> Tensor:
         """Return whether the head answers rightly, for each example of a batch (B,)."""
@@ -265,11 +265,11 @@ class Labelled(Objective):
     @torch.no_grad()
     def sample(self, model: Head, data: Any, step: int, seed: int) -> str:
         """Return the head's answer to a held-out example, a different one at each step."""
-        example, row = data.validation[step % len(data.validation)]
+        row = data.validation[step % len(data.validation)]
         batch = on_device(self.collate([row]), body_of(model).wte.weight.device)
         with eval_mode(model):
             verdict = "rightly" if self.is_right(model, batch).all() else "wrongly"
-            return f"{verdict} {self.answer(model, example, batch)}"
+            return f"{verdict} {self.answer(model, row.example, batch)}"
 
     def describe(self, config: GPTConfig) -> str:
         """Return a description of the head."""
