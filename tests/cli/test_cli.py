@@ -17,7 +17,8 @@ import torch
 
 from tiedgpt.cli.doctor import examine
 from tiedgpt.cli.main import main
-from tiedgpt.cli.show_training import Display, Show
+from tiedgpt.cli.show_training import Display
+from tiedgpt.cli.train import RunArguments
 from tiedgpt.errors import UserError
 from tiedgpt.train.events import Ended, Replanned
 from tiedgpt.train.planning import Plan
@@ -128,7 +129,7 @@ def test_the_bar_of_a_run_that_ended_early_is_full(capfd):
         weight_decay=0.1, grad_clip=1.0, dtype="fp32", seed=3, eval_every=4,
         eval_batches=2, save_every=2,
     )  # fmt: skip
-    display = Display(Show())
+    display = Display(RunArguments())
     with display.training(plan):
         display.event(Ended(10, finished=True, score=None))
     assert re.search(r"\b10/10\b", capfd.readouterr().err)

@@ -191,6 +191,13 @@ def write_lines(path: Path, lines: Iterable[Any]) -> str:
     return str(path)
 
 
+@pytest.fixture
+def folder(tmp_path, monkeypatch) -> Path:
+    """An empty folder, in which the test runs."""
+    monkeypatch.chdir(tmp_path)
+    return tmp_path
+
+
 @pytest.fixture(scope="session")
 def text_file(tmp_path_factory) -> Path:
     path = tmp_path_factory.mktemp("text") / "cats.txt"

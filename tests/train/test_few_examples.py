@@ -36,12 +36,6 @@ def base(tmp_path_factory):
     return str(place)
 
 
-@pytest.fixture
-def folder(tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    return tmp_path
-
-
 def write_pairs(folder, pairs=PAIRS):
     roles = "user", "assistant"
     lines = [

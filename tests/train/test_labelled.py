@@ -160,13 +160,12 @@ def test_examples_that_do_not_fit_are_cut_or_dropped_and_counted(make, tmp_path)
 
 
 @pytest.fixture
-def files(tmp_path, monkeypatch) -> Path:
-    monkeypatch.chdir(tmp_path)
+def files(folder) -> Path:
     for task in LABELLED:
         write_lines(Path(f"{task}.jsonl"), (record(task, k) for k in range(80)))
     text = "".join(record("classify", k)["text"] + ", it lives\n" for k in range(400))
     Path("text.txt").write_text(text)
-    return tmp_path
+    return folder
 
 
 QUICK = ["--size", "tiny", "--context", "40", "--batch-size", "4", "--steps", "3"]

@@ -186,8 +186,7 @@ def test_toml_holds_any_text():
 QUICK = ("--dry-run", "--size", "nano", "--tokenizer", "char", "--context", "16", "--dtype", "fp32")
 
 
-def test_a_dry_run_prints_the_plan_and_leaves_nothing(text_file, tmp_path, monkeypatch, capsys):
-    monkeypatch.chdir(tmp_path)
+def test_a_dry_run_prints_the_plan_and_leaves_nothing(text_file, folder, capsys):
     asked = ["train", str(text_file), *QUICK, "--steps", "7"]
     assert main([*asked, "--format", "json"]) == 0
     said = json.loads(capsys.readouterr().out)
@@ -198,7 +197,7 @@ def test_a_dry_run_prints_the_plan_and_leaves_nothing(text_file, tmp_path, monke
     assert main(asked) == 0
     said = capsys.readouterr().out
     assert "optimizer state" in said and "epochs" in said and "fits in" in said
-    assert not [*tmp_path.iterdir()]
+    assert not [*folder.iterdir()]
 
 
 def test_a_dry_run_that_does_not_fit_shows_the_table_and_ends_with_code_4(text_file, capsys):

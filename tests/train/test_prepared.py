@@ -1,13 +1,13 @@
 """Training on prepared directories, and on large texts, which training prepares itself."""
 
 import hashlib
-import json
 import os
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
+from tests.train.conftest import write_lines
 from tiedgpt import Tokenizer
 from tiedgpt.cli.main import main
 from tiedgpt.data import plan_preparation, prepare_data
@@ -21,12 +21,9 @@ TINY = {"size": "nano", "context": 16, "batch_size": 2, "steps": 2, "dtype": "fp
 
 
 @pytest.fixture
-def text(tmp_path, monkeypatch) -> Path:
-    monkeypatch.chdir(tmp_path)
+def text(folder, monkeypatch) -> Path:
     monkeypatch.setattr(preparation, "MIN_PART_BYTES", 4000)
-    path = tmp_path / "text.jsonl"
-    path.write_text("".join(json.dumps({"text": each}) + "\n" for each in TEXTS))
-    return path
+    return Path(write_lines(folder / "text.jsonl", ({"text": each} for each in TEXTS)))
 
 
 @pytest.fixture
@@ -132,8 +129,7 @@ def test_an_interrupted_preparation_continues_with_the_same_options(large, tmp_p
     assert (data / "manifest.json").exists() and not (data / "prepared.json").exists()
 
 
-def test_text_whose_characters_are_split_is_noted(tmp_path, monkeypatch, capsys):
-    monkeypatch.chdir(tmp_path)
+def test_text_whose_characters_are_split_is_noted(folder, capsys):
     letters = [chr(0x4E00 + n * n % 3001) for n in range(6000)]
     Path("zh.txt").write_text("".join(letters))
     options = ["--size", "nano", "--context", "8", "--steps", "1", "--batch-size", "2"]
@@ -145,8 +141,7 @@ def test_text_whose_characters_are_split_is_noted(tmp_path, monkeypatch, capsys)
     assert "no token of their own" not in capsys.readouterr().err
 
 
-def test_training_file_that_also_validates_is_noted(tmp_path, monkeypatch, capsys):
-    monkeypatch.chdir(tmp_path)
+def test_training_file_that_also_validates_is_noted(folder, capsys):
     for name in "ab":
         Path(f"{name}.txt").write_text(" ".join(f"{name}{n}" for n in range(99)))
     options = ["--size", "nano", "--context", "8", "--steps", "1", "--batch-size", "2"]

@@ -21,10 +21,9 @@ QUICK += ("--batch-size", "2", "--dtype", "fp32")
 
 
 @pytest.fixture
-def folder(tmp_path, monkeypatch) -> Path:
-    monkeypatch.chdir(tmp_path)
-    Path("cats.txt").write_text(TEXT)
-    return tmp_path
+def folder(folder) -> Path:
+    (folder / "cats.txt").write_text(TEXT)
+    return folder
 
 
 def train(*more):

@@ -19,8 +19,7 @@ from tiedgpt.train.dataset import open_text
 @pytest.mark.parametrize(
     "text", ["a" * 30, "one short line of thirty bytes", "é" * 15, "\n".join("xy" * 40)]
 )
-def test_tiny_texts_are_trained_on(text, tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
+def test_tiny_texts_are_trained_on(text, folder):
     Path("text.txt").write_text(text)
     command = ["train", "text.txt", "--out", "run", "--minutes", "0.005", "--dtype", "fp32"]
     assert main(command) == 0
@@ -32,10 +31,7 @@ def test_tiny_texts_are_trained_on(text, tmp_path, monkeypatch):
 
 
 @pytest.mark.parametrize("n_bytes", [30_000, 300_000])
-def test_a_small_text_publishes_the_weights_with_the_best_validation(
-    n_bytes, tmp_path, monkeypatch, capfd
-):
-    monkeypatch.chdir(tmp_path)
+def test_a_small_text_publishes_the_weights_with_the_best_validation(n_bytes, folder, capfd):
     words = random.Random(1).choices(
         "a cat and two old dogs sat on my mat again".split(), k=n_bytes
     )

@@ -146,8 +146,7 @@ def test_prompts_with_completions_tune_a_model_for_generate(make):
     assert not any("tiedgpt generate" in note for note in make("messages").data.notes)
 
 
-def test_trained_tokens_are_counted_and_reported(place, tmp_path, monkeypatch, capfd):
-    monkeypatch.chdir(tmp_path)
+def test_trained_tokens_are_counted_and_reported(place, folder, capfd):
     command = ["tune", str(place / "messages.jsonl"), "--from", str(place / "base"), "--steps", "1"]
     assert main([*command, "--lora", "2", "--memory", "8", "--format", "json"]) == 0
     out, err = capfd.readouterr()
@@ -295,17 +294,16 @@ def test_a_tuned_model_chats_in_transformers_and_stops(make):
     assert ours.ids == reply and ours.finish_reason == "stop"
 
 
-def test_the_same_command_resumes_its_run(place, tmp_path, monkeypatch, capsys):
-    monkeypatch.chdir(tmp_path)
+def test_the_same_command_resumes_its_run(place, folder, capsys):
     command = ["tune", str(place / "messages.jsonl"), "--epochs", "0.1"]
     assert main([*command, "--from", str(place / "base")]) == 0
     assert main(command) == 0
     assert "is finished" in " ".join(capsys.readouterr().err.split())
-    record = tomllib.loads((tmp_path / "runs/messages-tuned-1/run.toml").read_text())
+    record = tomllib.loads((folder / "runs/messages-tuned-1/run.toml").read_text())
     assert record["options"]["start"] == str(place / "base")
     assert record["model"]["attn_pdrop"] == 0 and record["model"]["resid_pdrop"] == 0
     assert record["training"]["lr"] == pytest.approx(4 * 6.25e-5 * 768 / 32)
-    card = (tmp_path / "runs/messages-tuned-1/model/README.md").read_text()
+    card = (folder / "runs/messages-tuned-1/model/README.md").read_text()
     assert 'recipe = "tune"' in card and str(place) not in card
 
 
@@ -336,18 +334,16 @@ BAD = {
 
 
 @pytest.mark.parametrize("what", BAD)
-def test_bad_input_is_named_and_nothing_is_written(place, tmp_path, monkeypatch, capsys, what):
-    monkeypatch.chdir(tmp_path)
+def test_bad_input_is_named_and_nothing_is_written(place, folder, capsys, what):
     text, more, problem = BAD[what]
-    (tmp_path / "bad.jsonl").write_text(text)
+    (folder / "bad.jsonl").write_text(text)
     assert main(["tune", "bad.jsonl", "--from", str(place / "base"), *more]) in (1, 3)
     assert problem in " ".join(capsys.readouterr().err.split())
-    assert [path.name for path in tmp_path.rglob("*")] in (["bad.jsonl"], ["bad.jsonl", "runs"])
+    assert [path.name for path in folder.rglob("*")] in (["bad.jsonl"], ["bad.jsonl", "runs"])
 
 
-def test_the_text_field_can_be_named(place, tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    data = write_lines(tmp_path / "body.jsonl", [{"body": line["text"]} for line in LINES["text"]])
+def test_the_text_field_can_be_named(place, folder):
+    data = write_lines(folder / "body.jsonl", [{"body": line["text"]} for line in LINES["text"]])
     command = ["tune", data, "--from", str(place / "base"), "--steps", "1"]
     assert main(command) == 3
     assert main([*command, "--text-field", "body"]) == 0
@@ -363,12 +359,11 @@ def test_bad_lines_can_be_skipped(tmp_path, options):
     assert "bad lines that were skipped: 1" in examples.notes[0]
 
 
-def test_a_template_of_another_program_is_refused_by_name(place, tmp_path, capsys, monkeypatch):
-    monkeypatch.chdir(tmp_path)
+def test_a_template_of_another_program_is_refused_by_name(place, folder, capsys):
     model = GPT.from_pretrained(place / "base")
     model.save_pretrained("other")
     Tokenizer.from_pretrained(place / "base").save_pretrained("other")
-    (tmp_path / "other/chat_template.jinja").write_text("{{ messages }}")
+    (folder / "other/chat_template.jinja").write_text("{{ messages }}")
     command = ["tune", str(place / "messages.jsonl"), "--from", "other", "--steps", "1"]
     assert main(command) == 1
     assert "foreign templates are not executed" in " ".join(capsys.readouterr().err.split())

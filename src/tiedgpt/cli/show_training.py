@@ -6,7 +6,6 @@ import contextlib
 import json
 import math
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
 
 import torch
 from rich.progress import (
@@ -21,6 +20,7 @@ from rich.text import Text
 
 from tiedgpt.cli.console import console, fact, note
 from tiedgpt.cli.source import program
+from tiedgpt.cli.train import RunArguments
 from tiedgpt.core.config import GPTConfig
 from tiedgpt.train import events
 from tiedgpt.train.objective import Objective
@@ -34,16 +34,6 @@ READABLE = 500_000
 SMOOTHING = 0.9
 
 
-@dataclass(frozen=True, kw_only=True)
-class Show:
-    """Choices of what to show of a training."""
-
-    verbose: bool = False
-    """Show the rate, the optimizer's groups, and how batches are computed."""
-    format: str = "human"
-    """human or json, of the results on stdout."""
-
-
 class Display:
     """Progress on stderr, results on stdout."""
 
@@ -52,8 +42,8 @@ class Display:
     steps = 0
     """Number of steps of the current plan."""
 
-    def __init__(self, show: Show, *, silent: bool = False) -> None:
-        self.show = show
+    def __init__(self, args: RunArguments, *, silent: bool = False) -> None:
+        self.args = args
         self.err = console(stderr=True, silent=silent)
         self._loss = self._speed = 0.0
         self._seen = 0
@@ -84,7 +74,7 @@ class Display:
             "run": f"{event.directory.path}; Ctrl-C saves and stops, the same command resumes",
             "memory": "" if plan.memory is None else describe_memory(plan),
         }
-        if self.show.verbose:
+        if self.args.verbose:
             n_scored = plan.eval_batches * plan.micro_batch * data.row_units
             facts |= {
                 "shape": f"{config.n_layer} blocks of width {config.n_embd}, {config.n_head} "
@@ -153,7 +143,7 @@ class Display:
             case events.Planned():
                 self._show_plan(event)
             case events.Started():
-                for group in event.groups if self.show.verbose else ():
+                for group in event.groups if self.args.verbose else ():
                     fact("optimizer", str(group), to=self.err)
                 if event.step:
                     self.say(f"resuming after step {event.step:,}")
@@ -205,7 +195,7 @@ class Display:
         directory, options = self.planned.directory, self.planned.options
         objective, data = self.planned.objective, self.planned.data
         out, config = console(), objective.config
-        if self.show.format == "json":
+        if self.args.format == "json":
             where = {"run": str(directory.path), "model": str(directory.model), "steps": ended.step}
             counts = {"parameters": config.parameter_count()}
             counts["trained"] = data.n_trained or config.parameter_count()

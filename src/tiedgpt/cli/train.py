@@ -101,12 +101,12 @@ def show_run(options: TrainOptions, args: RunArguments, verb: str, arguments: li
         show_plan(options, args)
         return EXIT_OK
     began = time.perf_counter()  # importing torch is part of --minutes
-    from tiedgpt.cli.show_training import Display, Show
+    from tiedgpt.cli.show_training import Display
     from tiedgpt.train.events import AlreadyFinished, Ended, Planned
     from tiedgpt.train.metrics import Tracking, open_tracker
     from tiedgpt.train.run import train
 
-    display = Display(Show(verbose=args.verbose, format=args.format), silent=not is_main())
+    display = Display(args, silent=not is_main())
     tracker = open_tracker(args.track) if args.track is not None and is_main() else None
     signals, trackings = StopSignals(), list[Tracking]()
 
