@@ -4,15 +4,16 @@ import builtins
 import io
 import multiprocessing
 import os
+import shutil
 import signal
 from dataclasses import replace
 
 import pytest
 import torch
 
-from tests.train.conftest import assert_same, metrics
+from tests.train.conftest import assert_same, metrics, write_lines
 from tiedgpt.cli.train import StopSignals
-from tiedgpt.errors import UserError
+from tiedgpt.errors import CorruptInputError, UserError
 from tiedgpt.infer import Engine
 from tiedgpt.train import TrainOptions, train
 from tiedgpt.train.checkpoint import list_checkpoints
@@ -131,6 +132,19 @@ def test_an_abandoned_training_releases_its_directory(tmp_path, options):
         next(train(options, tmp_path / "run"))
     events.close()
     assert not run.is_in_use()
+
+
+@pytest.mark.parametrize("task", ["lm", "classify"])
+def test_a_run_that_lost_its_tokenizer_is_refused(tmp_path, options, task):
+    if task == "classify":
+        lines = ({"text": f"line {n}", "label": n % 2} for n in range(40))
+        options = replace(options, task=task, data=(write_lines(tmp_path / "a.jsonl", lines),))
+    events = train(options, tmp_path / "run")
+    next(event for event in events if isinstance(event, Stepped))
+    events.close()
+    shutil.rmtree(tmp_path / "run/tokenizer")
+    with pytest.raises(CorruptInputError, match="without it the run cannot resume"):
+        list(train(options, tmp_path / "run"))
 
 
 def test_a_file_is_read_once_by_a_fresh_run_and_once_by_one_that_resumes(

@@ -393,19 +393,14 @@ def peak_memory(device: torch.device) -> int | None:
 
 def describe() -> dict[str, Any]:
     """Return facts about the hardware for run.toml."""
+    info = Path("/proc/cpuinfo")
+    text = info.read_text(encoding="utf-8", errors="replace") if info.exists() else ""
+    named = re.search(r"^model name\s*: *(.+)", text, re.MULTILINE)
     facts: dict[str, Any] = {
-        "processor": _processor(),
+        "processor": named[1] if named else platform.processor() or platform.machine(),
         "cores": count_cores(),
         "system": f"{platform.system()} {platform.machine()}",
     }
     if torch.cuda.is_available():
         facts["gpu"] = torch.cuda.get_device_name()
     return facts
-
-
-def _processor() -> str:
-    """Return the name of the processor, if the system says it."""
-    info = Path("/proc/cpuinfo")
-    text = info.read_text(encoding="utf-8", errors="replace") if info.exists() else ""
-    named = re.search(r"^model name\s*: *(.+)", text, re.MULTILINE)
-    return named[1] if named else platform.processor() or platform.machine()
