@@ -1,6 +1,7 @@
 """Training is one function: its events, its files and its input."""
 
 import builtins
+import gc
 import io
 import multiprocessing
 import os
@@ -17,6 +18,7 @@ from tiedgpt.errors import CorruptInputError, UserError
 from tiedgpt.infer import Engine
 from tiedgpt.train import TrainOptions, train
 from tiedgpt.train.checkpoint import list_checkpoints
+from tiedgpt.train.dataset import TextSources
 from tiedgpt.train.events import AlreadyFinished, Ended, Planned, Started, Stepped
 from tiedgpt.train.storage import RunDirectory
 
@@ -145,6 +147,14 @@ def test_a_run_that_lost_its_tokenizer_is_refused(tmp_path, options, task):
     shutil.rmtree(tmp_path / "run/tokenizer")
     with pytest.raises(CorruptInputError, match="without it the run cannot resume"):
         list(train(options, tmp_path / "run"))
+
+
+def test_the_text_is_not_held_in_memory_during_the_steps(tmp_path, options):
+    events = train(options, tmp_path / "run")
+    next(event for event in events if isinstance(event, Stepped))
+    gc.collect()
+    assert not any(type(each) is TextSources for each in gc.get_objects())
+    events.close()
 
 
 def test_a_file_is_read_once_by_a_fresh_run_and_once_by_one_that_resumes(

@@ -124,14 +124,14 @@ def measure_machine(
     numbers.
     """
     device = processes.device
-    load = processes.on_main(measure_load) if processes.size == 1 and device.type == "cpu" else None
+    load = measure_load() if processes.size == 1 and device.type == "cpu" else None
     minutes = options.duration.amount if options.duration.unit == "minutes" else DEFAULT_MINUTES
     seconds = min(MAX_MEASURE_SECONDS, 60 * MEASURE_TIME_SHARE * minutes)
     speed = SpeedMeasurement(objective, data, processes, seconds, load, accelerate)
-    free = processes.on_main(free_memory, device)
-    if free is not None and device.type == "cpu":
-        free = (free - LIBRARY_BYTES) // processes.n_local
-    used = used_memory(device) + (LIBRARY_BYTES if device.type == "cpu" else 0)
+    free, used = processes.broadcast((free_memory(device), used_memory(device)))
+    if device.type == "cpu":
+        free = None if free is None else (free - LIBRARY_BYTES) // processes.n_local
+        used += LIBRARY_BYTES
     if load is not None and threads is None and torch.get_num_threads() > 1:
         speed.compares_threads = True
     machine = Machine(
@@ -139,7 +139,7 @@ def measure_machine(
         device=str(device),
         dtype=choose_dtype(device),
         free_bytes=math.inf if free is None else free,
-        used_bytes=processes.broadcast(used),
+        used_bytes=used,
         threads=threads,
         missing_compiler=find_missing(device),
         n_processes=processes.size,

@@ -84,11 +84,9 @@ def train(
     began = called if began is None else began
     with contextlib.ExitStack() as stack:
         processes = stack.enter_context(join_processes(parallel, training_device(options.device)))
-        if out is not None:  # before the data are read
-            processes.on_main(compare_options, options, out)
-        objective_class = processes.main_first(open_objective, options)
-        sources = processes.main_first(objective_class.open, options)
-        run = stack.enter_context(open_run(options, sources, out, processes))
+        objective_class, sources = processes.main_first(open_sources, options, out)
+        digest = processes.on_main(sources.digest) if options.data else None
+        run = processes.on_main(stack.enter_context, open_run(options, digest, out))
         if run.is_finished:
             yield AlreadyFinished(run.directory.path)
             return
@@ -138,19 +136,26 @@ class Run:
     is_finished: bool = False
 
 
+def open_sources(
+    options: TrainOptions, out: str | Path | None = None
+) -> tuple[type[Objective], Sources]:
+    """Return the objective of the options, and its data, unless `out` has other options."""
+    if out is not None:
+        compare_options(options, out)
+    objective = open_objective(options)
+    return objective, objective.open(options)
+
+
 @contextlib.contextmanager
-def open_run(
-    options: TrainOptions, sources: Sources, out: str | Path | None, processes: Processes
-) -> Iterator[Run]:
+def open_run(options: TrainOptions, digest: str | None, out: str | Path | None) -> Iterator[Run]:
     """Lock the directory of these options on this data, and yield the run in it.
 
     A finished run is prolonged if the options ask for a longer duration. Raises `UserError` if the
     run has other options or other data.
     """
-    digest = processes.on_main(sources.digest) if options.data else None
-    directory = RunDirectory(Path(out or processes.on_main(find_run, options, digest)))
-    with directory.lock() if processes.is_main else contextlib.nullcontext():
-        yield processes.on_main(_read_run, options, directory, digest)
+    directory = RunDirectory(Path(out or find_run(options, digest)))
+    with directory.lock():
+        yield _read_run(options, directory, digest)
 
 
 def _read_run(options: TrainOptions, directory: RunDirectory, digest: str | None) -> Run:
@@ -224,8 +229,7 @@ def prepare_fresh(
     options: TrainOptions, run: RunDirectory, progress: Progress | None = None
 ) -> tuple[Objective, Data]:
     """Return the objective and the data of these options, encoded in a new run's directory."""
-    objective = open_objective(options)
-    return prepare(objective, objective.open(options), run, options, None, progress)
+    return prepare(*open_sources(options), run, options, None, progress)
 
 
 def make_plan(
