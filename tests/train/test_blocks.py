@@ -89,7 +89,10 @@ def test_a_missing_compiler_is_named(monkeypatch, trial, options):
     assert trial().make_plan(options, compile="on").compile == "off"
 
 
-@pytest.mark.parametrize("most, sizes", [(2**31, [1 << 30]), (32 << 20, [1 << 30, 32 << 20])])
+@pytest.mark.parametrize(
+    ("most", "sizes"),
+    [(2**31, [1 << 30]), (32 << 20, [1 << 30, 32 << 20]), (0, [1 << 30, 32 << 20])],
+)
 def test_freed_memory_is_kept_as_far_as_the_c_library_allows(most, sizes):
     asked = []
 
@@ -99,13 +102,7 @@ def test_freed_memory_is_kept_as_far_as_the_c_library_allows(most, sizes):
 
     step.keep_memory(set_malloc)
     mapped = [(step.M_MMAP_THRESHOLD, size) for size in sizes]
-    assert asked == [*mapped, (step.M_TRIM_THRESHOLD, 2**31 - 1)]
-
-
-def test_memory_is_left_to_a_library_that_takes_no_size():
-    asked = []
-    step.keep_memory(lambda *option: asked.append(option))
-    assert {option for option, _ in asked} == {step.M_MMAP_THRESHOLD}
+    assert asked == [*mapped, *[(step.M_TRIM_THRESHOLD, 2**31 - 1)] * (most > 0)]
 
 
 @pytest.mark.slow

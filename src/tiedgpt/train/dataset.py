@@ -29,7 +29,6 @@ from tiedgpt.core.config import GPTConfig
 from tiedgpt.data import (
     Batches,
     Corpus,
-    Counts,
     Document,
     FileCorpus,
     Shards,
@@ -230,9 +229,9 @@ class TextSources(Sources):
     @functools.cached_property
     def documents(self) -> tuple[Corpus, Corpus | None]:
         """The documents, and those of --val; read once, unless --val is large."""
-        validation = self.validation
+        validation: Corpus | None = self.validation
         if validation is not None and not _is_large(validation):
-            return [*self.corpus], [*validation]
+            validation = [*validation]
         return [*self.corpus], validation
 
     def digest(self) -> str:
@@ -319,17 +318,20 @@ def open_text(
     """
     encoded = open_encoded(directory)
     train, validation = encoded.open_shards("train"), encoded.open_shards("val")
+    counts, n_held_out = encoded.train, encoded.val.documents
+    held_out = f"{format_count(n_held_out, 'document')}, " if counts.documents > 1 else ""
     description = {
-        "text": _describe_text(encoded.train, encoded.val),
+        "text": f"{format_count(counts.documents, 'document')}, {counts.utf8_bytes / 1e6:.2f} MB, "
+        f"{counts.tokens:,} tokens; to validate on: {held_out}{encoded.val.tokens:,} tokens",
         "tokens": f"{tokenizer.kind} vocabulary of {len(tokenizer):,}, "
-        f"{encoded.train.utf8_bytes / max(1, len(train)):.2f} bytes a token",
+        f"{counts.utf8_bytes / max(1, len(train)):.2f} bytes a token",
     }
     return TextData(
         **_cut_rows(train, validation, context),
         unit="tokens",
         text_tokens=len(train),
-        text_bytes=encoded.train.utf8_bytes,
-        counts={"train_text": asdict(encoded.train), "val_text": asdict(encoded.val)},
+        text_bytes=counts.utf8_bytes,
+        counts={"train_text": asdict(counts), "val_text": asdict(encoded.val)},
         description=description,
         notes=[*notes],
         train=train,
@@ -355,14 +357,6 @@ def _cut_rows(train: Shards, validation: Shards, context: int) -> dict[str, Any]
         "epoch_rows": max(1, -(-(len(train) - 1) // context)),
         "held_out_rows": len(validation) / context,
     }
-
-
-def _describe_text(train: Counts, val: Counts) -> str:
-    of = f"{format_count(val.documents, 'document')}, " if train.documents > 1 else ""
-    return (
-        f"{format_count(train.documents, 'document')}, {train.utf8_bytes / 1e6:.2f} MB, "
-        f"{train.tokens:,} tokens; to validate on: {of}{val.tokens:,} tokens"
-    )
 
 
 class LargeSources(TextSources):
