@@ -88,8 +88,11 @@ class Sources(ABC):
     """The model to start from, if the data need rows for new tokens."""
     memorizes: bool = False
     """Whether the examples are so few that they are memorized, because none is held out."""
-    n_characters: int | None = None
-    """Approximate length of texts, for the size of the vocabulary to train."""
+
+    @property
+    def n_characters(self) -> int | None:
+        """The approximate length of texts, which decides the size of their vocabulary."""
+        return None
 
     @abstractmethod
     def digest(self) -> str:
@@ -253,7 +256,7 @@ class TextSources(Sources):
         return train, (document.text for _, document in self.split)
 
     @property
-    def n_characters(self) -> int:  # type: ignore[override]
+    def n_characters(self) -> int:
         """Number of characters."""
         return self.split.characters
 
@@ -374,7 +377,7 @@ class LargeSources(TextSources):
         return self.plan.sample(TOKENIZER_CHARACTERS), self.plan.texts()
 
     @property
-    def n_characters(self) -> int:  # type: ignore[override]
+    def n_characters(self) -> int:
         """Estimated number of characters."""
         return self.plan.n_bytes
 
