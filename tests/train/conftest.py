@@ -138,9 +138,9 @@ def assert_same(one: Trial, other: Trial, files: Iterable[str] = ()) -> None:
 def assert_resumes(
     make: Callable[[str], Trial], stop_after: int, files: Iterable[str] = (), *, reopens=False
 ) -> tuple[Trial, list[Event]]:
-    """A run that stops after a step and resumes equals one that does not; return that one.
+    """Assert that a run which stops and resumes equals an uninterrupted one; return the latter.
 
-    `reopens`: the stopped run is made again from its directory before it resumes.
+    With `reopens`, `make` opens the stopped run again before it resumes.
     """
     whole, parts = make("whole"), make("parts")
     events = whole.train()
