@@ -98,13 +98,3 @@ def test_the_template_beside_the_tokenizer_is_used_unless_it_is_foreign(folder, 
     assert main([*command, "--template", "chatml"]) == 0
     command[2] = "pairs.jsonl"
     assert main([*command, "--skip-bad"]) == 0, "pairs need no template"
-
-
-def test_conversation_without_a_reply_is_refused_with_the_option_that_skips_it(folder, capsys):
-    chats = [{"messages": [{"role": "user", "content": "Hi?"}]}]
-    chats.append({"messages": [*chats[0]["messages"], {"role": "assistant", "content": "Yes."}]})
-    (folder / "half.jsonl").write_text("".join(json.dumps(chat) + "\n" for chat in chats))
-    command = ["data", "show", "half.jsonl", "--tokenizer", "tok"]
-    assert main(command) == 3
-    assert "--skip-bad" in capsys.readouterr().err
-    assert main([*command, "--skip-bad"]) == 0

@@ -36,8 +36,9 @@ def test_a_misspelt_run_names_the_nearest_one(runs, capfd, command):
 
 
 def test_a_run_without_its_folder_and_an_unknown_one_are_explained(runs, capfd):
-    assert main(["tie", "audit", "zh-1"]) == 1
-    assert "did you mean runs/zh-nano-1?" in capfd.readouterr().err
+    for command in (["tie", "audit", "zh-1"], ["eval", "zh-1", "my.txt"]):
+        assert main(command) == 1
+        assert "did you mean runs/zh-nano-1?" in capfd.readouterr().err
     assert main(["tie", "audit", "runs/qqqqqq"]) == 1
     err = capfd.readouterr().err
     assert "there is no run runs/qqqqqq" in err and "poems-mini-1, zh-nano-1" in err

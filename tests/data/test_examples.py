@@ -175,8 +175,9 @@ CHAT = {"messages": [{"role": "user", "content": "a"}, {"role": "assistant", "co
     ],
 )
 def test_a_bad_conversation_is_named(reader, messages, says):
-    with pytest.raises(CorruptInputError, match=rf"examples\.jsonl:2: .*{says}"):
+    with pytest.raises(CorruptInputError, match=rf"examples\.jsonl:2: .*{says}.*--skip-bad"):
         list(reader(CHAT, {"messages": messages}))
+    assert len(list(reader(CHAT, {"messages": messages}, skip_bad=True))) == 1
 
 
 def test_a_character_outside_the_vocabulary_is_named(reader):

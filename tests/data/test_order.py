@@ -1,6 +1,5 @@
 import hashlib
 import tracemalloc
-from collections import Counter
 
 import numpy as np
 import pytest
@@ -145,13 +144,6 @@ def test_a_ragged_end_is_aligned_and_its_overlap_is_ignored():
     ((ids, targets),) = in_order(Stream(8), batch_size=9, n_positions=3)
     assert ids.tolist() == [[0, 1, 2], [3, 4, 5], [4, 5, 6]]
     assert targets.tolist() == [[1, 2, 3], [4, 5, 6], [IGNORED, IGNORED, 7]]
-
-
-def test_a_batch_may_span_two_epochs():
-    batches = Batches(Stream(51), batch_size=4, n_positions=10, seed=0)
-    assert batches.n_windows == 5
-    once = Counter(batches.batch(0)[0][:, 0].tolist() + batches.batch(1)[0][:1, 0].tolist())
-    assert once == Counter([0, 10, 20, 30, 40])
 
 
 @given(shapes())

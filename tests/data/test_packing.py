@@ -2,7 +2,6 @@
 
 import numpy as np
 import pytest
-import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -106,39 +105,3 @@ def test_examples_that_cannot_be_packed_are_refused():
         PackedBatches(drawn(LENGTHS), batch_size=2, n_positions=23, seed=0)
     with pytest.raises(UserError, match="0 examples"):
         PackedBatches(drawn([]), batch_size=2, n_positions=24, seed=0)
-
-
-def test_packed_loss_and_gradients_are_those_of_separate_examples(tiny):
-    examples = drawn(LENGTHS)
-    batches = PackedBatches(examples, batch_size=1, n_positions=24, seed=1)
-    ids, targets, document_starts = map(torch.from_numpy, batches.rows(0, batches.n_rows()))
-    tiny.loss(ids, targets, document_starts=document_starts).backward()
-    loss = tiny.loss(ids, targets, document_starts=document_starts).item()
-    packed = {name: p.grad.clone() for name, p in tiny.named_parameters()}
-    tiny.zero_grad()
-    total, n_targets = 0.0, 0
-    for number in range(len(examples)):
-        its, counted = (torch.from_numpy(part.copy()) for part in examples.example(number))
-        its = its.long()[None]
-        answers = torch.where(counted[1:], its[:, 1:], IGNORED)
-        if (answers != IGNORED).any():
-            n = int((answers != IGNORED).sum())
-            part = tiny.loss(its[:, :-1], answers) * n
-            part.backward()
-            total, n_targets = total + part.item(), n_targets + n
-    assert loss == pytest.approx(total / n_targets, rel=1e-6)
-    for name, parameter in tiny.named_parameters():
-        alone = parameter.grad / n_targets
-        assert (packed[name] - alone).norm() <= 1e-6 * alone.norm(), name
-
-
-def test_changing_one_example_changes_no_other_examples_logits(tiny):
-    examples = drawn(LENGTHS)
-    batches = PackedBatches(examples, batch_size=1, n_positions=24, seed=1)
-    ids, _, document_starts = map(torch.from_numpy, batches.rows(0, batches.n_rows()))
-    changed, here = ids.clone(), document_starts == document_starts[:, -1:]
-    changed[here] = (ids[here] + 1) % 97
-    logits = [
-        tiny.logits(tiny.body(given, document_starts=document_starts)) for given in (ids, changed)
-    ]
-    assert torch.equal((logits[0] != logits[1]).any(-1), here)

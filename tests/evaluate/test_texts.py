@@ -1,18 +1,14 @@
 """Perplexity by windows."""
 
-import inspect
-import json
 import math
-from pathlib import Path
 
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from transformers import AutoTokenizer, GPT2LMHeadModel
+from transformers import GPT2LMHeadModel
 
 from tests.conftest import TEXT
-from tiedgpt.cli.main import main
 from tiedgpt.errors import UserError
 from tiedgpt.evaluate.texts import Windows, score_text
 
@@ -42,25 +38,6 @@ def test_the_perplexity_equals_transformers_recipe(directory, engine, context, s
     score = score_text(engine, text, context=context, stride=stride)
     assert score.perplexity == pytest.approx(expected, abs=1e-4)
     assert score.tokens == n
-
-
-@pytest.mark.slow
-def test_transformers_measures_the_same_perplexity_of_a_trained_run(tmp_path, monkeypatch, capsys):
-    monkeypatch.chdir(tmp_path)
-    text = inspect.getsource(inspect)[:8_000]
-    Path("text.py").write_text(text)
-    train = ["train", "text.py", "--vocab-size", "400", "--size", "tiny", "--steps", "40"]
-    assert main([*train, "--context", "128", "--out", "run"]) == 0
-    capsys.readouterr()
-    arguments = ["eval", "run", "text.py", "--context", "96", "--stride", "40", "--format", "json"]
-    assert main(arguments) == 0
-    found = json.loads(capsys.readouterr().out)
-    ids = AutoTokenizer.from_pretrained("run/model")(text)["input_ids"]
-    model = GPT2LMHeadModel.from_pretrained("run/model").eval()
-    expected, n = transformers_perplexity(model, ids, 96, 40)
-    assert found["perplexity"] == pytest.approx(expected, abs=1e-4)
-    assert found["tokens"] == n
-    assert expected < 0.2 * model.config.vocab_size  # it has learned
 
 
 @given(st.integers(0, 100), st.integers(2, 20), st.integers(1, 20))

@@ -155,11 +155,6 @@ def test_invalid_ids_are_refused_in_every_container(any_tokenizer, make):
             any_tokenizer.decode(ids)
 
 
-def test_half_a_character_is_decoded_as_the_replacement_character(bpe):
-    ids = [bpe.encode("é")[0]] if len(bpe.encode("é")) > 1 else []
-    assert ids and bpe.decode(ids) == "\ufffd"
-
-
 def test_byte_lengths_add_up_to_the_text(tokenizer):
     text = "naïve 日本 👍\r\n\t and so on"
     lengths = tokenizer.byte_lengths()
