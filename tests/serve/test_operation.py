@@ -3,9 +3,12 @@
 import contextlib
 import copy
 import json
+import os
+import random
 import socket
 import threading
 import time
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
@@ -128,21 +131,33 @@ def test_client_that_disconnects_frees_its_slot(running, engine, slow, stream):
     assert engine.stats()["generated_tokens"] - before < 4 * 16 * 48
 
 
-def test_survivors_of_disconnects_equal_solo_runs(running, engine):
-    """Half of many streams are dropped, some of them at once."""
+def test_survivors_of_64_streams_equal_solo_runs_and_leave_nothing(engine):
+    """The engine takes 12 texts; the others are told to try again, and do."""
     alone = engine.generate("the cat", max_new_tokens=30, temperature=0).text
     body = {"prompt": "the cat", "max_tokens": 30, "temperature": 0, "stream": True}
-    for _ in range(2):
-        connections = [send(running.port, body) for _ in range(12)]
-        for number, connection in enumerate(connections[::2]):
-            if number % 2:
-                connection.recv(200)
+    dice, written, limits = random.Random(0), [], Limits(queue=8)
+
+    def one(leaves):
+        while b"429" in (head := (connection := send(running.port, body)).recv(12)):
             connection.close()
-        for connection in connections[1::2]:
-            lines = [x for x in read(connection).split("\n") if x.startswith("data: {")]
-            pieces = [json.loads(line[6:])["choices"][0]["text"] for line in lines]
-            assert "".join(pieces) == alone
-    until(lambda: engine.stats()["running"] + engine.stats()["waiting"] == 0)
+            time.sleep(0.01)
+        if leaves is not None:
+            time.sleep(leaves)
+            connection.close()
+            return
+        lines = [x for x in (head.decode() + read(connection)).split("\n") if x[:7] == "data: {"]
+        written.append("".join(json.loads(x[6:])["choices"][0]["text"] for x in lines))
+
+    with Running(create_app(engine, name="tiny", limits=limits), engine, limits) as running:
+        for turn in range(2):
+            with ThreadPoolExecutor(64) as pool:
+                list(pool.map(one, [dice.random() * 0.1 if n % 2 else None for n in range(64)]))
+            until(lambda: engine.stats()["running"] + engine.stats()["waiting"] == 0)
+            until(lambda: not running.server.server_state.tasks)
+            if turn == 0:
+                before = len(os.listdir("/proc/self/fd"))
+        until(lambda: len(os.listdir("/proc/self/fd")) <= before + 2)
+    assert written == [alone] * 64
 
 
 def test_slow_senders_are_closed_at_the_deadline_while_others_are_served(engine):

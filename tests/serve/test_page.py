@@ -9,6 +9,7 @@ import posixpath
 import re
 import shutil
 import zlib
+from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 from urllib.parse import unquote
@@ -26,7 +27,7 @@ from tiedgpt.data import TEMPLATES, ShardWriter
 from tiedgpt.errors import UserError
 from tiedgpt.infer import Engine
 from tiedgpt.serve.app import create_app
-from tiedgpt.serve.assets import POLICY, in_one_file, page_files
+from tiedgpt.serve.assets import in_one_file, page_files
 from tiedgpt.serve.export import export
 from tiedgpt.serve.guards import Hosts
 from tiedgpt.serve.page_data import opening_text
@@ -41,18 +42,31 @@ def run(tmp_path_factory):
     return make_run(tmp_path_factory.mktemp("runs") / "cats")
 
 
+@contextmanager
+def page_of(source, name="cats", **options):
+    """A client of the application that serves a source."""
+    with Engine(str(source)) as engine:
+        app = create_app(engine, name=name, source=source, **options)
+        yield TestClient(app, base_url="http://127.0.0.1")
+
+
 @pytest.fixture(scope="module")
 def page(run):
-    with Engine(str(run)) as engine:
-        yield TestClient(create_app(engine, name="cats", source=run), base_url="http://127.0.0.1")
+    with page_of(run) as page:
+        yield page
 
 
-def test_every_file_has_the_policy_and_is_cached(page):
+def test_every_file_has_the_strict_policy_and_is_cached(page):
+    policy = (
+        "default-src 'none'; script-src 'self'; style-src 'self'; connect-src 'self'; "
+        "img-src 'self' data:; base-uri 'none'; form-action 'none'; frame-ancestors 'none'; "
+        "require-trusted-types-for 'script'"
+    )
     for path, data in page_files().items():
         response = page.get(path)
         assert response.status_code == 200 and response.content == data
         headers = response.headers
-        assert headers["content-security-policy"] == POLICY
+        assert headers["content-security-policy"] == policy
         assert headers["x-content-type-options"] == "nosniff"
         assert headers["referrer-policy"] == "no-referrer"
         kind = {"js": "text/javascript", "css": "text/css"}.get(path.rsplit(".")[-1], "text/html")
@@ -62,14 +76,6 @@ def test_every_file_has_the_policy_and_is_cached(page):
     assert page.get("/page/nothing.js").status_code == 404
     assert page.get("/page/../app.py").status_code == 404
     assert page.get("/", headers={"host": "evil.example"}).status_code == 403
-
-
-def test_the_policy_is_the_strict_one():
-    assert POLICY == (
-        "default-src 'none'; script-src 'self'; style-src 'self'; connect-src 'self'; "
-        "img-src 'self' data:; base-uri 'none'; form-action 'none'; frame-ancestors 'none'; "
-        "require-trusted-types-for 'script'"
-    )
 
 
 def test_the_files_are_few_and_name_only_each_other():
@@ -155,9 +161,7 @@ def test_tokens_are_counted_in_the_run(page, run):
 
 @pytest.mark.parametrize("hosts", [Hosts.of("0.0.0.0"), Hosts.of("127.0.0.1", ["gpt.example"])])
 def test_remote_clients_do_not_learn_the_models_path(run, hosts):
-    with Engine(str(run)) as engine:
-        app = create_app(engine, name="cats", source=run, hosts=hosts)
-        page = TestClient(app, base_url="http://127.0.0.1")
+    with page_of(run, hosts=hosts) as page:
         answers = [page.get("/inspect/model"), page.post("/inspect/vocabulary", json={})]
     assert answers[0].json()["source"] is None and answers[0].json()["run"] is not None
     assert all(answer.status_code == 200 for answer in answers)
@@ -169,9 +173,8 @@ def test_errors_for_remote_clients_contain_no_path(run, tmp_path):
     shutil.copytree(run, damaged)
     (shard,) = (damaged / "data").glob("train_*.bin")
     shard.write_bytes(b"")
-    with Engine(str(damaged)) as engine:
-        app = create_app(engine, name="it", source=damaged, hosts=Hosts.of("0.0.0.0"))
-        answer = TestClient(app, base_url="http://127.0.0.1").post("/inspect/vocabulary", json={})
+    with page_of(damaged, "it", hosts=Hosts.of("0.0.0.0")) as page:
+        answer = page.post("/inspect/vocabulary", json={})
     said = answer.json()["error"]["message"]
     assert answer.status_code == 400 and said.startswith(f"it/data/{shard.name} is damaged")
 
@@ -179,10 +182,7 @@ def test_errors_for_remote_clients_contain_no_path(run, tmp_path):
 def test_a_directory_name_outside_utf8_has_a_page(run, tmp_path):
     odd = tmp_path / os.fsdecode(b"cats\xff")
     shutil.copytree(run, odd)
-    with Engine(str(odd)) as engine:
-        page = TestClient(
-            create_app(engine, name=odd.name, source=odd), base_url="http://127.0.0.1"
-        )
+    with page_of(odd, odd.name) as page:
         assert page.get("/inspect/model").json()["name"] == "cats?"
         assert page.get("/v1/models").json()["data"][0]["id"] == "cats?"
         assert page.post("/inspect/vocabulary", json={}).json()["counted_in"] == "cats\ufffd"
@@ -200,10 +200,8 @@ def test_the_page_opens_with_unfinished_validation_text(run, tmp_path):
     opening = opening_text(held_out, tokenizer)
     assert text.startswith(f"dog. {opening} ") and opening[-1].isalpha() and len(opening) > 30
     assert opening_text(held_out, None) == tokenizer.encode(text)[:12]
-    with Engine(str(held_out)) as engine:
-        for hosts, expected in ((None, opening), (Hosts.of("0.0.0.0"), None)):
-            app = create_app(engine, source=held_out, hosts=hosts)
-            page = TestClient(app, base_url="http://127.0.0.1")
+    for hosts, expected in ((None, opening), (Hosts.of("0.0.0.0"), None)):
+        with page_of(held_out, hosts=hosts) as page:
             assert page.get("/inspect/model").json()["opening"] == expected
 
 
@@ -213,10 +211,8 @@ def test_the_page_opens_with_the_text_that_training_stored(run, tmp_path, is_run
     shutil.copytree(run, chosen)
     source = chosen if is_run else chosen / "model"
     (chosen / "model" / "opening.json").write_text('{"text": "the dog sat", "next": " on"}')
-    with Engine(str(source)) as engine:
-        for hosts in (None, Hosts.of("0.0.0.0")):  # it belongs to the model, so all are told
-            app = create_app(engine, source=source, hosts=hosts)
-            page = TestClient(app, base_url="http://127.0.0.1")
+    for hosts in (None, Hosts.of("0.0.0.0")):  # it belongs to the model, so all are told
+        with page_of(source, hosts=hosts) as page:
             assert page.get("/inspect/model").json()["opening"] == "the dog sat"
     assert main(["export", str(source), str(tmp_path / "page.html")]) == 0
     assert data_of((tmp_path / "page.html").read_text())["state"] == {"text": "the dog sat"}
@@ -229,8 +225,7 @@ def test_the_page_tells_what_a_run_learned_from(run, tmp_path):
         '[options]\ndata = ["/home/me/my.txt", "hf:roneneldan/TinyStories"]\n'
         "[train_text]\nutf8_bytes = 1500000\n"
     )
-    with Engine(str(copied)) as engine:
-        page = TestClient(create_app(engine, source=copied), base_url="http://127.0.0.1")
+    with page_of(copied) as page:
         data = page.get("/inspect/model").json()["run"]["data"]
     assert data == "my.txt, hf:roneneldan/TinyStories: 1.5 MB of text"
 
@@ -243,20 +238,19 @@ def test_a_second_model_is_described_and_predicts_with_its_weights(run, tmp_path
     model.head.weight.data.mul_(0.5)
     model.save_pretrained(tmp_path / "other")
     tiedgpt.Tokenizer.from_pretrained(run).save_pretrained(tmp_path / "other")
-    with Engine(str(run)) as engine:
-        app = create_app(engine, name="cats", source=run, beside=tmp_path / "other")
-        page = TestClient(app, base_url="http://127.0.0.1")
+    tokenizer = tiedgpt.Tokenizer.from_pretrained(run)
+    with page_of(run, beside=tmp_path / "other") as page:
         assert page.get("/inspect/model").json()["beside"] == "other"
         assert page.get("/beside/inspect/model").json()["tied"] is False
         for body in ({"text": TEXT}, {"ids": [1, 2, 3]}):
             found = page.post("/beside/inspect/positions", json=body | {"top": 3}).json()
-            ours = inspect.positions(model, engine.tokenizer, *body.values(), top=3)
+            ours = inspect.positions(model, tokenizer, *body.values(), top=3)
             assert found == json.loads(ours.to_json())
         refused = page.post("/beside/inspect/positions", json={"ids": [10**6]})
         assert refused.status_code == 400 and "vocabulary" in refused.json()["error"]["message"]
-        with pytest.raises(UserError):
-            create_app(engine, source=run, beside=tmp_path / "nothing")
-        page = TestClient(create_app(engine, source=run), base_url="http://127.0.0.1")
+    with pytest.raises(UserError), page_of(run, beside=tmp_path / "nothing"):
+        pass
+    with page_of(run) as page:
         assert page.get("/inspect/model").json()["beside"] is None
         assert page.post("/beside/inspect/positions", json={"text": "a"}).status_code == 404
 

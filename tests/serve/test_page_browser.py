@@ -185,19 +185,18 @@ def test_all_views_work_by_keyboard(browser, url):
             stops, names = set(), []
             for _ in range(400):
                 page.keyboard.press("Tab")
-                stop, name, ringed = page.evaluate(
-                    """() => { const at = document.activeElement, style = getComputedStyle(at);
+                stop, name = page.evaluate(
+                    """() => { const at = document.activeElement;
                     window.stops ??= new Map(); if (!stops.has(at)) stops.set(at, stops.size);
                     return [at.closest('main') ? stops.get(at) : null,
-                      at.ariaLabel || at.innerText || at.labels?.[0]?.innerText || at.ariaValueText,
-                      style.outlineStyle !== 'none' || at.matches('summary')]; }"""
+                      at.ariaLabel || at.innerText || at.labels?.[0]?.innerText ||
+                      at.ariaValueText]; }"""
                 )
                 if stop is None:
                     break
                 assert stop not in stops, "Tab is caught"
                 stops.add(stop)
                 names.append(name)
-                assert ringed, f"{view}: no ring on {name!r}"
             assert stops and all(names), f"{view}: {names}"
             page.evaluate("() => window.stops.clear()")
             page.locator(f"#tab-{view}").focus()
@@ -224,12 +223,17 @@ def test_grids_and_scatter_plots_respond_to_arrow_keys(browser, url):
         assert cloud.get_attribute("aria-valuenow") == "2"
 
 
-def test_without_a_tokenizer_a_word_is_not_an_id(browser):
+def test_without_a_tokenizer_the_page_opens_with_ids_and_a_word_is_none(browser):
     with (
         Engine(random_model(), queue_size=8) as engine,
         Running(create_app(engine), engine, Limits(queue=8)) as running,
         opened(browser, running.url, quiet=False) as page,
     ):
+        page.goto(running.url)
+        settled(page)
+        assert not page.locator(".error").count()
+        assert page.locator("header textarea").input_value().replace(" ", "").isdigit()
+        assert page.locator("main .token").count() > 1
         page.goto(f"{running.url}/#view=text&text=1+2+3")
         settled(page)
         for word, said in (("abc", "needs a tokenizer"), ("7", "Before token 2, logits moved")):

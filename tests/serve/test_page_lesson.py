@@ -3,16 +3,11 @@
 import numpy as np
 import pytest
 
-from tests.inspect.conftest import random_model
 from tests.serve.browsing import TEXT, VIEWS, fragment, go, numbers, opened, serving, settled
-from tests.serve.conftest import Running
 from tests.serve.page_run import make_run
 from tiedgpt import GPT, Tokenizer, inspect
 from tiedgpt.cli.main import main
 from tiedgpt.data import TEMPLATES, ShardWriter
-from tiedgpt.infer import Engine
-from tiedgpt.serve.app import create_app
-from tiedgpt.serve.guards import Limits
 from tiedgpt.tie import untie
 
 pytestmark = [pytest.mark.page, pytest.mark.timeout(600)]
@@ -200,19 +195,6 @@ def test_an_api_key_opens_all_views_and_lasts_for_the_tab(browser, run):
         assert not page.locator(".error").count() and not page.locator(".key").count()
 
 
-def test_without_a_tokenizer_the_page_opens_with_ids(browser):
-    with (
-        Engine(random_model(), queue_size=8) as engine,
-        Running(create_app(engine), engine, Limits(queue=8)) as running,
-        opened(browser, running.url) as page,
-    ):
-        page.goto(running.url)
-        settled(page)
-        assert not page.locator(".error").count()
-        assert page.locator("header textarea").input_value().replace(" ", "").isdigit()
-        assert page.locator("main .token").count() > 1
-
-
 # ---- the lesson ----
 
 
@@ -301,25 +283,6 @@ def test_a_guess_and_the_model_are_scored_in_bits(browser, url, run):
         assert (blind, n) == (pytest.approx(np.log2(5)), 1)
         page.get_by_role("button", name="Next token").click()
         assert page.locator(".written bdi").count() == at + 2 and choices.count() == 5
-
-
-def test_a_projector_shows_a_panel_at_a_time(browser, url):
-    with opened(browser, url) as page:
-        go(page, url, "matrix")
-        page.get_by_role("button", name="Projector").click()
-        assert not page.locator("header textarea").is_visible()
-        tops = (
-            "() => [...document.querySelectorAll('.panel')].map((x) => x.getBoundingClientRect())"
-        )
-        tops += ".filter(({ top, bottom }) => top < innerHeight - 1 && bottom > 60).length"
-        for _ in page.locator("main .panel").all():
-            page.keyboard.press("ArrowRight")
-            page.wait_for_timeout(100)
-            assert page.evaluate(tops) == 1
-        page.keyboard.press("ArrowRight")
-        page.locator(".product").wait_for()
-        page.keyboard.press("Escape")
-        page.locator("header textarea").wait_for()
 
 
 def test_views_stand_in_groups_and_lead_to_the_next(browser, url):
