@@ -8,7 +8,6 @@ from pathlib import Path
 from tiedgpt.cli.options import parse
 from tiedgpt.cli.source import source_or_newest
 from tiedgpt.cli.train import Arguments, report_once, show_run
-from tiedgpt.train.options import TrainOptions
 from tiedgpt.train.storage import RUNS, find_tune_start
 
 ABOUT = """Fine-tune a GPT on text, or on examples with replies, one per line of .jsonl:
@@ -25,13 +24,9 @@ def run(arguments: list[str]) -> int:
     """Fine-tune; return the exit code."""
     with report_once():
         args = parse(Arguments, "tune", arguments, ABOUT, recipe="tune")
-        options = replace(args.options, start=find_start(args.options, args.run.out))
+        start = args.options.start
+        if start is None:  # a run to resume has its own, and others begin with the newest run
+            out = args.run.out
+            start = find_tune_start(args.options, [Path(out)] if out else RUNS.glob("*"))
+        options = replace(args.options, start=source_or_newest(start, task="lm"))
     return show_run(options, args.run, "tune", arguments)
-
-
-def find_start(options: TrainOptions, out: str | None) -> str:
-    """Return the model to tune: of a run to resume its own, or else the newest run's."""
-    if options.start is not None:
-        return source_or_newest(options.start)
-    start = find_tune_start(options, [Path(out)] if out else RUNS.glob("*"))
-    return start or source_or_newest(None, task="lm")

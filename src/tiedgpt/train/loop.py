@@ -31,7 +31,7 @@ from tiedgpt.train.events import Ended, Evaluated, Event, Replanned, Skipped, St
 from tiedgpt.train.machine import Measures
 from tiedgpt.train.metrics import PART_PREFIX
 from tiedgpt.train.objective import Arrays, Model, Objective, Score, body_of
-from tiedgpt.train.optim.groups import make_optimizers, set_rate
+from tiedgpt.train.optim.groups import make_optimizers
 from tiedgpt.train.planning import PaceChecks, Plan, halve_micro_batch, replan, require_rows
 from tiedgpt.train.step import (
     WORSE_RATIO,
@@ -212,7 +212,8 @@ class Trainer:
         """
         began, processes, plan = self.clock(), self.processes, self.plan
         lr, batch, unit = plan.rate(self.step), self.batch_of(self.step), self.data.unit
-        set_rate(self.optimizers, lr)
+        for group in (group for each in self.optimizers for group in each.param_groups):
+            group["lr"] = lr
         processes.reseed(plan.seed, self.step)
         step = self.step + 1
         units = step * self.batch_units

@@ -122,11 +122,7 @@ class Size:
     dropout: float = 0.0
 
 
-def _published(name: str, lr: float) -> Size:
-    keys = ("n_layer", "n_embd", "n_head", "n_positions", "vocab_size")
-    return Size(**{key: PRESETS[name][key] for key in keys}, lr=lr, dropout=0.1)
-
-
+SHAPE = ("n_layer", "n_embd", "n_head", "n_positions", "vocab_size")
 PUBLISHED_RATES = {
     "gpt1": 2.5e-4, "gpt2": 6e-4, "gpt2-medium": 3e-4, "gpt2-large": 2.5e-4, "gpt2-xl": 2e-4,
     "gpt3-small": 6e-4, "gpt3-medium": 3e-4, "gpt3-large": 2.5e-4, "gpt3-xl": 2e-4,
@@ -140,7 +136,10 @@ SIZES = {
     "mini": Size(4, 256, 4, 128, 4096, 3e-3, batch_size=8),
     "small": Size(6, 384, 6, 256, 4096, 2e-3),
     "medium": Size(8, 512, 8, 512, 8192, 1e-3),
-} | {name: _published(name, lr) for name, lr in PUBLISHED_RATES.items()}
+} | {
+    name: Size(**{key: PRESETS[name][key] for key in SHAPE}, lr=lr, dropout=0.1)
+    for name, lr in PUBLISHED_RATES.items()
+}
 BYTES = {"": 1e9, "k": 1e3, "m": 1e6, "g": 1e9, "t": 1e12}
 
 

@@ -100,12 +100,6 @@ def build_adamw(groups: list[dict[str, Any]], lr: float) -> torch.optim.Optimize
     return torch.optim.AdamW(groups, lr=lr, betas=BETAS, fused=True)
 
 
-def set_rate(optimizers: Optimizers, rate: float) -> None:
-    """Set the learning rate of every parameter group."""
-    for group in (group for optimizer in optimizers for group in optimizer.param_groups):
-        group["lr"] = rate
-
-
 def make_optimizers(
     objective: Objective, model: Model, plan: Plan, *, is_sharded: bool = False
 ) -> tuple[list[Group], Optimizers]:
