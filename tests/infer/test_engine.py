@@ -180,6 +180,15 @@ def test_bad_requests_are_refused_before_anything_is_computed(engine, prompt, op
         engine.generate(prompt, **options)
 
 
+@pytest.mark.parametrize(
+    ("prompts", "says"), [(["the cat", "the dog"], "which generate takes"), (None, "text or ids")]
+)
+def test_streams_take_one_prompt(engine, prompts, says):
+    for ask in (engine.stream, engine.submit):
+        with pytest.raises(UserError, match=says):
+            ask(prompts)
+
+
 def test_mismatched_parts_are_refused(engine, tokenizer, tmp_path):
     small = GPT(GPTConfig(vocab_size=10, n_positions=8, n_embd=8, n_layer=1, n_head=1))
     with pytest.raises(UserError, match="do not belong together"):
@@ -299,14 +308,6 @@ def test_stats_count_generated_tokens(engine):
     assert counted.stats()["generated_tokens"] == 40
     best = counted.generate([5], num_beams=3, max_new_tokens=7)
     assert counted.stats()["generated_tokens"] == 40 + len(best.ids)
-
-
-def test_streams_take_one_prompt_not_a_list_of_them(engine):
-    for ask in (engine.stream, engine.submit):
-        with pytest.raises(UserError, match="got a list of prompts, which generate takes"):
-            ask(["the cat", "the dog"])
-        with pytest.raises(UserError, match="must be text or ids"):
-            ask(None)
 
 
 def test_an_engine_describes_itself(backend):

@@ -79,16 +79,15 @@ def test_scores_match_transformers(seed, temperature, top_k, top_p, min_p, penal
     np.testing.assert_allclose(distribution(config, logits, seen), expected, rtol=1e-5)
 
 
-@pytest.mark.parametrize("options", [{"top_k": 40}, {"top_p": 0.9}])
+@pytest.mark.parametrize(
+    ("options", "warper"),
+    [({"top_k": 40}, theirs.TopKLogitsWarper(40)), ({"top_p": 0.9}, theirs.TopPLogitsWarper(0.9))],
+    ids=str,
+)
 @pytest.mark.parametrize("sharpness", [0.01, 1, 5])
-def test_a_large_vocabulary_is_filtered_as_in_transformers(options, sharpness):
+def test_a_large_vocabulary_is_filtered_as_in_transformers(options, warper, sharpness):
     logits = sharpness * random_logits(3, 50_257)
-    ((name, value),) = options.items()
-    warper = {
-        "top_k": theirs.TopKLogitsWarper,
-        "top_p": theirs.TopPLogitsWarper,
-    }[name]
-    expected = as_transformers([warper(value)], [0], logits)
+    expected = as_transformers([warper], [0], logits)
     kept = np.isfinite(distribution(GenerationConfig(**options), logits, []))
     # their cumulative sums are in float32, so that a few at the edge may differ
     assert abs(int(kept.sum()) - int(np.isfinite(expected).sum())) <= 2e-3 * kept.sum()
