@@ -143,14 +143,15 @@ class GenerationConfig:
         for name, choices in _CHOICES.items():
             if getattr(self, name) not in choices:
                 allowed = ", ".join(map(repr, choices))
-                got = repr(getattr(self, name))
-                raise UserError(f"must be one of {allowed}, got {got}", option=name)
+                raise _refusal(name, f"one of {allowed}", getattr(self, name))
             self._set(name, choices[choices.index(getattr(self, name))])  # True for 1
         if not isinstance(self.prompt_logprobs, bool):
             self._set("prompt_logprobs", _integer("prompt_logprobs", self.prompt_logprobs))
         self._set("stop", _texts("stop", self.stop))
         self._set("stop_ids", _ids("stop_ids", self.stop_ids))
-        self._set("processors", _processors(self.processors))
+        if not isinstance(self.processors, Sequence) or not all(map(callable, self.processors)):
+            raise _refusal("processors", "a list of functions", self.processors)
+        self._set("processors", tuple(self.processors))
         _check_bias(self.logit_bias)
         self._check_together()
 
@@ -277,6 +278,10 @@ def is_id(value: object) -> bool:
     return not isinstance(value, bool) and not getattr(value, "shape", ())
 
 
+def _refusal(name: str, allowed: str, value: object) -> UserError:
+    return UserError(f"must be {allowed}, got {value!r}", option=name)
+
+
 def _integer(name: str, value: Any, least: int = 0, greatest: int = MAX_INT) -> int | None:
     if value is None and name in _FIELDS:
         return None
@@ -284,7 +289,7 @@ def _integer(name: str, value: Any, least: int = 0, greatest: int = MAX_INT) -> 
         bounds = f">= {least}" if greatest == MAX_INT else f"from {least} to {greatest}"
         if is_id(value) and operator.index(value) > MAX_INT:
             bounds += " and < 2**63"
-        raise UserError(f"must be an integer {bounds}, got {value!r}", option=name)
+        raise _refusal(name, f"an integer {bounds}", value)
     return operator.index(value)
 
 
@@ -298,14 +303,14 @@ def _number(name: str, value: Any, low: float, high: float) -> float | None:
         number = math.inf
     if not math.isfinite(number) or not low <= number <= high:
         bounds = [f" >= {low:g}"] * (low > -math.inf) + [f" <= {high:g}"] * (high < math.inf)
-        raise UserError(f"must be a finite number{' and'.join(bounds)}, got {value!r}", option=name)
+        raise _refusal(name, f"a finite number{' and'.join(bounds)}", value)
     return number
 
 
 def _texts(name: str, texts: Any) -> tuple[str, ...]:
     texts = (texts,) if isinstance(texts, str) else texts
     if not isinstance(texts, Sequence) or not all(isinstance(t, str) and t for t in texts):
-        raise UserError(f"must be a list of strings that are not empty, got {texts!r}", option=name)
+        raise _refusal(name, "a list of strings that are not empty", texts)
     return tuple(texts)
 
 
@@ -313,25 +318,17 @@ def _ids(name: str, ids: Any) -> tuple[int, ...]:
     if isinstance(ids, (str, bytes)) or not (
         isinstance(ids, Sequence) or hasattr(ids, "__array__")
     ):
-        raise UserError(f"must be a list of ids, got {ids!r}", option=name)
+        raise _refusal(name, "a list of ids", ids)
     for token in ids:
         if not is_id(token) or token < 0:
-            raise UserError(f"must be ids >= 0, got {token!r}", option=name)
+            raise _refusal(name, "ids >= 0", token)
     return tuple(map(operator.index, ids))
 
 
 def _check_bias(bias: Any) -> None:
     if not isinstance(bias, Mapping):
-        raise UserError(
-            f"must be a dictionary of ids and numbers, got {bias!r}", option="logit_bias"
-        )
+        raise _refusal("logit_bias", "a dictionary of ids and numbers", bias)
     _ids("logit_bias", list(bias))
     for value in bias.values():
         if type(value) is bool or not isinstance(value, Real) or not float(value) < math.inf:
-            raise UserError(f"must add numbers below inf, got {value!r}", option="logit_bias")
-
-
-def _processors(processors: Any) -> tuple[Processor, ...]:
-    if not isinstance(processors, Sequence) or not all(map(callable, processors)):
-        raise UserError(f"must be a list of functions, got {processors!r}", option="processors")
-    return tuple(processors)
+            raise _refusal("logit_bias", "numbers below inf", value)
