@@ -46,12 +46,18 @@ class Variant:
     """Q, K and V are one matrix to Muon."""
     muon: type[torch.optim.Optimizer] | None = None
     momentum: float = 0.95
+    momentum_warmup: int = 0
+    """Steps in which Muon's momentum rises from 0.85."""
+    floors: dict[str, float] = field(default_factory=dict)
+    """Smallest share of the peak rate after its warm-up, by the beginning of a group's name."""
     shape: dict[str, int] = field(default_factory=dict)
     start: Callable[[GPT], None] = lambda model: None
     rows: Share = lambda share: ROWS
     context: Share = lambda share: CONTEXT
     averaged: float = 0.0
     """The share of the end over which weights are averaged, by steps."""
+    decay: float = 1.0
+    """Factor of a step's weight in that average from each step to the one before."""
     without_w: bool = False
     dropout: float = 0.0
     z: float = 0.0
@@ -184,7 +190,14 @@ VARIANTS = {
     "Jordan, 4 steps": Variant(muon=steps_of(4 * JORDAN)),
     "Jordan, 3 steps": Variant(muon=steps_of(3 * JORDAN)),
     "momentum 0.9": Variant(momentum=0.9),
+    "momentum from 0.85 in 200": Variant(momentum_warmup=200),
+    "W not below 0.1": Variant(floors={"W": 0.1}),
+    "W x 0.5, not below 0.2": Variant({"W": 0.5}, floors={"W": 0.2}),
+    "W and positions x 2, not below 0.1": Variant(
+        {"W": 2.0, "positions": 2.0}, floors={"W": 0.1, "positions": 0.1}
+    ),
     "tail of 0.1 averaged": Variant(averaged=0.1),
+    "tail of 0.1, EMA 0.98": Variant(averaged=0.1, decay=0.98),
     "tail of 0.2 averaged, W not": Variant(averaged=0.2, without_w=True),
     "start by width": Variant(
         start=scaled(BLOCK, lambda m: 1 / (0.02 * math.sqrt(m.config.n_embd)))
@@ -192,9 +205,14 @@ VARIANTS = {
     "half as large": Variant(start=scaled((*BLOCK, *OUT), lambda m: 0.5)),
     "projections 0": Variant(start=scaled(OUT, lambda m: 0.0)),
     "W started at 0.05": Variant(start=scaled(("wte.weight",), lambda m: 2.5)),
+    "4 rows": Variant(rows=lambda share: 4),
     "8 rows": Variant(rows=lambda share: 8),
     "32 rows": Variant(rows=lambda share: 32),
     "8 rows for 0.2": Variant(rows=lambda share: 8 if share < 0.2 else 16),
+    "4 rows for 0.1, 8 for 0.3": Variant(
+        rows=lambda share: 4 if share < 0.1 else 8 if share < 0.3 else 16
+    ),
+    "8 rows for 0.5": Variant(rows=lambda share: 8 if share < 0.5 else 16),
     "8, then 16, then 32 rows": Variant(
         rows=lambda share: 8 if share < 0.2 else 16 if share < 0.6 else 32
     ),
@@ -202,6 +220,11 @@ VARIANTS = {
         rows=lambda share: 32 if share < 0.3 else 16,
         context=lambda share: 64 if share < 0.3 else 128,
     ),
+    "32 of 64 for 0.15": Variant(
+        rows=lambda share: 32 if share < 0.15 else 16,
+        context=lambda share: 64 if share < 0.15 else 128,
+    ),
+    "16 of 64 for 0.2": Variant(context=lambda share: 64 if share < 0.2 else 128),
     "context 64": Variant(rows=lambda share: 32, context=lambda share: 64),
     "context 256": Variant(
         rows=lambda share: 8, context=lambda share: 256, shape={"n_positions": 256}
@@ -213,12 +236,15 @@ VARIANTS = {
     "8 heads": Variant(shape={"n_head": 8}),
     "dropout 0.05": Variant(dropout=0.05),
     "z-loss 1e-4": Variant(z=1e-4),
+    "z-loss 1e-3": Variant(z=1e-3),
     "cut anew each epoch": Variant(epochs=True),
 }
 
 
-def make_optimizers(variant: Variant, model: GPT, size: str) -> tuple[Optimizers, list[float]]:
-    """Return a variant's optimizers, and the factor of the rate of each of their groups."""
+def make_optimizers(
+    variant: Variant, model: GPT, size: str
+) -> tuple[Optimizers, list[tuple[float, float]]]:
+    """Return a variant's optimizers, and for each of their groups a factor of the rate, a floor."""
     default = SIZES[size].weight_decay
     decay = default if variant.weight_decay is None else variant.weight_decay
     groups = parameter_groups(model, matrices="muon", weight_decay=decay)
@@ -232,11 +258,13 @@ def make_optimizers(variant: Variant, model: GPT, size: str) -> tuple[Optimizers
     if variant.muon is not None:
         muons.__class__ = variant.muon
     names = [g.name for name in ("adamw", "muon") for g in groups if g.optimizer == name]
-    factors = [
-        next((x for start, x in variant.rates.items() if name.startswith(start)), 1.0)
-        for name in names
+
+    def value(table: dict[str, float], name: str, default: float) -> float:
+        return next((x for start, x in table.items() if name.startswith(start)), default)
+
+    return [adamw, muons], [
+        (value(variant.rates, name, 1.0), value(variant.floors, name, 0.0)) for name in names
     ]
-    return [adamw, muons], factors
 
 
 def windows(ids: Tensor, starts: Tensor, context: int) -> tuple[Tensor, Tensor]:
@@ -288,9 +316,13 @@ def final_loss(variant: Variant, ids: Tensor, size: str, steps: int, seed: int):
     averages: list[dict[str, Tensor]] = []
     began = time.perf_counter()
     for share, batch in batches(variant, learned, steps * ROWS * CONTEXT, seed):
-        rate = min(1.0, (share * steps + 1) / WARMUP, (1 - share) / (1 - WARMUP / steps))
-        for group, factor in zip(groups, factors, strict=True):
-            group["lr"] = SIZES[size].lr * rate * factor
+        rising, falling = (share * steps + 1) / WARMUP, (1 - share) / (1 - WARMUP / steps)
+        for group, (factor, floor) in zip(groups, factors, strict=True):
+            group["lr"] = SIZES[size].lr * min(1.0, rising, max(floor, falling)) * factor
+        if variant.momentum_warmup:
+            warmed = min(1.0, share * steps / variant.momentum_warmup)
+            for group in made[1].param_groups:
+                group["momentum"] = 0.85 + warmed * (variant.momentum - 0.85)
         model.zero_grad(set_to_none=True)
         with fast_training(model):
             loss_of(variant, model, *batch).backward()
@@ -303,7 +335,9 @@ def final_loss(variant: Variant, ids: Tensor, size: str, steps: int, seed: int):
     with torch.no_grad():
         for name, p in model.named_parameters() if averages else ():
             if not (variant.without_w and name == "wte.weight"):
-                p.copy_(torch.stack([each[name] for each in averages]).mean(0))
+                weights = variant.decay ** torch.arange(len(averages) - 1.0, -1.0, -1.0)
+                stack = torch.stack([each[name] for each in averages])
+                p.copy_(torch.tensordot(weights / weights.sum(), stack, 1))
     return score(model.eval(), held_out, variant.context(1.0)), seconds
 
 
