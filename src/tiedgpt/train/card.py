@@ -5,9 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping
 from pathlib import Path, PurePath
-from typing import Any
-
-from huggingface_hub import ModelCard, ModelCardData
+from typing import TYPE_CHECKING, Any
 
 from tiedgpt.files import replacing
 from tiedgpt.heads import Head
@@ -17,6 +15,9 @@ from tiedgpt.train.options import format_count
 from tiedgpt.train.storage import RunDirectory, format_toml
 from tiedgpt.weights.formats.transformers import TIEDGPT, model_type_of
 from tiedgpt.weights.formats.transformers.writer import OUR_CARD
+
+if TYPE_CHECKING:
+    from huggingface_hub import ModelCard
 
 SCORES = {"val_loss": "loss (nats)", "val_bits_per_byte": "bits per byte"}
 HUB_NAME = re.compile(r"\w[\w.-]*(/[\w.-]+)?")
@@ -49,6 +50,8 @@ def model_card(
     scores: Mapping[str, Any] | None,
 ) -> ModelCard:
     """Return the card of a run with these tables of run.toml and these final scores."""
+    from huggingface_hub import ModelCard, ModelCardData  # 0.1 s, after the last step
+
     config, options = body_of(model).config, tables["options"]
     model_type, start = model_type_of(config), options.get("start")
     front = ModelCardData(

@@ -17,6 +17,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
+from threading import Thread
 from typing import Any
 
 import torch
@@ -91,10 +92,14 @@ def train(
             yield AlreadyFinished(run.directory.path)
             return
         yield from _hub_notes(options)
+        # the first optimizer of a process imports torch's compiler, which takes a second
+        first_optimizer = Thread(target=torch.optim.AdamW, args=([torch.zeros(1)],))
+        first_optimizer.start()
         objective, data = processes.main_first(
             prepare, objective_class, sources, run.directory, options, run.config, progress
         )
         del sources  # they may hold the text in memory
+        first_optimizer.join()
         plan, deadline = run.plan, None
         if plan is None:
             if (prepared := time.perf_counter() - called) > NOTABLE_SECONDS:
