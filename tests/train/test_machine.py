@@ -89,7 +89,19 @@ def test_a_busy_machine_trains_with_the_faster_number_of_threads(trial):
         torch.set_num_threads(threads)
     assert speed.threads == 1
     assert "1 thread, at 900 tokens/s instead of 300 with 2; --threads" in speed.notes[0]
-    assert speed(run.objective.config, run.plan) == 900.0, "measured with the chosen threads"
+    another = dataclasses.replace(run.plan, seed=run.plan.seed + 1)
+    assert speed(run.objective.config, another) == 900.0, "measured with the chosen threads"
+
+
+def test_the_speed_of_a_plan_is_measured_once(trial):
+    class CountedSpeed(SpeedMeasurement):
+        def _measure(self, config, plan):
+            return float(len(self.measured))
+
+    run = trial()
+    speed = CountedSpeed(run.objective, run.data, Processes(CPU), 0.1, load=None)
+    plans = run.plan, dataclasses.replace(run.plan, batch_size=1, micro_batch=1), run.plan
+    assert [speed(run.objective.config, plan) for plan in plans] == [0.0, 1.0, 0.0]
 
 
 @pytest.mark.skipif(not hasattr(os, "getloadavg"), reason="the system tells no load")

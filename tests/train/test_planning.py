@@ -111,6 +111,21 @@ def test_larger_sizes_are_not_measured_if_the_first_has_few_steps():
     assert measured == ["tiny", "nano", "nano"], "the last with the batch size of the plan"
 
 
+def test_a_larger_size_is_measured_only_if_it_can_win():
+    def measured(minutes):
+        sizes, speed = [], machine().tokens_per_second
+
+        def tokens_per_second(config, draft):
+            sizes.append(draft.size)
+            return speed(config, draft)
+
+        plan(minutes=minutes, on=Machine(tokens_per_second=tokens_per_second))
+        return set(sizes)
+
+    assert measured(0.25) == {"nano", "tiny"}
+    assert measured(3.0) >= {"tiny", "little"}
+
+
 def test_a_size_that_does_not_fit_in_memory_is_not_chosen():
     _, free = plan(minutes=120.0, tokens=50_000_000, on=machine(2.3))
     _, tight = plan(minutes=120.0, tokens=50_000_000, on=machine(2.3, free_bytes=10 * MB))
