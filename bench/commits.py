@@ -1,10 +1,11 @@
 """Two checkouts in turn, to see whether a change costs speed.
 
     git worktree add ../old COMMIT
-    python bench/commits.py ../old [--only load train recipe generate] [--rounds 9]
+    python bench/commits.py ../old [--only load train recipe start generate] [--rounds 9]
 
 Each checkout has one process for each group of works; a round asks both for the same work, in
-alternating order. "recipe" runs `tiedgpt train` itself, a process each time. The ratio is the
+alternating order. "recipe" runs `tiedgpt train` itself, a process each time, and "start" until
+its first step. The ratio is the
 median over rounds of old seconds over new seconds: above 1 the new checkout is faster. Weights are
 random, text is the standard library's source.
 """
@@ -140,6 +141,22 @@ def seconds_a_token(tree: Path, recipe: tuple[str, str, int], text: Path, out: P
     return 1 / statistics.median(rates[3:])
 
 
+def seconds_to_first_step(tree: Path, text: Path, out: Path) -> float:
+    """Return the seconds from the start of `tiedgpt train --minutes 0.25` to its first step."""
+    shutil.rmtree(out, ignore_errors=True)
+    began, metrics = time.perf_counter(), out / "metrics.jsonl"
+    process = subprocess.Popen(
+        [sys.executable, "-m", "tiedgpt", "train", text, "--out", out, "--minutes", "0.25"],
+        env=os.environ | {"PYTHONPATH": str(tree / "src")}, stderr=subprocess.DEVNULL,
+    )  # fmt: skip
+    while not (metrics.exists() and metrics.stat().st_size):
+        time.sleep(0.005)
+    seconds = time.perf_counter() - began
+    process.kill()
+    process.wait()
+    return seconds
+
+
 def compare(name: str, rounds: int, old: Callable[[], float], new: Callable[[], float]) -> None:
     """Call both in turn; print the medians and the ratio with its quartiles."""
     pairs = []
@@ -160,10 +177,10 @@ def main() -> None:
     """Compare."""
     parser = ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("old", type=Path, help="another checkout of this repository")
-    parser.add_argument("--only", nargs="+", choices=[*GROUPS, "recipe"])
+    parser.add_argument("--only", nargs="+", choices=[*GROUPS, "recipe", "start"])
     parser.add_argument("--rounds", type=int, default=9)
     args = parser.parse_args()
-    only = args.only or [*GROUPS, "recipe"]
+    only = args.only or [*GROUPS, "recipe", "start"]
     with tempfile.TemporaryDirectory() as folder:
         make_models(Path(folder))
         for group in (group for group in GROUPS if group in only):
@@ -185,6 +202,14 @@ def main() -> None:
                 for tree in (args.old, NEW)
             )
             compare("recipe {} {}, a token".format(*recipe), max(2, args.rounds // 3), old, new)
+        if "start" in only:
+            old, new = (
+                lambda tree=tree: seconds_to_first_step(
+                    tree, Path(folder, "text.txt"), Path(folder, "run")
+                )
+                for tree in (args.old, NEW)
+            )
+            compare("train, to the first step", args.rounds, old, new)
 
 
 def make_models(folder: Path) -> None:
