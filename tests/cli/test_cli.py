@@ -46,7 +46,7 @@ def test_train_then_generate_then_train_again(text, capfd):
     out, err = capfd.readouterr()
     assert "validation loss" in out and "bits per byte" in out
     assert re.search(r"one matrix of \d+ x 128 counted once", out)
-    assert out.count("sample") == 2
+    assert out.count("sample") == 2 and re.search(r"predicts \d+% of \d+ held-out tokens", out)
     assert "tiedgpt generate run" in out and "tiedgpt tie show run" in out
     assert "no decay" in err and "W, which reads and predicts" in err
     assert "cats.txt: 1 document, " in err and "tokens: its texts may be poor" in err

@@ -53,19 +53,22 @@ def test_a_small_text_publishes_the_weights_with_the_best_validation(n_bytes, fo
 
 
 @pytest.mark.parametrize(
-    ("text", "words"),
+    ("text", "prompts"),
     [
-        ("x1 y\n", ""),
-        ("a cat. two old dogs sat\n", "two old dogs"),
-        ("天地玄黄\n", "天地玄黄 天地玄黄 天"),
+        ("x1 y\n", ("", "x1 y")),
+        ("a cat. two old dogs sat\n", ("", "two old dogs")),
+        ("天地玄黄\n", ("", "天地玄黄 天地玄黄 天")),
+        ("\nKING JOHN.\nNow speak.\n\nARTHUR.\nMadam!\n", ("ARTHUR.", "KING JOHN.")),
+        ("\ndef close(self):\n    pass\n\n# Files\n\n", ("# Files", "def close(self):")),
     ],
 )
-def test_the_proposed_prompt_is_part_of_the_text(tmp_path, text, words):
+def test_prompts_of_samples_are_held_out_lines_or_words(tmp_path, text, prompts):
     (tmp_path / "text.txt").write_text(text * 40)
     tokenizer = Tokenizer.characters([text])
     encode_corpus(plan_split(documents([str(tmp_path / "text.txt")])), tokenizer, tmp_path / "data")
-    found = open_text(tmp_path / "data", tokenizer, 16).find_words(tokenizer)
-    assert words in found and 0 < len(found) <= 24
+    data = open_text(tmp_path / "data", tokenizer, 16)
+    first, second = sorted(data.find_prompts(tokenizer))
+    assert first == prompts[0] and second.startswith(prompts[1]) and len(second) <= 24
 
 
 def test_a_validation_text_of_one_token_is_refused(trial):

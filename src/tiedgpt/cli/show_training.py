@@ -221,6 +221,8 @@ class Display:
         if sample_loss not in score:
             score += f"; {sample_loss} on the part scored during training"
         fact("score", score, to=out)
+        if showcase.accuracy:
+            fact("in words", showcase.accuracy, to=out)
         fact("model", _count_parameters(config, objective), to=out)
         loads = ", which transformers loads too" if objective.transformers_class else ""
         fact("saved in", f"{directory.model}{loads}", to=out)

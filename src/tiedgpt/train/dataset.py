@@ -54,6 +54,7 @@ from tiedgpt.errors import CorruptInputError, UserError
 from tiedgpt.files import PREPARED, remove
 from tiedgpt.runtime import count_cores
 from tiedgpt.text import Tokenizer
+from tiedgpt.text.codec import END_OF_TEXT
 from tiedgpt.train.objective import Arrays, ModelSetup, Objective, Pretrained
 from tiedgpt.train.options import AUTO, READING, TUNE_DROPOUT, TrainOptions, format_count
 from tiedgpt.train.planning import Facts, choose_vocabulary_size
@@ -61,6 +62,11 @@ from tiedgpt.train.storage import RunDirectory
 
 Progress = Callable[[int, int], None]
 """Function of the number of encoded characters and their total."""
+PROMPT_TOKENS = 20_000
+"""Number of held-out tokens in which prompts are looked for."""
+OPENING_LINE = re.compile(r"(?<=\n\n)\S[^\n]{3,49}(?=\n[^\n])|^#+ [^\n]{2,50}$", re.MULTILINE)
+"""A short line above a paragraph, or a heading of Markdown."""
+WORD = re.compile(r"[^\W\d_]{3}")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -305,11 +311,19 @@ class TextData(Data):
                 hint="use more text, or give --val",
             )
 
-    def find_words(self, tokenizer: Tokenizer) -> str:
-        """Return three words that follow each other in the validation text, or its beginning."""
-        text = tokenizer.decode(self.validation.read(0, min(2000, len(self.validation))).tolist())
+    def find_prompts(self, tokenizer: Tokenizer) -> tuple[str, str]:
+        """Return two prompts from the validation text.
+
+        They are short lines above a paragraph (a heading, a speaker, a signature), or else nothing
+        and three words that follow each other.
+        """
+        ids = self.validation.read(0, min(PROMPT_TOKENS, len(self.validation))).tolist()
+        text = tokenizer.decode(ids).replace(END_OF_TEXT, "\n\n")
+        lines = dict.fromkeys(line for line in OPENING_LINE.findall(text) if WORD.search(line))
+        if len(lines) > 1:
+            return tuple(lines)[len(lines) // 3], tuple(lines)[2 * len(lines) // 3]
         words = re.search(r"(?<=\s)[^\W\d_]+( [^\W\d_]+){2}(?=\s)", text)
-        return words[0] if words else " ".join(text.split())[:12]
+        return "", words[0] if words else " ".join(text.split())[:12]
 
 
 def open_text(

@@ -174,6 +174,8 @@ class Showcase:
 
     samples: Sequence[tuple[str, str]] = ()
     """Titles and texts."""
+    accuracy: str = ""
+    """How often the model is right, in words."""
     commands: Sequence[str] = ()
     """Further commands of `tiedgpt`."""
     python: str = ""

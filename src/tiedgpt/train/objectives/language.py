@@ -33,6 +33,8 @@ from tiedgpt.weights.formats.transformers import TIEDGPT, model_type_of
 
 SAMPLE_TOKENS = 48
 FINAL_SAMPLE_TOKENS, FINAL_SAMPLE_LINES = 160, 8
+ACCURACY_TOKENS = 2_000
+"""Number of held-out tokens of which the share of right first choices is shown."""
 
 
 @dataclass(frozen=True)
@@ -167,23 +169,27 @@ class LanguageModelling(Objective):
         return None if model_type_of(self.config) is TIEDGPT else "AutoModelForCausalLM"
 
     def show(self, directory: RunDirectory, data: TextData, options: TrainOptions) -> Showcase:
-        """Return two texts of the published model, one of them from a prompt."""
-        words = data.find_words(self.tokenizer) if options.data else "Return a new"
-        prompt = options.sample_prompt or words
+        """Return two texts of the published model from held-out lines, and its accuracy."""
+        first, second = data.find_prompts(self.tokenizer)
+        prompt = options.sample_prompt or (second if options.data else "Return a new")
         samples, engine = [], Engine(directory.model, backend="torch", slots=1)
-        for number, begin in enumerate(("", prompt)):
+        for number, begin in enumerate((first, prompt)):
             text = engine.generate(
                 begin or [self.config.bos_token_id or 0],
                 max_new_tokens=min(FINAL_SAMPLE_TOKENS, self.config.n_positions),
                 temperature=0.7,
-                top_k=40,
+                top_p=0.92,
                 seed=number,
                 context_end="slide",
             ).text
             title = f"sample {number + 1}" + (f": from {begin!r}" if begin else "")
             lines = f"{begin}{text}".strip().splitlines()
             samples.append((title, "\n".join(lines[:FINAL_SAMPLE_LINES])))
-        return Showcase(samples=samples, commands=self.commands(directory, prompt))
+        ids = data.validation.read(0, min(ACCURACY_TOKENS, len(data.validation))).tolist()
+        ranks = engine.score(ids).ranks
+        accuracy = f"predicts {ranks.count(1) / len(ranks):.0%} of {len(ranks):,} held-out tokens"
+        commands = self.commands(directory, prompt)
+        return Showcase(samples=samples, accuracy=accuracy, commands=commands)
 
     def commands(self, directory: RunDirectory, prompt: str) -> list[str]:
         """Return further commands for the published model."""
