@@ -151,10 +151,10 @@ def show_run(options: TrainOptions, args: RunArguments, verb: str, arguments: li
 
 @contextlib.contextmanager
 def without_collection() -> Iterator[None]:
-    """Import without garbage collection, and leave the imported objects out of later collections.
+    """Disable garbage collection inside the block, for imports.
 
-    torch and what it imports are half a million objects, visited again and again while they grow:
-    a fifth of the imports' time.
+    Importing torch creates half a million objects, and the collector takes a fifth of that time to
+    visit them. Later collections leave them out.
     """
     gc.disable()
     try:

@@ -70,8 +70,10 @@ WARN_BATCH_SHARE = 0.1
 SHORT_RUN_STEPS = 100
 """A run with fewer steps is warned about."""
 SPEED_EXPONENT = 0.4
-"""A size of N times as many parameters trains at most 1 / N^0.4 as many tokens per second: `little`
-at 0.46 to 0.66 of `tiny`'s speed, where this is 0.72, and `mini` at 0.26 of `little`'s (0.51)."""
+"""Exponent of a bound: with N times the parameters, a size has at most N^-0.4 of the speed.
+
+`little` has 0.46 to 0.66 of the speed of `tiny` (bound: 0.72), `mini` 0.26 of `little` (0.51).
+"""
 TARGET_MIN_STEPS = 300
 """The batch size is reduced until a run has so many steps."""
 MIN_STEPS = 50

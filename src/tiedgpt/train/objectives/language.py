@@ -34,7 +34,7 @@ from tiedgpt.weights.formats.transformers import TIEDGPT, model_type_of
 SAMPLE_TOKENS = 48
 FINAL_SAMPLE_TOKENS, FINAL_SAMPLE_LINES = 160, 8
 ACCURACY_TOKENS = 2_000
-"""Number of held-out tokens of which the share of right first choices is shown."""
+"""Number of held-out tokens in the accuracy."""
 
 
 @dataclass(frozen=True)
