@@ -161,19 +161,22 @@ def megabytes(process: int, name: str) -> float:
 
 def measured(files: Files, args: argparse.Namespace) -> dict[str, Any]:
     """Return the text of a row."""
-    ports, threads = {"ours": free_port(), PEER: free_port()}, str(args.threads)
+    names = ("ours", PEER) if "llama.cpp" in args.peers else ("ours",)
+    ports, threads = {name: free_port() for name in names}, str(args.threads)
     ours = ["tiedgpt", "serve", str(files.packed("int8")), "--slots", str(STREAMS + 1)]
     ours += ["--threads", threads, "--port", str(ports["ours"])]
-    peer = ["llama_cpp.server", "--model", str(files.gguf("q8_0")), "--n_ctx", "1024"]
+    peer = ["llama_cpp.server", "--n_ctx", "1024", "--host", "127.0.0.1"]
     peer += ["--n_threads", threads, "--n_threads_batch", threads, "--logits_all", "false"]
-    peer += ["--interrupt_requests", "false", "--verbose", "false", "--port", str(ports[PEER])]
+    peer += ["--interrupt_requests", "false", "--verbose", "false"]
     seconds: dict[str, list[float]] = {"engine": [], **{name: [] for name in ports}}
     firsts: dict[str, list[float]] = {name: [] for name in ports}
-    with (
-        Engine(files.packed("int8"), slots=STREAMS + 1, threads=args.threads) as engine,
-        running(ours, ports["ours"]) as process,
-        running([*peer, "--host", "127.0.0.1"], ports[PEER]),
-    ):
+    with contextlib.ExitStack() as stack:
+        packed = files.packed("int8")
+        engine = stack.enter_context(Engine(packed, slots=STREAMS + 1, threads=args.threads))
+        process = stack.enter_context(running(ours, ports["ours"]))
+        if PEER in ports:
+            peer += ["--model", str(files.gguf("q8_0")), "--port", str(ports[PEER])]
+            stack.enter_context(running(peer, ports[PEER]))
         scored = scoring(ports["ours"], process, engine)
         left = freed(ports["ours"])
         with busy(args.busy):
@@ -189,7 +192,9 @@ def measured(files: Files, args: argparse.Namespace) -> dict[str, Any]:
                     seconds[name].append(found[name])
             late = {name: ninth(port, args.tokens) for name, port in ports.items()}
 
-    def ratio(of: str) -> float:
+    def ratio(of: str) -> float | None:
+        if of not in seconds:
+            return None
         pairs = zip(seconds[of], seconds["ours"], strict=True)
         return round(statistics.median(theirs / own for theirs, own in pairs), 3)
 
@@ -220,6 +225,7 @@ def main() -> None:
     add_class(parser)
     parser.add_argument("--tokens", type=int, default=96)
     parser.add_argument("--threads", type=int, default=cores())
+    parser.add_argument("--peers", nargs="*", default=["llama.cpp"], help="none: ours alone")
     parser.add_argument("--busy", type=int, default=0, help="processes that compute meanwhile")
     args = parser.parse_args()
     use_class(args)
