@@ -1,6 +1,8 @@
 """Cores, memory and modes of the process, and results as JSON."""
 
+import ctypes
 import json
+import mmap
 import os
 import subprocess
 import sys
@@ -38,11 +40,51 @@ def test_free_memory_is_less_than_the_memory_of_the_machine():
     assert 0 < free_memory(torch.device("cpu")) < total
 
 
-def test_free_memory_is_unknown_where_the_system_does_not_report_it(monkeypatch):
+class MacOS:
+    """The two functions of macOS: 1,000 free pages, 5 active and 200 inactive ones."""
+
+    status = 0
+
+    def mach_host_self(self):
+        return 7
+
+    def host_statistics64(self, host, flavor, words, size):
+        assert (host, flavor, size._obj.value) == (7, 4, len(words))
+        words[:3] = 1000, 5, 200
+        return self.status
+
+
+class Windows:
+    """The function of Windows: 7 of 16 GB are free."""
+
+    status = 1
+
+    def GlobalMemoryStatusEx(self, memory):
+        assert bytes(memory)[:8] == bytes([64, 0, 0, 0, 0, 0, 0, 0])
+        memory[1:3] = 16 << 30, 7 << 30
+        return self.status
+
+
+@pytest.mark.parametrize(
+    ("platform", "system", "free"),
+    [("darwin", MacOS, 1200 * mmap.PAGESIZE), ("win32", Windows, 7 << 30)],
+)
+def test_free_memory_of_macos_and_windows(monkeypatch, platform, system, free):
+    monkeypatch.setattr(sys, "platform", platform)
+    monkeypatch.setattr(ctypes, "CDLL", lambda name: system())
+    assert free_memory() == free
+    monkeypatch.setattr(system, "status", 1 - system.status)
+    assert free_memory() is None
+
+
+@pytest.mark.parametrize("platform", ["linux", "darwin", "win32"])
+def test_free_memory_is_unknown_where_the_system_does_not_report_it(monkeypatch, platform):
     def open_nothing(path):
         raise FileNotFoundError(path)
 
     monkeypatch.setattr("builtins.open", open_nothing)
+    monkeypatch.setattr(ctypes, "CDLL", lambda name: object())
+    monkeypatch.setattr(sys, "platform", platform)
     assert free_memory() is None
 
 

@@ -6,8 +6,11 @@ inside the functions that need it.
 
 from __future__ import annotations
 
+import ctypes
 import math
+import mmap
 import os
+import sys
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import fields, is_dataclass
@@ -37,13 +40,38 @@ def free_memory(device: torch.device | None = None) -> int | None:
         reusable = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
         return torch.cuda.mem_get_info(device)[0] + reusable
     try:
+        if sys.platform == "darwin":
+            return _free_memory_macos()
+        if sys.platform == "win32":
+            return _free_memory_windows()
         with open("/proc/meminfo") as file:
             for line in file:
                 if line.startswith("MemAvailable:"):
                     return int(line.split()[1]) * 1024
-    except OSError:
+    except (OSError, AttributeError):  # no such file, library or function
         pass
     return None
+
+
+def _free_memory_macos() -> int | None:
+    """Return the bytes of free and inactive pages by `host_statistics64` (mach/vm_statistics.h)."""
+    system = ctypes.CDLL(None)
+    host_vm_info64, n_words = 4, 38
+    words, size = (ctypes.c_uint32 * n_words)(), ctypes.c_uint32(n_words)
+    arguments = (system.mach_host_self(), host_vm_info64, words, ctypes.byref(size))
+    if system.host_statistics64(*arguments) != 0:
+        return None
+    free, _active, inactive = words[:3]
+    return (free + inactive) * mmap.PAGESIZE
+
+
+def _free_memory_windows() -> int | None:
+    """Return the free physical bytes by `GlobalMemoryStatusEx` (MEMORYSTATUSEX)."""
+    status = (ctypes.c_uint64 * 8)()  # 2 words of 32 bits, the total, the free bytes, ...
+    status[0] = ctypes.sizeof(status)
+    if not ctypes.CDLL("kernel32").GlobalMemoryStatusEx(status):
+        return None
+    return status[2]
 
 
 def has_bf16(device: torch.device) -> bool:
