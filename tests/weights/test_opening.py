@@ -51,6 +51,16 @@ def test_views_in_a_torch_file_are_one_storage(tmp_path):
     assert np.array_equal(checkpoint.tensors["b"].rows(0, 4), w.T.numpy())
 
 
+def test_a_torch_file_cut_short_while_it_is_read_is_an_error(tmp_path):
+    path = tmp_path / "a.pt"
+    torch.save({"w": torch.zeros(2000, 1000)}, path)
+    stored = open_checkpoint(path).tensors["w"]
+    assert not stored.rows(0, 2).any()
+    path.write_bytes(b"PK")  # in place, as a program that saves again does
+    with pytest.raises(CorruptInputError, match=r"a\.pt was cut off"):
+        stored.tensor()
+
+
 class Canary:
     def __init__(self, path: Path) -> None:
         self.path = path

@@ -9,10 +9,12 @@ from __future__ import annotations
 
 import io
 import math
+import mmap
 import pickletools
 import warnings
 import zipfile
 from collections.abc import Mapping
+from dataclasses import replace
 from itertools import chain
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, BinaryIO
@@ -42,6 +44,7 @@ def read_torch_file(path: Path) -> Checkpoint:
     try:
         with path.open("rb") as file:
             is_zip = _check(file)
+            mapped = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # a legacy file cannot be mapped: it is read at once
             saved = torch.load(path, "cpu", mmap=is_zip, weights_only=True)
@@ -52,13 +55,31 @@ def read_torch_file(path: Path) -> Checkpoint:
                 "it holds more than tensors, and code in a pickle is never run: save the state_dict"
             )
         raise CorruptInputError(f"{path} is no plain file of tensors: {why}") from None
-    tensors = {n: stored_tensor(n, tensor) for n, tensor in _state_dict(path, saved).items()}
+    tensors = {name: stored_tensor(name, t) for name, t in _state_dict(path, saved).items()}
+    if is_zip:
+        for name, tensor in tensors.items():
+            tensors[name] = replace(tensor, read=_while_whole(path, mapped, tensor.read))
     configs = {key: saved[key] for key in CONFIG_KEYS if isinstance(saved.get(key), Mapping)}
     config = {
         key: {name: value for name, value in values.items() if _is_plain(name, value)}
         for key, values in configs.items()
     }
     return Checkpoint(path, "torch", tensors, config=config, files=(path,))
+
+
+def _while_whole(path: Path, mapped: mmap.mmap, read: Read | None) -> Read | None:
+    """Return a reader that raises `CorruptInputError` once its mapped file was cut short.
+
+    Reading beyond the end of a mapped file ends the process (SIGBUS), and programs that save again
+    in place cut the file short first.
+    """
+
+    def read_block(first: int, end: int, low: int, high: int) -> Native:
+        if mapped.size() < len(mapped):
+            raise CorruptInputError(f"{path} was cut off while it was read")
+        return read(first, end, low, high)  # type: ignore[misc]
+
+    return None if read is None else read_block
 
 
 def _check(file: BinaryIO) -> bool:
