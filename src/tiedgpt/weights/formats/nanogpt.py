@@ -218,10 +218,6 @@ def read_data_pickle(file: Path) -> Any:
         return _DataOnly(io.BytesIO(content)).load()
 
 
-def _is_tokenizer(path: Path, head: bytes) -> bool:
-    return path.suffix == ".pkl" or bool(PICKLED_DICT.match(head))
-
-
 WRITER = Writer(
     write=write,
     program="nanoGPT",
@@ -243,7 +239,10 @@ FORMAT = Format(
     to_gpt=to_gpt,
     detect_checkpoint=detect_checkpoint,
     tokenizer=TokenizerFile(
-        read=read_tokenizer, detect=_is_tokenizer, pattern="meta.pkl", hub_name="meta.pkl"
+        read=read_tokenizer,
+        detect=lambda path, head: path.suffix == ".pkl" or bool(PICKLED_DICT.match(head)),
+        pattern="meta.pkl",
+        hub_name="meta.pkl",
     ),
     writer=WRITER,
 )

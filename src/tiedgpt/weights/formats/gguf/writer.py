@@ -104,7 +104,11 @@ def write(
     qtypes, total = {}, 0
     for name, tensor in tensors.items():
         target = w_precision if name in MATRICES else precision
-        qtypes[name] = qtype = gguf.GGMLQuantizationType[_type_name(name, tensor, target)]
+        if tensor.ndim == 1 or name == POSITIONS:
+            target = "fp32"
+        elif target.startswith("q") and tensor.shape[-1] % 32:  # not whole blocks
+            target = "fp16"
+        qtypes[name] = qtype = gguf.GGMLQuantizationType[TYPES[target]]
         block, block_bytes = gguf.GGML_QUANT_SIZES[qtype]
         n_bytes = tensor.numel() // block * block_bytes
         writer.add_tensor_info(name, tensor.shape, np.float32, n_bytes, qtype)
@@ -139,12 +143,6 @@ def _modelfile(
     lines += [f'TEMPLATE """{template}"""'] if template else []
     lines += [f"PARAMETER stop {json.dumps(text, ensure_ascii=False)}" for text in texts]
     return "\n".join(lines) + "\n"
-
-
-def _type_name(name: str, tensor: Tensor, precision: str) -> str:
-    if tensor.ndim == 1 or name == POSITIONS:
-        return "F32"
-    return "F16" if precision.startswith("q") and tensor.shape[-1] % 32 else TYPES[precision]
 
 
 def _encoded(gguf: Any, name: str, tensor: Tensor, qtype: Any) -> np.ndarray[Any, Any]:

@@ -14,7 +14,7 @@ from typing import Any
 
 from tiedgpt.files import read_json
 from tiedgpt.weights.checkpoint import EMBEDDING, Checkpoint, Claim, StoredTensor, printable
-from tiedgpt.weights.formats.openai_gpt2 import tensorflow_bundle
+from tiedgpt.weights.formats.openai_gpt2.tensorflow_bundle import is_index, read_bundle
 from tiedgpt.weights.formats.transformers import config_fields
 from tiedgpt.weights.gpt import GPTCheckpoint
 from tiedgpt.weights.registry import Format
@@ -28,14 +28,9 @@ OPTIMIZER_STATE = re.compile(rf"(?:.*/)?({VARIABLE})/\w+")
 RELEASED_VOCABULARY, END_OF_TEXT = 50257, 50256
 
 
-def is_index(path: Path, head: bytes) -> bool:
-    """Whether a file is the index of a TensorFlow checkpoint."""
-    return tensorflow_bundle.is_index(path)
-
-
 def open_bundle(path: Path) -> Checkpoint:
     """Read the index of a TensorFlow checkpoint, and hparams.json; raises as `read_bundle`."""
-    tensors, files = tensorflow_bundle.read_bundle(path)
+    tensors, files = read_bundle(path)
     file = path.parent / "hparams.json"
     hparams = read_json(file) if file.is_file() else {}
     config = {HPARAMS[key]: value for key, value in hparams.items() if key in HPARAMS}

@@ -40,8 +40,8 @@ Message = dict[int, list[int | bytes]]
 """A protocol buffer: field -> its numbers, or the bytes of its texts and messages."""
 
 
-def is_index(path: Path) -> bool:
-    """Whether a file is a LevelDB table, as the index of a checkpoint is."""
+def is_index(path: Path, head: bytes) -> bool:
+    """Whether a file ends as a LevelDB table, as the index of a checkpoint does."""
     with path.open("rb") as file:
         file.seek(max(0, file.seek(0, os.SEEK_END) - len(MAGIC)))
         return file.read() == MAGIC
