@@ -87,8 +87,20 @@ def test_a_model_of_every_other_architecture_is_judged_and_counted(kind):
     check(kind)
 
 
-@pytest.mark.parametrize("kind", ["gpt_neox", "llama", "qwen3"])
+SAVED = {
+    "gpt_neox": ("gpt_neox.embed_in.weight", "embed_out.weight"),
+    "llama": ("model.embed_tokens.weight", "lm_head.weight"),
+    "qwen3": ("model.embed_tokens.weight", "lm_head.weight"),
+    "openai-gpt": ("transformer.tokens_embed.weight", "lm_head.weight"),
+}
+"""The names of the input and the output matrix in files."""
+
+
+@pytest.mark.parametrize("kind", SAVED)
 def test_its_saved_directory_is_judged_alike(kind, tmp_path):
     for tied, verdict in ((True, "tied"), (False, "untied as claimed")):
         make(kind, tied).save_pretrained(tmp_path / str(tied))
-        assert audit(tmp_path / str(tied)).verdict == verdict
+        report = audit(tmp_path / str(tied))
+        assert report.verdict == verdict
+        names = SAVED[kind][:1] if tied else SAVED[kind]
+        assert tuple(matrix.names[0] for matrix in report.matrices) == names

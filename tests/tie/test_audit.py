@@ -190,27 +190,6 @@ def test_a_merged_adapter_with_a_saved_head_is_broken(tmp_path):
     assert 0.9 < report.comparison.cosine < 1
 
 
-def test_gpt1_is_tied(tmp_path):
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        from transformers import OpenAIGPTConfig, OpenAIGPTLMHeadModel
-    model = OpenAIGPTLMHeadModel(OpenAIGPTConfig(**SHAPE))
-    report = judged(save(model, tmp_path / "m"), "tied")
-    assert report.matrices[0].names == ("transformer.tokens_embed.weight",)
-
-
-def test_a_llama_is_judged(tmp_path):
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        from transformers import LlamaConfig, LlamaForCausalLM
-    config = LlamaConfig(
-        vocab_size=V, hidden_size=D, intermediate_size=40, num_hidden_layers=1,
-        num_attention_heads=2, pad_token_id=0,
-    )  # fmt: skip
-    report = judged(save(LlamaForCausalLM(config), tmp_path / "m"), "untied as claimed")
-    assert [m.names[0] for m in report.matrices] == ["model.embed_tokens.weight", HEAD]
-
-
 # other containers
 
 

@@ -212,12 +212,6 @@ def test_an_onnx_graph_is_refused_with_the_remedy(tmp_path):
         fix(tmp_path / "a.onnx", tmp_path / "new")
 
 
-def test_a_sound_untied_model_is_refused_with_the_choice_that_ties_it(tmp_path):
-    source = with_head(tmp_path, lambda w: w + 1, tie_word_embeddings=False)
-    with pytest.raises(UserError, match=r"nothing to mend.*--keep input"):
-        fix(source, tmp_path / "new")
-
-
 def test_given_names_select_the_matrices_of_a_gpt(tmp_path):
     source = with_head(tmp_path, lambda w: w + 1)
     names = {"input_name": "transformer.wte", "output_name": "lm_head"}

@@ -135,8 +135,9 @@ def disagreements(home: Path, cell: tuple, capsys) -> Iterator[str]:
         yield "tie show prints something other than the ledger"
     is_wasteful = found.verdict == "tied, stored twice" or content == "only a head"
     if found.exit_code == 0 and not is_wasteful:
-        if "nothing to mend" not in str(attempt(fix, path, home / "no")):
-            yield "fix does not refuse what is sound"
+        refusal, has_two = str(attempt(fix, path, home / "no")), found.verdict != "tied"
+        if "nothing to mend" not in refusal or has_two != ("--keep input" in refusal):
+            yield f"fix of what is sound: {refusal}"
         return
     for keep in choices(found, loaded):
         yield from wrongs(home, path, keep, fill_in, content)

@@ -174,7 +174,8 @@ def _make_plan(checkpoint: Checkpoint, decision: TieDecision, keep: Keep | None)
         actions.append(f"config.json now says {TIE_KEY}: {str(claim).lower()}")
     is_wasteful = decision.kind == "tied, stored twice" or roles.input is None
     if not actions or (decision.is_sound and keep is None and not is_wasteful):
-        choice = "--keep input or --keep output makes one matrix of the two" if roles.pair else None
+        has_two = roles.pair is not None and decision.kind != "tied"
+        choice = "--keep input or --keep output makes one matrix of the two" if has_two else None
         raise UserError(f"{source} is {decision.kind}: nothing to mend", hint=choice)
     return replace(plan, actions=tuple(actions))
 
