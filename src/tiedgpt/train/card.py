@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping
 from pathlib import Path, PurePath
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from tiedgpt.files import replacing
 from tiedgpt.heads import Head
@@ -15,9 +15,6 @@ from tiedgpt.train.options import format_count
 from tiedgpt.train.storage import RunDirectory, format_toml
 from tiedgpt.weights.formats.transformers import TIEDGPT, model_type_of
 from tiedgpt.weights.formats.transformers.writer import OUR_CARD
-
-if TYPE_CHECKING:
-    from huggingface_hub import ModelCard
 
 SCORES = {"val_loss": "loss (nats)", "val_bits_per_byte": "bits per byte"}
 HUB_NAME = re.compile(r"\w[\w.-]*(/[\w.-]+)?")
@@ -36,20 +33,8 @@ def write_card(
     """
     tables, path = run.read_record(), run.model / "README.md"
     is_edited = path.exists() and OUR_CARD not in path.read_text(encoding="utf-8", errors="replace")
-    if tables and not is_edited:
-        card = model_card(run.path.resolve().name, tables, model, description, scores)
-        with replacing(path) as temporary:
-            card.save(temporary)
-
-
-def model_card(
-    name: str,
-    tables: Mapping[str, Any],
-    model: Model,
-    description: Mapping[str, str],
-    scores: Mapping[str, Any] | None,
-) -> ModelCard:
-    """Return the card of a run with these tables of run.toml and these final scores."""
+    if not tables or is_edited:
+        return
     from huggingface_hub import ModelCard, ModelCardData  # 0.1 s, after the last step
 
     config, options = body_of(model).config, tables["options"]
@@ -65,19 +50,11 @@ def model_card(
         tie = f"**{'Tied' if config.tie_word_embeddings else 'Untied'}**: {tie}"
     count = sum(parameter.numel() for parameter in model.parameters())
     data = "\n".join(f"- {key}: {text}" for key, text in description.items() if key != "predicts")
-    use = "from tiedgpt.infer import Engine\nEngine(directory).generate(prompt).text"
-    transformers = None if model_type is TIEDGPT else "AutoModelForCausalLM"
-    if isinstance(model, Head):
-        head = type(model).__name__
-        use = f"from tiedgpt.heads import {head}\nmodel = {head}.from_pretrained(directory)"
-        transformers = model.class_in_transformers(config)
-    if transformers:
-        use += f"\n# or: transformers.{transformers}.from_pretrained(directory)"
-    return ModelCard(f"""---
+    card = ModelCard(f"""---
 {front.to_yaml()}
 ---
 
-# {name}
+# {run.path.resolve().name}
 
 {OUR_CARD}
 
@@ -89,7 +66,7 @@ A GPT of {config.n_layer} blocks of width {config.n_embd} with {config.n_head} h
 {data}
 
 ```python
-{use}
+{_describe_use(model)}
 ```
 
 ## Training
@@ -97,6 +74,22 @@ A GPT of {config.n_layer} blocks of width {config.n_embd} with {config.n_head} h
 ```toml
 {format_toml({**tables, "options": _without_paths(options)})}```
 """)
+    with replacing(path) as temporary:
+        card.save(temporary)
+
+
+def _describe_use(model: Model) -> str:
+    """Return code that loads the model."""
+    config = body_of(model).config
+    use = "from tiedgpt.infer import Engine\nEngine(directory).generate(prompt).text"
+    transformers = None if model_type_of(config) is TIEDGPT else "AutoModelForCausalLM"
+    if isinstance(model, Head):
+        head = type(model).__name__
+        use = f"from tiedgpt.heads import {head}\nmodel = {head}.from_pretrained(directory)"
+        transformers = model.class_in_transformers(config)
+    if transformers:
+        use += f"\n# or: transformers.{transformers}.from_pretrained(directory)"
+    return use
 
 
 def _describe_scores(tables: Mapping[str, Any], scores: Mapping[str, Any] | None) -> str:
