@@ -41,6 +41,13 @@ def test_packages_follow_from_import_tiedgpt_alone():
     assert done.stdout.split() == ["Engine", "train", "Token", "tie", "lens", "lora"], done.stderr
 
 
+@pytest.mark.parametrize("name", PACKAGES[1:])
+def test_no_module_has_the_name_of_a_public_object_which_importing_it_would_hide(name):
+    package = importlib.import_module(name)
+    modules = {module.name for module in pkgutil.iter_modules(package.__path__)}
+    assert not modules & set(getattr(package, "__all__", []))
+
+
 @pytest.mark.parametrize("name", PACKAGES)
 def test_dir_and_help_show_the_public_names_and_an_example(name):
     package = importlib.import_module(name)

@@ -1,9 +1,7 @@
 """An inspection is declared once: Python, the command line, the server and the docs know it."""
 
-import dataclasses
 import json
 import runpy
-import sys
 import types
 import typing
 from inspect import Parameter, signature
@@ -46,22 +44,6 @@ def test_a_record_names_keywords_of_its_function(name):
 def test_results_print_as_tables(model, tokenizer):
     found = inspect.positions(model, tokenizer, "the cat")
     assert str(found) == found.table() and "mean loss" in str(found)
-
-
-def test_a_file_of_an_inspection_may_have_its_functions_name(monkeypatch, tmp_path):
-    (tmp_path / "counted.py").write_text(
-        "def counted(model, tokenizer=None, text=''):\n    return text\n"
-    )
-    monkeypatch.setattr(inspect, "__path__", [*inspect.__path__, str(tmp_path)])
-    record = dataclasses.replace(LETTERS, name="counted", module="tiedgpt.inspect.counted")
-    monkeypatch.setitem(INSPECTIONS, "counted", record)
-    from tiedgpt.inspect import counted
-
-    try:
-        assert counted("model", None, "abc") == inspect.counted("model", None, "abc") == "abc"
-        assert INSPECTIONS["counted"].function is counted
-    finally:
-        del inspect.counted, sys.modules["tiedgpt.inspect.counted"]
 
 
 @pytest.fixture

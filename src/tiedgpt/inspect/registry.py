@@ -66,8 +66,6 @@ class Inspection:
     def function(self) -> Callable[..., Result]:
         """The function; its module is imported now."""
         function: Callable[..., Result] = getattr(import_module(self.module), self.name)
-        if self.module == f"{__package__}.{self.name}":  # importing it hid the function
-            setattr(import_module(__package__), self.name, function)
         return function
 
 

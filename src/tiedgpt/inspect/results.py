@@ -27,8 +27,8 @@ Figure = tuple[str, list[Panel | Grid]]
 
 
 @dataclass(frozen=True, kw_only=True)
-class Columns:
-    """Numpy arrays and plain values."""
+class Result(ABC):
+    """Base of all results: numpy arrays, plain values, and dataclasses of them."""
 
     def to_json(self) -> str:
         """Return the fields as one JSON object, arrays as nested lists, NaN as null.
@@ -36,11 +36,6 @@ class Columns:
         Numbers keep all digits of the array's own type.
         """
         return json.dumps(to_json_data(self), ensure_ascii=False, allow_nan=False)
-
-
-@dataclass(frozen=True, kw_only=True)
-class Result(Columns, ABC):
-    """Base of all results."""
 
     @abstractmethod
     def table(self, top: int = SHOWN_ROWS) -> str:

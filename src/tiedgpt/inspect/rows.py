@@ -22,7 +22,7 @@ from tiedgpt.data import Shards, documents
 from tiedgpt.errors import UserError
 from tiedgpt.inspect.distributions import chunks
 from tiedgpt.inspect.inputs import Model, numpy, open_model, piece
-from tiedgpt.inspect.results import NOT_IN_JSON, SHOWN_ROWS, Columns, Figure, Result
+from tiedgpt.inspect.results import NOT_IN_JSON, SHOWN_ROWS, Figure, Result
 from tiedgpt.inspect.vocab_matrices import VocabMatrix, final_bias, finite_vocab_matrices
 from tiedgpt.plots.panel import Grid, Line, Panel
 from tiedgpt.plots.table import number_table, token_cells
@@ -42,7 +42,7 @@ RIDGE = 1e-3
 
 
 @dataclass(frozen=True, kw_only=True)
-class Rows(Columns):
+class Rows:
     """One matrix: a row e_i for each of V tokens. c_i is e_i less the mean row.
 
     `spearman`, `interval` and `slope` tell how norm, centred_norm and prior_logit go with ln count,

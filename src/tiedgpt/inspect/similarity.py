@@ -16,7 +16,7 @@ from torch import Tensor
 
 from tiedgpt.errors import UserError
 from tiedgpt.inspect.inputs import Model, numpy, open_model, piece, token_id
-from tiedgpt.inspect.results import SHOWN_ROWS, Columns, Figure, Result, lines
+from tiedgpt.inspect.results import SHOWN_ROWS, Figure, Result, lines
 from tiedgpt.inspect.vocab_matrices import VocabMatrix, finite_vocab_matrices
 from tiedgpt.plots.panel import Grid, Panel
 from tiedgpt.plots.table import number_table, token_cells, visible
@@ -24,7 +24,7 @@ from tiedgpt.runtime import eval_mode
 
 
 @dataclass(frozen=True, kw_only=True)
-class NearestRows(Columns):
+class NearestRows:
     """The k rows of one matrix that are nearest to row e_i, by each measure; i is left out."""
 
     name: str  # of the parameter
