@@ -49,6 +49,7 @@ def test_train_then_generate_then_train_again(text, capfd):
     assert out.count("sample") == 2 and re.search(r"predicts \d+% of \d+ held-out tokens", out)
     assert "tiedgpt generate run" in out and "tiedgpt tie show run" in out
     assert "no decay" in err and "W, which reads and predicts" in err
+    assert re.search(r"s for imports, .* the\s+first\s+step after [\d.]+ s", err, re.DOTALL)
     assert "cats.txt: 1 document, " in err and "tokens: its texts may be poor" in err
     record = tomllib.loads(Path("run/run.toml").read_text())
     assert record["training"]["steps"] == 4
@@ -129,7 +130,7 @@ def test_the_bar_of_a_run_that_ended_early_is_full(capfd):
         weight_decay=0.1, grad_clip=1.0, dtype="fp32", seed=3, eval_every=4,
         eval_batches=2, save_every=2,
     )  # fmt: skip
-    display = Display(RunArguments())
+    display = Display(RunArguments(), 0.0)
     with display.training(plan):
         display.event(Ended(10, finished=True, score=None))
     assert re.search(r"\b10/10\b", capfd.readouterr().err)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import json
 import math
+import time
 from collections.abc import Iterator, Mapping
 
 import torch
@@ -42,8 +43,9 @@ class Display:
     steps = 0
     """Number of steps of the current plan."""
 
-    def __init__(self, args: RunArguments, *, silent: bool = False) -> None:
+    def __init__(self, args: RunArguments, began: float, *, silent: bool = False) -> None:
         self.args = args
+        self._times = [began, time.perf_counter()]
         self.err = console(stderr=True, silent=silent)
         self._loss = self._speed = 0.0
         self._seen = 0
@@ -57,6 +59,7 @@ class Display:
     def _show_plan(self, event: events.Planned) -> None:
         """Show the data, the model and the duration of a run."""
         self.planned, self.steps = event, event.plan.steps
+        self._times.append(time.perf_counter())
         options, plan, data = event.options, event.plan, event.data
         self.say(*data.notes)
         self._unit, self._batch_units = data.unit, plan.batch_size * data.row_units
@@ -173,6 +176,14 @@ class Display:
     def _show_step(self, event: events.Stepped) -> None:
         """Show the loss and the speed, each an exponential mean without a bias at the start."""
         self._seen += 1
+        if self._seen == 1 and self.args.verbose:
+            began, imported, planned = self._times
+            fact(
+                "start",
+                f"{imported - began:.1f} s for imports, {planned - imported:.1f} s for the data "
+                f"and the plan; the first step after {time.perf_counter() - began:.1f} s",
+                to=self.err,
+            )
         share = max(1 - SMOOTHING, 1 / self._seen)
         self._loss += share * (event.loss - self._loss)
         self._speed += share * (event.units_per_second - self._speed)

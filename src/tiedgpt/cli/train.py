@@ -45,7 +45,11 @@ class RunArguments:
         short="o",
     )
     track: TrackerName | None = option(None, "Also send the metrics to this tracker.")
-    verbose: bool = option(False, "Also show the schedule and the parameter groups.", short="v")
+    verbose: bool = option(
+        False,
+        "Also show the schedule, the parameter groups and the start's seconds.",
+        short="v",
+    )
     format: Literal["human", "json"] = option(
         "human", "json: one object with the result, on stdout.", short="f"
     )
@@ -108,7 +112,7 @@ def show_run(options: TrainOptions, args: RunArguments, verb: str, arguments: li
         from tiedgpt.train.metrics import Tracking, open_tracker
         from tiedgpt.train.run import train
 
-    display = Display(args, silent=not is_main())
+    display = Display(args, began, silent=not is_main())
     tracker = open_tracker(args.track) if args.track is not None and is_main() else None
     signals, trackings = StopSignals(), list[Tracking]()
 
