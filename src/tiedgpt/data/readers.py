@@ -134,7 +134,7 @@ def _find_cut(file: BinaryIO, at: int, size: int, mark: bytes) -> int:
     return start + (newline + 1 if newline >= 0 else _find_character(near, at - start))
 
 
-def cut_text(file: BinaryIO, mark: bytes = b"", head: bytes = b"") -> Iterator[tuple[bytes, bool]]:
+def cut_text(file: BinaryIO, mark: bytes, head: bytes = b"") -> Iterator[tuple[bytes, bool]]:
     """Yield the documents of a text, `head` and the rest of a file, and whether a mark ended each.
 
     One of more than `LARGEST_PART` bytes is yielded in parts, cut after a newline if there is one.
@@ -170,9 +170,9 @@ def read_records(
     name: str,
     expected: str,
     *,
-    encoding: str = "utf-8-sig",
-    on_bad: OnBad = None,
-    row_groups: Section | None = None,
+    encoding: str,
+    on_bad: OnBad,
+    row_groups: Section | None,
 ) -> Iterator[tuple[str, dict[str, Any]]]:
     """Yield (place, record) for each record of an open file whose name `has_records`.
 

@@ -112,9 +112,9 @@ class Template:
             dict.fromkeys(encode_pieces([Piece(END_OF_TEXT, True, True), end], tokenizer)[0])
         )
 
-    def last_message(self, text: str, role: str = "user") -> str:
-        """Return the content of the last message of a role in a conversation's text."""
-        around = self.roles.get(role, Role())
+    def last_question(self, text: str) -> str:
+        """Return the content of the user's last message in a conversation's text."""
+        around = self.roles.get("user", Role())
         begin, end = around.prefix + around.before, around.after + around.suffix
         message = text.rpartition(begin)[2] if begin else text
         return (message.partition(end)[0] if end else message).strip()
@@ -174,13 +174,12 @@ class Template:
                 yield Piece(piece, counted, number % 2 == 1)
 
 
-def _chatml(role: str, counted: bool = False) -> Role:
-    return Role(f"<|im_start|>{role}\n", "", "<|im_end|>", "\n", counted)
-
-
 CHATML = Template(
     "chatml",
-    {role: _chatml(role, role == "assistant") for role in ("system", "user", "assistant", "tool")},
+    {
+        role: Role(f"<|im_start|>{role}\n", "", "<|im_end|>", "\n", counted=role == "assistant")
+        for role in ("system", "user", "assistant", "tool")
+    },
     begin=END_OF_TEXT,
     tokens=("<|im_start|>", "<|im_end|>"),
 )

@@ -31,7 +31,7 @@ def totals(
     batches: Iterable[Sequence[np.ndarray]],
     measure: Callable[[tuple[Tensor, ...]], Sequence[float]],
     *,
-    autocast: torch.dtype | None = None,
+    autocast: torch.dtype | None,
 ) -> list[float]:
     """Return the sums of the measures of all batches, with the model in evaluation mode.
 

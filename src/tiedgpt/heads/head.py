@@ -169,9 +169,7 @@ class Head(nn.Module):
         return model_type_of(config).architecture.removesuffix("LMHeadModel") + cls.architecture
 
 
-def load_body(
-    source: str | os.PathLike[str], *, dtype: torch.dtype | None = None, keep_head: bool = False
-) -> GPT:
+def load_body(source: str | os.PathLike[str], *, dtype: torch.dtype | None, keep_head: bool) -> GPT:
     """Load the GPT under any head; `keep_head` keeps an untied head over the vocabulary."""
     checkpoint = open_checkpoint(source)
     # A file with a body only has no matrix that predicts, even if its config claims one.

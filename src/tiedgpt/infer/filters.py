@@ -147,7 +147,7 @@ def _passing(weights: NDArray[np.float64], share: float) -> tuple[int, float]:
 
 
 def score_targets(
-    logits: NDArray[np.float32], targets: Sequence[int], n_tokens: int | None = None
+    logits: NDArray[np.float32], targets: Sequence[int], n_tokens: int
 ) -> tuple[list[float], list[int]]:
     """Return the logprob of each target after logits (n, V), and its rank, 1 for the likeliest.
 

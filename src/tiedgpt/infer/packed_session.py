@@ -113,7 +113,7 @@ class PackedSession:
         return results
 
     def score_targets(
-        self, logits: Logits, targets: Sequence[int], n_tokens: int | None = None
+        self, logits: Logits, targets: Sequence[int], n_tokens: int
     ) -> tuple[list[float], list[int]]:
         """Return logprobs and ranks; see `Session.score_targets`."""
         return sampling.score_targets(self._pool, logits, targets, n_tokens)

@@ -42,13 +42,9 @@ class Scored:
 
 
 def score_text(
-    pool: SlotPool,
-    slot_ids: Sequence[int],
-    ids: Sequence[int],
-    n_context: int,
-    n_tokens: int | None = None,
+    pool: SlotPool, slot_ids: Sequence[int], ids: Sequence[int], n_context: int, n_tokens: int
 ) -> Decoding[Scored]:
-    """Score the ids from `n_context` on.
+    """Score the ids from `n_context` on; ranks are among the ids below `n_tokens`.
 
     A text longer than the model's context is read in windows, each half a window after the one
     before: after the first window, every token is predicted from at least half a window.

@@ -90,7 +90,7 @@ class Detokenizer:
     A character is certain once it is complete and no stop string can begin at it or before it.
     """
 
-    def __init__(self, tokenizer: Tokenizer | None, after: int, stops: Sequence[str] = ()) -> None:
+    def __init__(self, tokenizer: Tokenizer | None, after: int, stops: Sequence[str]) -> None:
         self.has_stopped = False
         """Whether a stop string ends the text."""
         self._decoder = None if tokenizer is None else tokenizer.stream(after=after)

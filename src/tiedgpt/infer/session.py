@@ -59,7 +59,7 @@ class Session(Protocol):
         """Sample a token for each, or return the error why none can be chosen."""
 
     def score_targets(
-        self, logits: Logits, targets: Sequence[int], n_tokens: int | None = None
+        self, logits: Logits, targets: Sequence[int], n_tokens: int
     ) -> tuple[list[float], list[int]]:
         """Return the logprob of each target after logits (n, V), and its rank, 1 for the likeliest.
 

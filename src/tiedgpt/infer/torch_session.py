@@ -145,7 +145,7 @@ class TorchSession:
         return sampling.sample(inputs)
 
     def score_targets(
-        self, logits: Logits, targets: Sequence[int], n_tokens: int | None = None
+        self, logits: Logits, targets: Sequence[int], n_tokens: int
     ) -> tuple[list[float], list[int]]:
         """Return logprobs and ranks; see `Session.score_targets`."""
         return filters.score_targets(logits, targets, n_tokens)

@@ -39,7 +39,7 @@ FAST = 1
 """zlib's level: weights are noise, and the level changes little but the time."""
 
 
-def choose_precision(model: GPT, precision: str = "auto") -> str:
+def choose_precision(model: GPT, precision: str) -> str:
     """Return fp32, fp16 or int8; auto decides by the model's size."""
     if precision != "auto":
         return precision

@@ -31,7 +31,7 @@ class Unembed(nn.Module):
     wte: TiedEmbedding
     """The module that owns W."""
 
-    def __init__(self, wte: TiedEmbedding, bias: nn.Parameter | None = None) -> None:
+    def __init__(self, wte: TiedEmbedding, bias: nn.Parameter | None) -> None:
         super().__init__()
         self.__dict__["wte"] = wte  # an assignment would register it
         self.bias = bias

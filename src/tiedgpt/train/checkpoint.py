@@ -50,7 +50,7 @@ def save_checkpoint(
     state: dict[str, Any],
     processes: Processes,
     *,
-    spared: int | None = None,
+    spared: int | None,
 ) -> None:
     """Write the state after `step` steps under `directory`.
 

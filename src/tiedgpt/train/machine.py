@@ -262,7 +262,7 @@ class Measures:
     """Measurements of every `MEASURE_EVERY_STEPS`-th step, as additional metrics of the step."""
 
     def __init__(
-        self, model: Model, data: Data, dtype: str, device: torch.device, n_processes: int = 1
+        self, model: Model, data: Data, dtype: str, device: torch.device, n_processes: int
     ) -> None:
         self._device, self._n_processes = device, n_processes
         self._norms = GradientNorms(model)

@@ -467,7 +467,7 @@ def choose_size(
     config: GPTConfig,
     facts: Facts,
     machine: Machine,
-    seconds_spent: float = 0.0,
+    seconds_spent: float,
 ) -> tuple[TrainOptions, str]:
     """Return the options with the size that suits the text and the time, and why.
 

@@ -343,7 +343,7 @@ class RunSummary:
     """Time of the last change, in seconds since 1970."""
 
 
-def list_runs(folder: Path = RUNS) -> Iterator[RunSummary]:
+def list_runs(folder: Path) -> Iterator[RunSummary]:
     """Yield the runs in a folder that have a metrics.jsonl, the newest last."""
     metrics = [(path.stat().st_mtime, path.parent) for path in folder.glob("*/metrics.jsonl")]
     for changed, path in sorted(metrics):

@@ -157,7 +157,7 @@ def _chosen_precision(to: str, writer: Writer, precision: str | None, dtype: tor
     return precision
 
 
-def require_place(path: Path, to: str, *, overwrite: bool = False) -> None:
+def require_place(path: Path, to: str, *, overwrite: bool) -> None:
     """Raise `UserError` if `path` exists and would be lost, or has no name."""
     if path.name in ("", ".."):
         raise UserError(f"{path} names nothing new", hint="give DEST a name")

@@ -53,7 +53,7 @@ def head_matrix(head: nn.Module) -> Tensor | None:
 def parameters_for(
     writer: Writer,
     model: GPT,
-    precision: str | None = None,
+    precision: str | None,
     *,
     approximate_gelu: bool = False,
 ) -> tuple[dict[str, Tensor], str]:
@@ -77,7 +77,7 @@ def parameters_for(
 
 
 def gpt_parameters(model: GPT, whose: str) -> dict[str, Tensor]:
-    """Return the model's parameters by name, in the order of `checkpoint.shapes`.
+    """Return the model's parameters by name, in the order of `gpt.shapes`.
 
     `whose` names the format in messages. Raises `UserError` for a head that is not a matrix (V, D),
     for parameters that are missing, added, of another shape than the config says, or without data.

@@ -292,7 +292,7 @@ class Replies(LanguageModelling):
         reply = engine.generate(prompt, max_new_tokens=SAMPLE_TOKENS, temperature=0, stop_ids=ends)
         question = self.tokenizer.decode(id for id in prompt if id != self.tokenizer.eos_token_id)
         if self.template is not None:
-            question = self.template.last_message(question)
+            question = self.template.last_question(question)
         return reply.text, question.strip()
 
     def show(self, directory: RunDirectory, data: ReplyData, options: TrainOptions) -> Showcase:  # type: ignore[override]

@@ -82,7 +82,7 @@ def read_tokenizer(path: Path) -> Tokenizer:
 
 
 def add_tokenizer(
-    writer: Any, tokenizer: Tokenizer | None, config: GPTConfig, end_ids: Sequence[int] = ()
+    writer: Any, tokenizer: Tokenizer | None, config: GPTConfig, end_ids: Sequence[int]
 ) -> None:
     """Add a tokenizer to a `gguf.GGUFWriter`; rows without a token get an unused `[PADn]`.
 

@@ -1,4 +1,4 @@
-"""A `GPT` -> a packed model in memory, and a packed directory (`packed.py`)."""
+"""A `GPT` -> a packed model in memory, and a packed directory."""
 
 from __future__ import annotations
 

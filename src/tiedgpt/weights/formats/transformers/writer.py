@@ -111,7 +111,7 @@ def describe(model: GPT, dtype: torch.dtype | None = None) -> dict[str, Any]:
     return description
 
 
-def descriptions(model: GPT, dtype: torch.dtype | None = None) -> dict[str, dict[str, Any]]:
+def descriptions(model: GPT, dtype: torch.dtype | None) -> dict[str, dict[str, Any]]:
     """Return config.json and generation_config.json by name; `UserError` as `describe`."""
     ids = {name: getattr(model.config, name) for name in ("bos_token_id", "eos_token_id")}
     generation = {"_from_model_config": True} | {k: v for k, v in ids.items() if v is not None}
