@@ -10,6 +10,18 @@ from tokenizers import models, normalizers, pre_tokenizers, trainers
 from tiedgpt.text import Tokenizer
 
 
+def write_pair(
+    rust: tokenizers.Tokenizer, folder: Path, names: tuple[str, str] = ("vocab.json", "merges.txt")
+) -> Path:
+    """Write the vocabulary and the merges of a BPE in two files of a folder."""
+    model = json.loads(rust.to_str())["model"]
+    lines = ["#version: 0.2", *(f"{left} {right}" for left, right in model["merges"]), ""]
+    folder.mkdir(exist_ok=True)
+    (folder / names[0]).write_text(json.dumps(rust.get_vocab()), encoding="utf-8")
+    (folder / names[1]).write_text("\n".join(lines), encoding="utf-8")
+    return folder
+
+
 @pytest.fixture(scope="session")
 def corpus() -> str:
     """A few hundred kilobytes of English that every Python has."""
@@ -48,12 +60,7 @@ def gpt1_folder(corpus: str, tmp_path_factory: pytest.TempPathFactory) -> Path:
         show_progress=False,
     )
     rust.train_from_iterator([corpus[:100_000]], trainer)
-    model = json.loads(rust.to_str())["model"]
-    folder = tmp_path_factory.mktemp("gpt1")
-    (folder / "vocab.json").write_text(json.dumps(model["vocab"]), encoding="utf-8")
-    lines = ["#version: 0.2", *(f"{left} {right}" for left, right in model["merges"]), ""]
-    (folder / "merges.txt").write_text("\n".join(lines), encoding="utf-8")
-    return folder
+    return write_pair(rust, tmp_path_factory.mktemp("gpt1"))
 
 
 @pytest.fixture(scope="session")

@@ -1,11 +1,13 @@
 import json
 import os
+from itertools import product
 from pathlib import Path
 
 import pytest
 import tokenizers
 from tokenizers import decoders, models, normalizers, pre_tokenizers
 
+from tests.text.conftest import write_pair
 from tiedgpt.errors import CorruptInputError, NoRoomError, TiedGPTError, UserError
 from tiedgpt.text import Tokenizer
 
@@ -21,16 +23,6 @@ TEXT = "the naïve 日本 def f(x): 1234 👍\n"
 def saved(bpe, tmp_path) -> Path:
     bpe.save_pretrained(tmp_path)
     return tmp_path
-
-
-def write_pair(bpe: Tokenizer, folder: Path, pair: tuple[str, str]) -> Path:
-    model = json.loads(bpe._rust.to_str())["model"]
-    vocabulary = model["vocab"] | {"<|endoftext|>": len(model["vocab"])}
-    folder.mkdir(exist_ok=True)
-    (folder / pair[0]).write_text(json.dumps(vocabulary), encoding="utf-8")
-    lines = ["#version: 0.2", *(f"{left} {right}" for left, right in model["merges"]), ""]
-    (folder / pair[1]).write_text("\n".join(lines), encoding="utf-8")
-    return folder
 
 
 def edit(file: Path, **changes: object) -> None:
@@ -57,7 +49,7 @@ def test_saved_tokenizer_comes_back_the_same(bpe, saved):
 
 @pytest.mark.parametrize("pair", PAIRS)
 def test_vocabulary_with_merges_is_the_same_tokenizer(bpe, tmp_path, pair):
-    write_pair(bpe, tmp_path, pair)
+    write_pair(bpe._rust, tmp_path, pair)
     for source in (tmp_path, str(tmp_path), tmp_path / pair[0], tmp_path / pair[1]):
         loaded = Tokenizer.from_pretrained(source)
         assert loaded.encode(TEXT) == bpe.encode(TEXT)
@@ -66,7 +58,7 @@ def test_vocabulary_with_merges_is_the_same_tokenizer(bpe, tmp_path, pair):
 
 
 def test_tokenizer_json_wins_over_the_older_files(bpe, saved):
-    write_pair(Tokenizer.train([], 257), saved, PAIRS[0])
+    write_pair(Tokenizer.train([], 257)._rust, saved, PAIRS[0])
     assert len(Tokenizer.from_pretrained(saved)) == 1000
 
 
@@ -146,7 +138,7 @@ def test_truncation_and_padding_in_the_file_change_no_ids(bpe, saved):
 
 
 def test_added_tokens_file_gives_the_tokens_after_the_vocabulary(bpe, tmp_path):
-    write_pair(bpe, tmp_path, PAIRS[0])
+    write_pair(bpe._rust, tmp_path, PAIRS[0])
     edit(tmp_path / "added_tokens.json", **{"<|pad|>": 1000, "<|user|>": 1001})
     loaded = Tokenizer.from_pretrained(tmp_path)
     assert loaded.encode("<|user|><|pad|>", allow_special=True) == [1001, 1000]
@@ -292,11 +284,11 @@ def test_a_shared_id_and_an_absurd_one_are_refused_without_taking_memory(saved, 
         Tokenizer.from_pretrained(saved)
 
 
-@pytest.mark.parametrize("pair", PAIRS)
-def test_truncated_merges_are_refused_wherever_they_end(bpe, tmp_path, pair):
-    file = write_pair(bpe, tmp_path, pair) / pair[1]
-    content = file.read_bytes()
-    for end in [0, 5, 14, len(content) // 2, len(content) - 5, len(content) - 2]:
+@pytest.mark.parametrize(("kind", "pair"), [*product(["bpe"], PAIRS), ("gpt1", PAIRS[0])])
+def test_truncated_merges_are_refused_wherever_they_end(request, tmp_path, kind, pair):
+    file = write_pair(request.getfixturevalue(kind)._rust, tmp_path, pair) / pair[1]
+    content, n = file.read_bytes(), file.stat().st_size
+    for end in [0, 5, 14, n // 2, n - 7, n - 5, n - 3, n - 2]:
         file.write_bytes(content[:end])
         with pytest.raises(CorruptInputError) as error:
             Tokenizer.from_pretrained(tmp_path)
@@ -307,7 +299,7 @@ def test_truncated_merges_are_refused_wherever_they_end(bpe, tmp_path, pair):
     ("line", "said"), [("a ☃", "☃"), ("q z", "qz"), ("alone", ""), ("a b c", ""), (" a", "")]
 )
 def test_bad_merge_is_refused(bpe, tmp_path, line, said):
-    file = write_pair(bpe, tmp_path, PAIRS[0]) / "merges.txt"
+    file = write_pair(bpe._rust, tmp_path, PAIRS[0]) / "merges.txt"
     lines = file.read_text(encoding="utf-8").split("\n")
     file.write_text("\n".join([*lines[:2], line, *lines[2:]]), encoding="utf-8")
     with pytest.raises(CorruptInputError) as error:
@@ -317,7 +309,7 @@ def test_bad_merge_is_refused(bpe, tmp_path, line, said):
 
 @pytest.mark.parametrize("id", [-1, "3", 1.0, None, True, 1 << 40, 5])
 def test_bad_id_in_a_vocabulary_is_named(bpe, tmp_path, id):
-    file = write_pair(bpe, tmp_path, PAIRS[0]) / "vocab.json"
+    file = write_pair(bpe._rust, tmp_path, PAIRS[0]) / "vocab.json"
     edit(file, a=id)
     with pytest.raises(CorruptInputError) as error:
         Tokenizer.from_pretrained(tmp_path)

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tiedgpt.errors import CorruptInputError, UserError
+from tiedgpt.errors import UserError
 from tiedgpt.text import Tokenizer
 from tiedgpt.text import bpe as module
 
@@ -147,15 +147,6 @@ def test_a_newline_of_openais_vocabulary_loses_nothing(gpt1_folder, tmp_path):
     tokenizer = Tokenizer.from_pretrained(tmp_path)
     assert len(tokenizer) == 801
     assert tokenizer.decode([800, *tokenizer.encode("so")]) == "\n so"
-
-
-def test_truncated_merges_are_refused_wherever_they_end(gpt1_folder, tmp_path):
-    (tmp_path / "vocab.json").write_bytes((gpt1_folder / "vocab.json").read_bytes())
-    content = (gpt1_folder / "merges.txt").read_bytes()
-    for end in [0, 5, 14, len(content) // 2, len(content) - 7, len(content) - 3]:
-        (tmp_path / "merges.txt").write_bytes(content[:end])
-        with pytest.raises(CorruptInputError, match=r"merges\.txt"):
-            Tokenizer.from_pretrained(tmp_path)
 
 
 def test_vocabulary_without_the_unknown_token_is_refused(gpt1, gpt1_folder, tmp_path):
