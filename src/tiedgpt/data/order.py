@@ -15,7 +15,7 @@ from tiedgpt.data.shards import Shards
 from tiedgpt.errors import UserError
 
 LARGEST_TABLE = 1_000_000
-"""Windows up to which the order of an epoch is held as a table; that of more is computed."""
+"""Maximum number of windows whose order is stored as a table; a longer order is computed."""
 ROUNDS = 8
 IGNORED = -100  # a target that is not counted, as in torch's cross_entropy
 

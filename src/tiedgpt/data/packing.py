@@ -26,7 +26,7 @@ PackedBatch = tuple[NDArray[np.int64], NDArray[np.int64], NDArray[np.int64]]
 
 
 def best_fit(lengths: Sequence[int], room: int) -> list[list[int]]:
-    """Return the rows, each of numbers of items whose lengths add up to at most `room`.
+    """Return the indices of the items in each row; their lengths add up to at most `room`.
 
     A row takes the first remaining item, then repeatedly the longest one that fits among the first
     `BUFFER` remaining items, and the first of equal ones. No length is above `room`.

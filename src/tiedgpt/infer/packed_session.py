@@ -139,7 +139,7 @@ class PackedSession:
         return Batch(*(np.array(values, np.int64) for values in arrays)), rows
 
     def _buffers_for(self, tokens: int, outputs: int) -> Buffers:
-        """Return buffers for so many tokens and outputs; they are kept from batch to batch."""
+        """Return buffers for this number of tokens and outputs, reused from batch to batch."""
         old = self._buffers
         if old is not None and len(old.h) >= tokens and len(old.logits) >= outputs:
             return old

@@ -29,7 +29,7 @@ from tiedgpt.infer.session import Logits, Session
 from tiedgpt.infer.slots import Decoding, RunResult, SlotPool, TokensToRun
 
 MIN_SHARED = 32
-"""A request waits until another has run their common prefix if that saves so many tokens."""
+"""Length in tokens of a common prefix for which a request waits until another has run it."""
 
 
 class PrefillBudget:
@@ -102,7 +102,7 @@ class Request:
         self.to_run: list[TokensToRun] = []
         """Tokens to run before the generator goes on."""
         self.logits: list[Logits] = []
-        """The logits of what has run so far and is asked for."""
+        """The requested logits of the tokens that have run."""
         self.slot_ids: list[int] = []
         self.created = time.monotonic()
         self.ready = math.inf

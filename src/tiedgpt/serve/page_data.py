@@ -40,7 +40,7 @@ def inspect_model(
 ) -> str:
     """Return the JSON of an inspection; tokens are counted in the source, if it is a run.
 
-    The result tells the name of the run, and not where it lies.
+    The result has the name of the run without its path.
     """
     from tiedgpt.inspect.rows import shards_in
 

@@ -45,7 +45,7 @@ BULK = 200_000
 CHUNK = 8_192
 """Characters encoded at a time."""
 LONGEST_RUN = 4_096
-"""Text that cannot be cut for so many characters is left to `tokenizers`: tiktoken panics on a
+"""A longer run of characters without a cut is left to `tokenizers`: tiktoken panics on a
 million spaces in a row, and up to 0.11 takes quadratic time for one piece."""
 _CUT = re.compile(r"\S(?=[ \n])")
 """Places where text may be cut: no piece of GPT-2's regex continues from another character to

@@ -2,7 +2,7 @@
 
 Names, shapes and places of all tensors come first. Numbers are read only if two matrices are
 stored apart, a block of rows at a time. The verdict is the kind of `decide_tie` (weights): the
-claim held against what is there. Exit code 6 is for "broken" and "contradicts the claim".
+claim compared with the matrices. Exit code 6 is for "broken" and "contradicts the claim".
 """
 
 from __future__ import annotations

@@ -178,7 +178,7 @@ def verify(path: Path) -> dict[str, Any]:
     manifest = read_json(path / "manifest.json")
     files = {file.name for file in path.glob("*.safetensors")} | {"state.json"}
     if wrong := sorted(files ^ manifest.keys()):
-        raise CorruptInputError(f"{path / wrong[0]} is missing, or no part of what was saved")
+        raise CorruptInputError(f"{path / wrong[0]} is missing or was not saved")
     with reading(path, "checkpoint"):
         for name, identity in _identify(path / name for name in manifest).items():
             if manifest[name] != identity:
@@ -241,7 +241,7 @@ def _read_tensors(path: Path, tensors: dict[str, Any]) -> None:
 
 @contextlib.contextmanager
 def _first_failure() -> Iterator[None]:
-    """Raise what went wrong first, in whichever process, in place of DCP's summary of it."""
+    """Raise the first error of any process in place of DCP's summary."""
     from torch.distributed.checkpoint.api import CheckpointException
 
     try:
@@ -254,7 +254,7 @@ def _first_failure() -> Iterator[None]:
 
 
 def _empty_like(metadata: TensorStorageMetadata, parameter: Tensor) -> Tensor:
-    """Return a tensor to read into, which lies as the parameter does if it has its shape."""
+    """Return a tensor to read into, with the parameter's layout if it has its shape."""
     if metadata.size == parameter.shape:
         return torch.empty_like(parameter, dtype=metadata.properties.dtype, requires_grad=False)
     return torch.empty(metadata.size, dtype=metadata.properties.dtype, device=parameter.device)

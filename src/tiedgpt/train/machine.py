@@ -44,14 +44,14 @@ MEASURE_TIME_SHARE = 0.005
 """Share of --minutes that one measurement of the speed takes, if its steps are not longer."""
 MAX_MEASURE_SECONDS = 4.0
 SLOW_FACTOR = 10
-"""A measurement with slow steps takes at most so many times its duration, and one step."""
+"""With slow steps, a measurement takes at most this multiple of its duration, and one step."""
 COMPILE_SECONDS = 2.0
 """Seconds for which the first step may load libraries and compile kernels."""
 MIN_MEASURED_STEPS, MAX_MEASURED_STEPS = 4, 60
 MEASURED_FLOPS = 1e12
-"""A measured step has no more rows than this number of operations allows; at least one."""
+"""Maximum number of operations in a measured step, which limits its rows; it has at least one."""
 BUSY_PROCESSES = 0.5
-"""A machine is busy with so many more running processes than cores."""
+"""A machine is busy if its running processes exceed its cores by more than this number."""
 LIBRARY_BYTES = 60_000_000
 """Memory of the libraries that the first step loads."""
 PEAK_FLOPS = {
@@ -92,14 +92,14 @@ def used_memory(device: torch.device) -> int:
 
 
 def measure_load() -> float | None:
-    """Return the number of processes that want to run if they are more than the cores."""
+    """Return the number of processes that want to run if it exceeds the cores, else None."""
     load = os.getloadavg()[0] if hasattr(os, "getloadavg") else 0.0
     return load if load > count_cores() + BUSY_PROCESSES else None
 
 
 @contextmanager
 def cpu_threads(threads: int | None) -> Iterator[None]:
-    """Compute with so many threads inside the block; None changes nothing."""
+    """Set torch's number of threads inside the block; None changes nothing."""
     before = torch.get_num_threads()
     if threads is not None:
         torch.set_num_threads(threads)

@@ -73,9 +73,10 @@ class Loss:
         return model.losses(*batch) if isinstance(model, Head) else model.loss(*batch)
 
     def n_targets(self, batch: Arrays) -> tuple[int, ...]:
-        """Return how many targets of some rows each term of the loss is the mean of.
+        """Return the number of targets in some rows, for each term of the loss.
 
-        Here, those of the last array that are not -100; of an array of floats its rows.
+        A term is the mean over its targets. By default, they are the values of the batch's last
+        array that are not -100, or the rows of an array of floats.
         """
         last = batch[-1]
         return (int((last != IGNORED).sum()) if last.dtype.kind in "iu" else len(last),)
@@ -88,9 +89,9 @@ class LossModule(nn.Module):
     """The loss of a model as a module, so that it runs inside a forward.
 
     DDP and FSDP2 hook into the forward of the module that they wrap: DDP arranges there that
-    gradients are averaged, FSDP2 gathers the sharded weights there. A loss called past it
-    (`ddp.module.loss`) would leave gradients unsynchronised without a word, and mix shards with
-    whole tensors.
+    gradients are averaged, FSDP2 gathers the sharded weights there. Calling the loss of the inner
+    module (`ddp.module.loss`) would leave gradients unsynchronised without an error, and mix shards
+    with whole tensors.
 
         objective = LossModule(model)
         for block in model.h: fully_shard(block)     # or: wrapped = DDP(objective)
@@ -105,10 +106,10 @@ class LossModule(nn.Module):
     def forward(
         self, *batch: Tensor, objective: Loss = OWN_LOSS, shares: Sequence[float] | None = None
     ) -> Tensor:
-        """Return the loss, (), in nats: of a GPT of ids and targets, or of an objective.
+        """Return the loss (), in nats, by an objective or by the model's own.
 
-        With `shares`, it is what rows of a batch add to the loss of the whole: each term times its
-        share. A term that the rows have no targets for is left out, unless none has any.
+        With `shares`, return the contribution of these rows to the loss of their batch: the sum of
+        each term times its share. A term with a share of 0 is left out, unless all shares are 0.
         """
         loss = objective.loss(self.model, batch)
         terms = loss if isinstance(loss, tuple) else (loss,)
@@ -118,7 +119,7 @@ class LossModule(nn.Module):
 
 
 class Pretrained:
-    """The GPT at a SOURCE; a head on it, other than that over the vocabulary, stays there."""
+    """The GPT at a SOURCE, without a head other than that over the vocabulary."""
 
     def __init__(self, source: str, *, keep_head: bool, n_tokens: int = 0) -> None:
         self.source, self.keep_head, self.n_tokens = source, keep_head, n_tokens
@@ -133,14 +134,14 @@ class Pretrained:
 
     @property
     def n_positions(self) -> int:
-        """The positions of the model; no weights are read for it."""
+        """Number of positions of the model, from the header of its file."""
         tensors = to_gpt(open_checkpoint(self.source)).tensors
         if "wpe.weight" not in tensors:
-            return self.gpt.config.n_positions  # or rather the error of what is missing
+            return self.gpt.config.n_positions  # raises the error about what is missing
         return tensors["wpe.weight"].shape[0]
 
     def put_into(self, gpt: GPT) -> None:
-        """Copy its weights into a model of its shape, and let go of them."""
+        """Move its weights into a model of its shape; they are not kept here."""
         state, expected = self.gpt.state_dict(), gpt.state_dict()
         if {n: t.shape for n, t in state.items()} != {n: t.shape for n, t in expected.items()}:
             raise UserError(

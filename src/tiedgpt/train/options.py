@@ -28,15 +28,13 @@ DEFAULT_SIZE = "mini"
 """Size for --steps and --task, which do not choose one."""
 DEFAULT_MINUTES = 3.0
 DEFAULT_COOLDOWN = 0.4
-"""Hägele et al. 2024 (arXiv 2405.18392), section 4: longer falls gain little."""
+"""Hägele et al. 2024 (arXiv 2405.18392), section 4: longer cooldowns gain little."""
 TUNE_EPOCHS = 3
 """Epochs of fine-tuning by default, as Radford et al. 2018, section 4.1."""
-MAX_EPOCHS = 40
-"""Maximum number of epochs in such a minimum of steps."""
 START_BATCH = 8
-"""Sequences in a step of a language model that goes on."""
+"""Default batch size with --start."""
 START_RATE = 6.25e-5 * 768
-"""Peak rate after --start, times the width: that of the same paper at its width of 768."""
+"""Peak learning rate with --start, times the width: 6.25e-5 at a width of 768, as in that paper."""
 READING = ("text_field", "encoding", "keep_end_of_text")
 """Options that say how text is read."""
 DURATIONS = ("steps", "minutes", "epochs")
@@ -49,12 +47,14 @@ TUNE_STEPS = 16
 TUNE_LEAST_STEPS = 300
 """Minimum number of steps over few examples; a small model takes about 200 to memorize 30 replies.
 """
+MAX_EPOCHS = 40
+"""Maximum number of epochs for a minimum number of steps."""
 TUNE_EVALUATIONS_PER_EPOCH = 4
 TUNE_PATIENCE = 4
 TUNE_DROPOUT = 0.1
 TUNE_DECAY = 0.01
 LORA_RATE = 10
-"""Learning rate of adapters over that of the matrices (LoRA Without Regret)."""
+"""Ratio of the adapters' learning rate to that of the matrices (LoRA Without Regret)."""
 MEMORIZING_RATE, MEMORIZING_LORA_RATE = 4, 20
 """The same for a few examples that are memorized, without and with adapters."""
 TRAIN: dict[str, dict[str, Any]] = {"train": {}}
@@ -156,7 +156,7 @@ def parse_bytes(text: str) -> int:
 
 
 def format_count(count: float, noun: str) -> str:
-    """Return so many of something in words: `1 minute`, `2,400 documents`."""
+    """Return a count with its noun: `1 minute`, `2,400 documents`."""
     return f"1 {noun}" if count == 1 else f"{count:,.10g} {noun}s"
 
 

@@ -58,7 +58,7 @@ LOSS_B, LOSS_BETA = 108.0, 0.39
 REPEAT_DECAY_EPOCHS = 6.0
 """R of the law; Muennighoff et al. measured 15.4 on larger models."""
 MAX_AUTO_EPOCHS = 16
-"""A text is trained on at most so often, because more epochs memorize it."""
+"""Maximum number of epochs with --size auto: more of them memorize the text."""
 AUTO_DROPOUT, DROPOUT_MIN_EPOCHS, DROPOUT_MIN_PARAMETERS_PER_TOKEN = 0.1, 8.0, 1.0
 """`tiny` on 0.3 MB ended 5 % lower after 14 epochs with 0.1 than after 6 without, and memorized the
 text after 16 epochs without; it ended 11 % higher after 6 with 0.15."""
@@ -75,7 +75,7 @@ SPEED_EXPONENT = 0.4
 `little` has 0.46 to 0.66 of the speed of `tiny` (bound: 0.72), `mini` 0.26 of `little` (0.51).
 """
 TARGET_MIN_STEPS = 300
-"""The batch size is reduced until a run has so many steps."""
+"""Number of steps that a run should have: smaller batches are chosen to reach it."""
 MIN_STEPS = 50
 """A size with fewer steps is not chosen if a smaller one has more."""
 MIN_TEXT_BYTES = 16
@@ -782,7 +782,7 @@ def count_steps(
 
 
 def count_final_rows(steps: float, held_out_rows: float, plan: Plan) -> float:
-    """Return the number of rows in the final evaluation of a run of so many steps."""
+    """Return the number of rows in the final evaluation of a run with this number of steps."""
     rows = FINAL_SHARE * FORWARDS_PER_STEP * steps * plan.batch_size
     return min(held_out_rows, max(rows, MIN_SCORED_BATCHES * plan.micro_batch))
 

@@ -104,7 +104,7 @@ def train(
         if plan is None:
             if (prepared := time.perf_counter() - called) > NOTABLE_SECONDS:
                 minutes, seconds = divmod(round(prepared), 60)
-                yield Note(f"prepared the text in {minutes}:{seconds:02}; kept")
+                yield Note(f"prepared the text in {minutes}:{seconds:02}; a resumed run reuses it")
             yield Note("measuring this machine")
             stack.enter_context(cpu_threads(threads))
             objective, data, plan, notes = plan_new_run(

@@ -19,7 +19,8 @@ from torch import Tensor
 from torch.nn.grad import conv2d_weight
 
 IMAGES = 16
-"""The rows are said to be so many images: PyTorch gives oneDNN fewer on several threads only."""
+"""Number of images as which the rows are passed: PyTorch passes fewer to oneDNN only with several
+threads."""
 LEAST_NUMBERS = 20_480
 """Minimum size of the input; PyTorch does not give smaller convolutions to oneDNN."""
 

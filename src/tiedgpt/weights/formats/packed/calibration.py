@@ -40,7 +40,7 @@ N_TOKENS = 32_768
 """Tokens that are read; of a longer text, windows from all of it."""
 BATCH_TOKENS = 2048
 GRADIENT_SHARE = 4
-"""One window of so many gives the gradients: few are needed, and they cost the most."""
+"""Every fourth window gives gradients: few are needed, and they cost the most."""
 DAMPING = 0.01
 """Added to H's diagonal, as a share of its mean: keeps directions that the text lacks in place."""
 
