@@ -356,6 +356,11 @@ HOSTILE = {
         numpy_helper.from_array(matrix(), "x" * 70_000)
     ).SerializeToString(),
     "a shape of megabytes": b"\x3a\x88\x80\x40\x2a\x84\x80\x40\x0a\x80\x80\x40" + b"\1" * (1 << 20),
+    "a length past the end": b"\x3a\xff\xff\xff\xff\x0f" + bytes(30),
+    "a number without end": b"\x08" + b"\xff" * 30,
+    "field nought": b"\x00\x00",
+    "an unknown wire type": b"\x0b\x00",
+    "empty": b"",
 }
 
 
