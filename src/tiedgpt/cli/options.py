@@ -158,7 +158,8 @@ def _make_keywords(
 ) -> dict[str, Any]:
     """Return the keywords of `add_argument` for a field of a type, with defaults in words."""
     text, default, facts = field.metadata["help"], field.default, field.metadata
-    choices, cls = _list_choices(field, hint), next(iter(_list_types(hint)), str)
+    choices = _list_choices(field, hint)
+    cls = next((member for member in _flatten(hint) if member in PLACEHOLDERS), str)
     if meaning := defaults.get(field.name):
         text = f"{text.rstrip('.')}; {'default' if default is None else default}: {meaning}."
     if is_argument(field) and choices:
@@ -230,10 +231,6 @@ def _list_choices(field: dataclasses.Field[Any], hint: Any) -> tuple[str, ...]:
     if field.metadata.get("choices") is not None:
         return tuple(field.metadata["choices"]())
     return tuple(member for member in _flatten(hint) if isinstance(member, str))
-
-
-def _list_types(hint: Any) -> list[type]:
-    return [member for member in _flatten(hint) if member in PLACEHOLDERS]
 
 
 def unknown_verb(verb: str, verbs: Collection[str]) -> UsageError:

@@ -127,13 +127,14 @@ def measure_machine(
     load = measure_load() if processes.size == 1 and device.type == "cpu" else None
     minutes = options.duration.amount if options.duration.unit == "minutes" else DEFAULT_MINUTES
     seconds = min(MAX_MEASURE_SECONDS, 60 * MEASURE_TIME_SHARE * minutes)
-    speed = SpeedMeasurement(objective, data, processes, seconds, load, accelerate)
+    speed = SpeedMeasurement(
+        objective, data, processes, seconds, load, accelerate,
+        compares_threads=load is not None and threads is None and torch.get_num_threads() > 1,
+    )  # fmt: skip
     free, used = processes.broadcast((free_memory(device), used_memory(device)))
     if device.type == "cpu":
         free = None if free is None else (free - LIBRARY_BYTES) // processes.n_local
         used += LIBRARY_BYTES
-    if load is not None and threads is None and torch.get_num_threads() > 1:
-        speed.compares_threads = True
     machine = Machine(
         tokens_per_second=speed,
         device=str(device),
