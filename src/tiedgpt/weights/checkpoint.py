@@ -1,8 +1,8 @@
 """Checkpoints and their stored tensors: names, shapes and places, and rows in blocks.
 
 Every format's reader makes a `Checkpoint` of `StoredTensor`s; whoever compares, counts or copies
-them needs to know no format. Bytes come out as unsigned integers of the item's width ("native") and
-are decoded to floats on request, so that copying is exact and numpy needs no bfloat16.
+them need not know the format. Bytes are read as unsigned integers of the item's width ("native")
+and are decoded to floats on request, so that copying is exact and numpy needs no bfloat16.
 """
 
 from __future__ import annotations
@@ -113,7 +113,7 @@ class StoredTensor:
         return (math.prod(self.shape[:-1]), self.shape[-1]) if self.shape else (1, 1)
 
     def is_view_of(self, other: StoredTensor) -> bool:
-        """Whether the two are all of the same numbers, straight or as (D, V) of a (V, D)."""
+        """Whether both cover the same numbers, in the same layout or one transposed."""
         if self.storage != other.storage or self.dtype != other.dtype:
             return False
         steps, others = self._steps(), other._steps()
@@ -155,7 +155,7 @@ class StoredTensor:
 
     @property
     def is_decodable(self) -> bool:
-        """Whether its elements can be had as numbers, not only as bytes."""
+        """Whether its elements can be read as numbers, not only as bytes."""
         return self.read is not None and self.dtype in DECODABLE
 
     def rows(self, start: int, stop: int) -> NDArray[np.floating[Any]]:
@@ -196,7 +196,7 @@ class StoredTensor:
 
 
 def printable(name: str) -> str:
-    """Return a name from a file as it can be shown: no control characters."""
+    """Return a name from a file with control characters escaped."""
     return "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in name)
 
 

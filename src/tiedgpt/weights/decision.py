@@ -113,8 +113,9 @@ class TieDecision:
             raise CorruptInputError(f"{source}: {self.reason}", hint=self._find_remedy())
         if (resolve or self.model) in ("untie", "untied") and roles.pair is not None:
             return dict(zip((EMBEDDING, HEAD), roles.pair, strict=True))
-        keep_output = resolve == "keep-output" and roles.output is not None
-        return {EMBEDDING: roles.output if keep_output and roles.output else roles.matrix}
+        if resolve == "keep-output" and roles.output is not None:
+            return {EMBEDDING: roles.output}
+        return {EMBEDDING: roles.matrix}
 
     def _find_remedy(self) -> str:
         """Return the choices that load a checkpoint, and the command or call that corrects it."""

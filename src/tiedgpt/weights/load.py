@@ -33,7 +33,7 @@ from tiedgpt.weights.sources import open_checkpoint, open_module
 Source = str | os.PathLike[str] | nn.Module
 MODEL_DTYPES = (torch.float32, torch.float16, torch.bfloat16, torch.float64)
 Progress = Callable[[int, int], None]
-"""(bytes done, bytes in all)."""
+"""Function of the number of bytes read and their total."""
 
 
 class CheckpointWarning(UserWarning):

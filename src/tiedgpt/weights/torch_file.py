@@ -83,7 +83,7 @@ def _while_whole(path: Path, mapped: mmap.mmap, read: Read | None) -> Read | Non
 
 
 def _check(file: BinaryIO) -> bool:
-    """Refuse a file that would grow when it is read, as no model does.
+    """Refuse a file that takes far more memory than its own size, as no model does.
 
     Return whether it is a zip file, or a file of before torch 1.6.
     """
@@ -106,7 +106,7 @@ def _check(file: BinaryIO) -> bool:
 def _check_pickle(content: bytes, n_pickles: int) -> None:
     """Refuse a pickle that makes bytes of any number, or repeats tuples inside tuples.
 
-    Hashing such a tuple as a key of a dict would take for ever.
+    Hashing such a tuple as a key of a dict would never end.
     """
     if b"\nbytearray\n" in content:
         raise ValueError("its pickle makes a bytearray, as no model does")
