@@ -4,9 +4,9 @@ import pytest
 import torch
 import torch.nn.functional as F
 from hypothesis import given, settings
-from hypothesis import strategies as st
 
 from tests.core.test_compositions import CHANGES, A, drawn_model
+from tests.core.test_loss import assert_equals_cross_entropy, loss_inputs
 from tiedgpt import GPT
 from tiedgpt.core import loss as core_loss
 from tiedgpt.errors import UserError
@@ -24,26 +24,9 @@ def small_chunks(monkeypatch):
 
 
 @settings(deadline=None, max_examples=40)
-@given(
-    n=st.integers(1, 30),
-    vocab=st.integers(2, 90),
-    ignored=st.floats(0, 0.9),
-    scale=st.sampled_from([0.1, 1.0, 30.0]),
-    seed=st.integers(0, 1000),
-)
-def test_equals_cross_entropy_of_the_full_logits(n, vocab, ignored, scale, seed):
-    g = torch.Generator().manual_seed(seed)
-    h = (scale * torch.randn(n, 5, generator=g, dtype=torch.float64)).requires_grad_()
-    w = torch.randn(vocab, 5, generator=g, dtype=torch.float64).requires_grad_()
-    targets = torch.randint(vocab, (n,), generator=g)
-    targets[torch.rand(n, generator=g) < ignored] = -100
-    targets[0] = 0
-    ours = one_pass_cross_entropy(h.float(), w.float(), targets)
-    plain = F.cross_entropy(h @ w.T, targets)
-    torch.testing.assert_close(ours.double(), plain, atol=1e-5, rtol=1e-5)
-    found = (torch.autograd.grad(loss, (h, w)) for loss in (ours, plain))
-    for mine, theirs in zip(*found, strict=True):
-        torch.testing.assert_close(mine, theirs, atol=1e-5, rtol=1e-4)
+@given(loss_inputs())
+def test_equals_cross_entropy_of_the_full_logits(inputs):
+    assert_equals_cross_entropy(one_pass_cross_entropy, *inputs)
 
 
 def test_under_autocast_the_matmuls_are_bf16_and_the_gradients_close():
