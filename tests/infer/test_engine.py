@@ -203,19 +203,6 @@ def test_mismatched_parts_are_refused(engine, tokenizer, tmp_path):
         Engine(3)
 
 
-def test_abandoned_and_interleaved_streams_do_not_disturb_training(engine):
-    engine.model.train()
-    engine.model.h[0].eval()
-    expected = Engine(copy.deepcopy(engine.model).eval()).generate([5, 6], temperature=0)
-    left = engine.stream([5, 6], temperature=0)
-    next(left)
-    assert engine.model.training and not engine.model.h[0].training
-    left.cancel()
-    assert engine.generate([5, 6], temperature=0).ids == expected.ids
-    assert engine.model.training and not engine.model.h[0].training
-    engine.model.eval()
-
-
 def test_rows_beyond_the_tokenizer_are_never_drawn(tokenizer):
     torch.manual_seed(0)
     config = GPTConfig(vocab_size=400, n_positions=16, n_embd=8, n_layer=1, n_head=1)

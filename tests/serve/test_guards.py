@@ -76,16 +76,6 @@ def test_pages_of_other_origins_are_refused_and_no_cors_is_granted(client):
     )
     assert response.status_code == 200
     assert not [name for name in response.headers if name.startswith("access-control")]
-    plain = {"content-type": "text/plain"}
-    assert (
-        client.post("/v1/completions", content=json.dumps(body), headers=plain).status_code == 415
-    )
-
-
-def test_a_large_body_is_refused(client):
-    response = client.post("/v1/completions", content=b" " * (1 << 20) + b"{}")
-    assert response.status_code == 413
-    assert response.json()["error"]["code"] == "body_too_large"
 
 
 def test_the_log_has_a_line_for_each_request_without_prompt_or_key(locked, caplog):
