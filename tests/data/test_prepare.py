@@ -8,7 +8,9 @@ import itertools
 import json
 import multiprocessing
 import os
+import random
 import re
+import shutil
 import signal
 from pathlib import Path
 
@@ -411,6 +413,23 @@ def test_a_full_disk_is_our_error_and_partial_files_are_not_trusted(command, tmp
         assert Command(out, arguments, verb=PREPARE).wait() == 0
         assert sums(out) == sums(whole)
     assert codes <= {0, 4} and 4 in codes
+
+
+@pytest.mark.slow
+def test_killed_commands_with_two_workers_resume_to_the_same_bytes(command, tmp_path):
+    arguments, expected = command
+    arguments, chance, killed = (*arguments[:-1], "2"), random.Random(3), 0
+    while killed < 20:
+        shutil.rmtree(tmp_path / "out", ignore_errors=True)
+        while True:
+            process = Command(tmp_path / "out", arguments, verb=PREPARE)
+            code = process.wait(chance.uniform(0, 2.5) if killed < 20 else None)
+            if code is not None:
+                assert code == 0, process.output()
+                break
+            process.kill()
+            killed += 1
+        assert sums(tmp_path / "out") == sums(expected)
 
 
 def test_command_shows_the_result_and_the_next_command(folder, tmp_path, capsys, monkeypatch):
