@@ -85,7 +85,7 @@ def encode_corpus(
     """Encode both sides of a split into the shards of a new directory.
 
     The tokenizer's end-of-text token, if there is one, follows every document. `progress` is called
-    after each document with the characters done and the characters in all.
+    after each document with the number of encoded characters and their total.
 
     Raises:
         UserError: the directory exists and is not empty, a side has no tokens, or the vocabulary

@@ -1,4 +1,4 @@
-"""A model over HTTP: OpenAI's API on an engine, with prompt log-probabilities that are right.
+"""A model over HTTP: OpenAI's API on an engine.
 
     import uvicorn
     from tiedgpt import Engine

@@ -1,6 +1,6 @@
 """A model as one HTML file: the page, the tokenizer and the weights, which compute in the browser.
 
-What needs gradients is computed here, for the text that the page opens with.
+Results that need gradients are computed here, for the text that the page opens with.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ def export(
     `name` is the model's, `source` where it lies. `precision` is of the matrices: "fp32", "fp16",
     "int8" (by rows), or "auto" (int8 above 500,000 parameters); the page shows what the model
     computes with these. Raises `UserError` for a file above `max_bytes`, a model that is not a
-    plain GPT or a tokenizer that the page has not, and as `inspect.positions` for the text.
+    plain GPT or a tokenizer that the page does not have, and as `inspect.positions` for the text.
     """
     precision = choose_precision(model, precision)
     size = int(model.config.parameter_count() * WIDTHS[precision] * BASE64)

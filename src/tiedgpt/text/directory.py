@@ -1,6 +1,6 @@
 """The files of a tokenizer -> a Hugging Face tokenizer and its settings; and back to a directory.
 
-Read are `tokenizer.json`; `vocab.json` with `merges.txt` (transformers before it had the former);
+The files are `tokenizer.json`; `vocab.json` with `merges.txt` (older versions of transformers);
 `encoder.json` with `vocab.bpe` (OpenAI's GPT-2); `encoder_bpe_40000.json` with `vocab_40000.bpe`
 (OpenAI's GPT-1). The tokens tell whether such a pair is a byte-level BPE or GPT-1's. Files are
 checked here: an error names the file in one line.

@@ -3,7 +3,7 @@
     fix("broken-model", "fixed-model", keep="input")
 
 The source is only read. A GPT is loaded with the resolution that `keep` means and saved as a model
-directory; of any other architecture the tensors are copied without the second matrix. The copy
+directory; for any other architecture, its tensors are copied without the second matrix. The copy
 appears after it was opened again and judged sound, or not at all.
 """
 

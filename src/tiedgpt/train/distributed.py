@@ -3,7 +3,7 @@
 torchrun starts the processes. Each reads the whole batch of a step and computes its share of the
 rows, so a step equals that of one process up to rounding. Rank 0 alone measures, evaluates and
 writes. `Processes` is one process, or several with a replica each (DDP); in `Shards`, each process
-holds a part of every matrix (FSDP2). A process that dies or hangs is torchrun's business: an
+holds a part of every matrix (FSDP2). torchrun handles a process that dies or hangs: an
 exchange fails when a connection breaks or after `EXCHANGE_TIMEOUT`, and torchrun restarts all.
 """
 

@@ -1,7 +1,7 @@
 """The machine that trains: its device, its memory, its speed, and measurements of training steps.
 
-The speed is measured in a few steps before the training. Of the training's own steps, the norms of
-W's two gradients, the FLOP/s utilization and the peak memory are measured. Keys of metrics.jsonl
+The speed is measured in a few steps before the training. During the training, the norms of W's two
+gradients, the FLOP/s utilization and the peak memory are measured. Keys of metrics.jsonl
 that begin with `machine_` or end in `_per_second` depend on the machine and its load; all others
 are equal whenever a run is repeated.
 """

@@ -1,7 +1,8 @@
 """A training step, its blocks, and the recent losses that decide whether a run goes on.
 
 A step computes the gradient of a batch in micro-batches, clips it and updates the weights. Every
-checkpoint holds the `RunState`, so a resumed run ends or fails at the same step as an unbroken one.
+checkpoint holds the `RunState`, so a resumed run ends or fails at the same step as an uninterrupted
+one.
 
 In training, blocks may be compiled or recomputed. Only the class of the modules changes, so
 parameters, their names and checkpoints stay the same, and evaluation and generation run the plain

@@ -1,7 +1,7 @@
 """Compare two matrices block by block in their files, without torch.
 
-    comparison = compare(a, b)      equal, or how many rows differ, by how much, at which cosine
-    detect_initialization(a)     its mean, deviation and "N(0, 0.02)" if it looks untrained
+    compare(a, b)               equal, or how many rows differ, by how much, at which cosine
+    detect_initialization(a)    its mean, deviation and "N(0, 0.02)" if it looks untrained
 
 Memory: a few blocks, whatever the size of the matrices.
 """

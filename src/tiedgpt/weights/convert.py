@@ -1,7 +1,7 @@
-"""From any format to another, and the proof that nothing was lost on the way.
+"""Convert a model to another format, and check that nothing was lost.
 
-SOURCE is loaded, written to a hidden place beside DEST, opened again and compared; only what passed
-is moved to DEST. In a format of the same precision every weight must come back bit for bit; in a
+SOURCE is loaded, written to a hidden place beside DEST, opened again and compared; then the copy is
+moved to DEST. In a format of the same precision every weight must come back bit for bit; in a
 coarser one the logits must stay within a stated tolerance.
 """
 

@@ -42,7 +42,7 @@ FIRST_WORDS = 3
 LONGEST_PROMPT = 60
 """Characters of a question that is proposed unchanged in a further command."""
 FEW = 100
-"""Fewer different examples are all trained on, and none is held out."""
+"""With fewer different examples, all are trained on and none is held out."""
 
 
 def has_examples(options: TrainOptions) -> bool:

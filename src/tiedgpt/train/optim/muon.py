@@ -11,7 +11,7 @@ matrix after the other in bf16, also where a CPU must emulate that. Here matrice
 as one stack, in the dtype that the device multiplies fastest, and the steps between the first
 multiplication by X and the last are taken on its smaller Gram matrix.
 
-Gain in CPU time of an optimizer's step over torch's, with Q, K and V apart, which torch's has not:
+Gain in CPU time of an optimizer's step over torch's, with Q, K and V apart, unlike torch's:
 1.8x, 1.5x and 1.6x for tiny, little and mini without bf16 instructions; 1.2x, 1.1x and 1.0x with.
 """
 

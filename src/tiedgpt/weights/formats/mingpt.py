@@ -30,7 +30,7 @@ LOGGED = ("n_layer", "n_head", "n_embd", "embd_pdrop", "attn_pdrop", "resid_pdro
 
 
 def detect_checkpoint(checkpoint: Checkpoint) -> bool:
-    """Return whether it has minGPT's masks, biases and two matrices, which nanoGPT's has not."""
+    """Return whether it has minGPT's masks, biases and two matrices, unlike nanoGPT's."""
     if "model_args" in checkpoint.config or not has_prefix(checkpoint):
         return False
     tensors = our_tensors(checkpoint.source, checkpoint.tensors)
