@@ -141,8 +141,8 @@ def test_the_text_field_can_be_named_and_is_required_if_ambiguous(write, tmp_pat
 @pytest.mark.parametrize(
     ("content", "problem"),
     [
-        ("text,n\nfine,1\nonly one\n", ":3: the line has not the 2 fields"),
-        ("text\nfine\none,two\n", ":3: the line has not the 1 fields"),
+        ("text,n\nfine,1\nonly one\n", ":3: the line does not have the 2 fields"),
+        ("text\nfine\none,two\n", ":3: the line does not have the 1 fields"),
         ('text\n"never closed\n', ":2: .*quote|unexpected end"),
         (b"text\n\xff\xfe\xfd", "is not in UTF-8"),
     ],

@@ -212,7 +212,7 @@ def _read_table(
             if None in record or None in record.values():
                 n_columns = len(reader.fieldnames or ())
                 raise CorruptInputError(
-                    f"{location}: the line has not the {n_columns} fields of the first line",
+                    f"{location}: the line does not have the {n_columns} fields of the first line",
                     hint="the first line names the columns",
                 )
             yield location, record
