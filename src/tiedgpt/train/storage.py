@@ -76,8 +76,8 @@ class RunDirectory:
                     "training in it",
                     hint="wait for it or give another --out",
                 )
-            if not _is_at(lock, self.lock_file):  # who had it has just removed it
-                raise UserError(f"{self.path} was being left by another training", hint="try again")
+            if not _is_at(lock, self.lock_file):  # its former owner has just removed it
+                raise UserError(f"another training was just leaving {self.path}", hint="try again")
             with writing(self.lock_file):
                 lock.truncate(0)
                 lock.write(str(os.getpid()))
@@ -112,7 +112,7 @@ class RunDirectory:
             return
         if any(self.checkpoints.glob("step-*")):
             raise CorruptInputError(
-                f"{self.path} has checkpoints and no run.toml that says of what",
+                f"{self.path} has checkpoints and no run.toml that describes them",
                 hint="give another --out",
             )
         remove(self.tokenizer)

@@ -39,7 +39,7 @@ ACCURACY_TOKENS = 2_000
 
 @dataclass(frozen=True)
 class Adapters:
-    """Low-rank adapters: all that is trained of the model that they are put on."""
+    """Low-rank adapters, the only trained parameters of their model."""
 
     rank: int
     targets: tuple[str, ...]
@@ -48,7 +48,7 @@ class Adapters:
 
     @classmethod
     def from_options(cls, options: TrainOptions, new_ids: tuple[int, ...] = ()) -> Adapters | None:
-        """Return the adapters that options ask for; None for none."""
+        """Return the adapters that the options ask for, or None."""
         if options.lora is None:
             return None
         targets = (options.lora_targets or ",".join(BLOCKS)).split(",")
@@ -56,7 +56,7 @@ class Adapters:
 
     @property
     def has_peft_format(self) -> bool:
-        """Whether PEFT's file format can hold them: not W's together with whole rows."""
+        """Whether PEFT's file format can hold them: not adapters of W beside whole new rows."""
         return not (self.new_ids and {"wte", "head"} & {*self.targets})
 
 
@@ -64,8 +64,8 @@ class Adapters:
 class LanguageModelling(Objective):
     """Predict each next token of a text.
 
-    With adapters a checkpoint holds them alone, and the model under them is read again from
-    `start`; the merged model is published.
+    With adapters, a checkpoint holds only these, and their model is read again from `start`; the
+    merged model is published.
     """
 
     tokenizer: Tokenizer
@@ -90,7 +90,7 @@ class LanguageModelling(Objective):
             notes += note_split_characters(open_encoded(shards), setup.tokenizer)
         context = options.context or setup.config.n_positions
         data = open_text(shards, setup.tokenizer, context, notes)
-        if not options.chooses:  # that looks for a context that is short enough
+        if not options.chooses:  # --size auto chooses a short enough context
             data.require_enough()
         adapters, prompt = Adapters.from_options(options), options.sample_prompt or ""
         return cls(*setup, adapters=adapters, sample_prompt=prompt), data

@@ -120,7 +120,7 @@ class ReplySources(Sources):
             )
 
     def digest(self) -> str:
-        """Return a sha256 of everything, to know changed data by."""
+        """Return a sha256 of all examples, which detects changed data."""
         total = hashlib.sha256()
         for side in (self.train, self.held_out):
             for array in (side.ends, side.ids, side.counted):
@@ -260,7 +260,7 @@ class Replies(LanguageModelling):
         return model.loss(ids, targets, document_starts=document_starts)
 
     def n_targets(self, batch: Arrays) -> tuple[int, ...]:
-        """Return how many tokens of some rows are trained."""
+        """Return the number of trained tokens in some rows."""
         return (int((batch[1] != IGNORED).sum()),)
 
     def score(
@@ -280,7 +280,7 @@ class Replies(LanguageModelling):
         return Objective.metrics(self, score)
 
     def sample(self, model: GPT, data: Any, step: int, seed: int) -> str:
-        """Return the reply to a prompt held out, to another one at each step."""
+        """Return the reply to a held-out prompt, a different one at each step."""
         return " <- ".join(self.reply(self.merge(model), data.validation, step))
 
     def reply(self, model: GPT, examples: EncodedExamples, number: int) -> tuple[str, str]:
