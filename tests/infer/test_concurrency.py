@@ -13,6 +13,8 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from tests.infer.conftest import equal
 from tiedgpt.infer import ClosedError, Engine, QueueFullError
@@ -384,3 +386,37 @@ def test_a_model_that_trains_meanwhile_is_not_disturbed(engine):
     assert [stream.result().ids for stream in streams] == [expected.ids] * 3
     assert [module.training for module in model.modules()] == modes
     assert all(parameter.grad is not None for parameter in model.parameters())
+
+
+@settings(max_examples=60)
+@given(
+    seed=st.integers(0, 10**6),
+    stop=st.lists(
+        st.sampled_from(["t", "the", " ca", "é", "語。", "�", "\n", "at. t"]), max_size=3
+    ),
+    prompt=st.sampled_from(["the cat", "naïve", "日", "mat. "]),
+    ends=st.sampled_from(["length", "cancelled"]),
+)
+def test_token_texts_join_at_their_offsets(engine, seed, stop, prompt, ends):
+    ids = engine.tokenizer.encode("é語本日ï—")
+    options = {"stop": stop, "seed": seed, "temperature": 1.5, "max_new_tokens": 25}
+    options["logit_bias"] = dict.fromkeys(ids, 3.0)  # characters of several tokens
+    generation = engine.stream(prompt, **options)
+    tokens = []
+    for token in generation:
+        tokens.append(token)
+        if ends == "cancelled" and len(tokens) == seed % 20:
+            generation.cancel()
+    completion = generation.result()
+    assert [token.id for token in tokens] == completion.ids
+    at = 0
+    for token in tokens:
+        assert token.offset == at
+        at += len(token.text)
+        assert completion.text[token.offset : at] == token.text
+    assert at == len(completion.text)
+    assert not any(text in completion.text for text in stop)
+    if completion.finish_reason == "length":
+        decoded = engine.tokenizer.stream(after=engine.tokenizer.encode(prompt)[-1])
+        expected = "".join(map(decoded.push, completion.ids)) + decoded.finish()
+        assert completion.text == expected

@@ -1,5 +1,6 @@
 """The choice of a runner by source, precision and size."""
 
+import math
 import os
 import shutil
 import subprocess
@@ -95,9 +96,14 @@ def test_kernels_and_torch_write_the_same_text(engine, source):
     kernels, through_torch = Engine(source, backend="kernels"), Engine(source, backend="torch")
     assert (kernels.backend, through_torch.backend) == ("kernels", "torch")
     assert greedy(kernels) == greedy(through_torch) == greedy(engine)
-    options = {"seed": 3, "top_p": 0.9, "repetition_penalty": 1.3, "logit_bias": {7: 2.0}}
-    drawn, expected = (one.generate([[1, 2], [4]], **options) for one in (kernels, through_torch))
-    equal(drawn, expected, exact=False)
+    for options in (
+        {"temperature": 0.8, "top_p": 0.9},
+        {"top_k": 5, "repetition_penalty": 1.3, "frequency_penalty": 0.2},
+        {"temperature": 0, "logit_bias": {7: 9.0, 8: -math.inf}},
+        {"top_p": 0.9, "repetition_penalty": 1.3, "logit_bias": {7: 2.0}},
+    ):
+        both = (one.generate([[1, 2], [4]], seed=3, **options) for one in (kernels, through_torch))
+        equal(*both, exact=False)
     scored = kernels.score("the cat sat on the mat").logprobs
     assert scored == pytest.approx(engine.score("the cat sat on the mat").logprobs, abs=1e-4)
     with pytest.raises(UserError, match="no torch model"):

@@ -82,7 +82,7 @@ def test_scores_match_transformers(seed, temperature, top_k, top_p, min_p, penal
 @pytest.mark.parametrize(
     ("options", "warper"),
     [({"top_k": 40}, theirs.TopKLogitsWarper(40)), ({"top_p": 0.9}, theirs.TopPLogitsWarper(0.9))],
-    ids=str,
+    ids=["top_k", "top_p"],
 )
 @pytest.mark.parametrize("sharpness", [0.01, 1, 5])
 def test_a_large_vocabulary_is_filtered_as_in_transformers(options, warper, sharpness):

@@ -1,6 +1,7 @@
 """No request, however odd, is the server's fault."""
 
 import json
+from urllib.parse import quote
 
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
@@ -48,3 +49,12 @@ def test_odd_requests_are_answered_or_refused(client, request_made):
     assert response.status_code in (200, 400, 404), (body, response.text)
     if response.status_code != 200:
         assert response.json()["error"]["message"]
+
+
+@settings(max_examples=60, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(st.integers(0, 99), st.text(max_size=9), st.dictionaries(st.text(), st.text(), max_size=2))
+def test_odd_addresses_are_answered_or_refused(client, number, tail, query):
+    paths = [route.path for route in client.app.routes if "GET" in getattr(route, "methods", ())]
+    path = paths[number % len(paths)].replace("{", "").replace("}", "")
+    response = client.get(path + quote(tail, safe=""), params=query)
+    assert response.status_code < 500, (path, tail, query)
