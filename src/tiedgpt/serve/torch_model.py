@@ -29,7 +29,7 @@ T = TypeVar("T")
 class TorchModel:
     """The model in torch, for one caller at a time; up to `queue` others wait for their turn."""
 
-    def __init__(self, load: Callable[[], GPT], queue: int, source: Source | None = None) -> None:
+    def __init__(self, load: Callable[[], GPT], queue: int, source: Source | None) -> None:
         self._load, self._queue, self.source = load, queue, source
         self._model: GPT | None = None
         self._lock = asyncio.Lock()

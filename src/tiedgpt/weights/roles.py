@@ -1,6 +1,6 @@
 """Find the matrix that reads a token and the matrix that predicts one, in any architecture.
 
-    find_roles(checkpoint) -> Roles
+    find_roles(checkpoint, gpt, input_name=..., output_name=...) -> Roles
 
 The format of a GPT names both. In any other file, names and shapes tell them apart; an ONNX graph
 and a module in memory also tell which matrices are looked up (`Usage.reads`) and which ones
@@ -115,8 +115,8 @@ def find_roles(
     checkpoint: Checkpoint,
     gpt: Mapping[str, StoredTensor] | None = None,
     *,
-    input_name: str | None = None,
-    output_name: str | None = None,
+    input_name: str | None,
+    output_name: str | None,
 ) -> Roles:
     """Return the matrices that read and predict; a (D, V) matrix is transposed.
 
