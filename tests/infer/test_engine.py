@@ -87,6 +87,7 @@ def test_logprobs_equal_the_models(engine):
     expected = engine.model(ids).log_softmax(-1)[0, 1:-1]
     expected = expected.gather(1, ids[0, 2:, None])[:, 0]
     torch.testing.assert_close(torch.tensor(completion.logprobs), expected, atol=1e-4, rtol=1e-4)
+    assert completion.mean_logprob == pytest.approx(expected.mean().item(), abs=1e-4)
 
 
 def test_only_the_last_position_is_scored_when_decoding(engine, monkeypatch):

@@ -86,7 +86,7 @@ class PackedSession:
         size = self.config.vocab_size
         is_in_range = 0 <= batch.ids.min() and batch.ids.max() < size
         if not (is_in_range and batch.positions.max() < self.capacity):  # kernels check nothing
-            raise UserError(f"ids of {size} tokens at {self.capacity} positions can be read")
+            raise UserError(f"ids must be below {size} and positions below {self.capacity}")
         try:
             buffers = self._buffers_for(len(batch.ids), len(batch.outputs))
             records = (self._weights, self._buffers_record, self._cache_record)
