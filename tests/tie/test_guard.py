@@ -134,6 +134,18 @@ def test_to_empty_from_the_meta_device_unties_and_is_reported(empty_theirs):
     assert event.kind == "split" and "tie(model)" in event.advice
 
 
+def test_a_report_names_the_shape_before_the_change(peer):
+    peer.lm_head.weight = nn.Parameter(peer.transformer.wte.weight.data)
+
+    def body():
+        with guard(peer) as watch:
+            peer.transformer.wte.weight.data = torch.zeros(99, 32)  # HERE
+        return watch
+
+    (event,) = assert_blames_the_marks(body)
+    assert f"{WTE} (97, 32) were one matrix" in event.text and "now, (99, 32)" in event.text
+
+
 def test_a_parameter_shared_again_is_reported(peer):
     def body():
         with guard(peer) as watch:
@@ -457,6 +469,41 @@ def test_a_guard_that_ends_in_another_thread_leaves_no_tracer(peer):
     watch.events.copy()
     assert sys.gettrace() is before and not watch.events
     assert getattr(remaining[0], "__self__", None) is None
+
+
+def test_a_function_is_watched_again_after_its_guard_ended_in_another_thread(peer, tiny):
+    def body():
+        watch = guard(tiny).__enter__()
+        thread = threading.Thread(target=watch.__exit__, args=(None, None, None))
+        thread.start()
+        thread.join()
+        with guard(peer) as watch:
+            peer.lm_head.weight = nn.Parameter(peer.lm_head.weight.clone())  # HERE
+            peer.eval()
+        return watch
+
+    assert_blames_the_marks(body)
+
+
+def test_a_generator_is_watched_again_after_guards_that_ended_out_of_order(peer, tiny):
+    def body():
+        def steps():
+            with guard(tiny):
+                yield
+            yield
+            with guard(peer) as watch:
+                peer.lm_head.weight = nn.Parameter(peer.lm_head.weight.clone())  # HERE
+                peer.eval()
+            yield watch
+
+        generator = steps()
+        next(generator)
+        outer = guard(tiny).__enter__()
+        next(generator)
+        outer.__exit__(None, None, None)
+        return next(generator)
+
+    assert_blames_the_marks(body)
 
 
 # Other trace functions

@@ -183,7 +183,7 @@ class Guard:
         self._watched = [
             (name.split("."), slot.parameter)
             for name, slot in self._slots.items()
-            if name in shared or slot.parameter.shape in tables
+            if name in shared or slot.shape in tables
         ]
         self._seen = self._look_up()
 
@@ -206,6 +206,8 @@ class _Slot(NamedTuple):
 
     parameter: Tensor
     storage: Storage
+    shape: tuple[int, ...]
+    """Its shape then: an assignment to its `data` changes that of the parameter."""
 
 
 Slots = dict[str, _Slot]
@@ -223,7 +225,7 @@ def _find_slots(module: nn.Module) -> Slots:
         elif isinstance(child, Unembed):
             parameters[f"{name}.weight"] = child.wte.weight
     return {
-        name: _Slot(p, stored_tensor(name, p).storage)
+        name: _Slot(p, stored_tensor(name, p).storage, tuple(p.shape))
         for name, p in parameters.items()
         if not isinstance(p, UninitializedParameter)
     }
@@ -256,15 +258,15 @@ def _find_changes(
         # `lm_head.1.weight`, or `lm_head.modules_to_save.default.weight` beside the original.
         successors = {name: [name] for name in names}
         for name in [name for name in names if name not in after]:
-            prefix, shape = f"{name.removesuffix('.weight')}.", before[name].parameter.shape
+            prefix, shape = f"{name.removesuffix('.weight')}.", before[name].shape
             new = [other for other in after.keys() - before.keys() if other.startswith(prefix)]
-            successors[name] = [n for n in sorted(new) if after[n].parameter.shape == shape]
+            successors[name] = [n for n in sorted(new) if after[n].shape == shape]
         was = _describe_state(before, ([name] for name in names))
         now = _describe_state(after, successors.values())
         if now == was:
             continue
         event, advice = KINDS[now]
-        text = f"{' and '.join((*names[1:], names[0]))} {tuple(before[names[0]].parameter.shape)}"
+        text = f"{' and '.join((*names[1:], names[0]))} {before[names[0]].shape}"
         became = []
         for name, others in successors.items():
             if not others:
@@ -272,8 +274,7 @@ def _find_changes(
             elif name not in after:
                 became.append(f"in the place of {name} is {' and '.join(others)}")
             elif after[name].storage != before[name].storage:
-                size = tuple(after[name].parameter.shape)
-                became.append(f"{name} is another matrix now, {size}")
+                became.append(f"{name} is another matrix now, {after[name].shape}")
         changed = f"were {was} and are {now}"
         if now == TWO:
             changed = f"were one matrix and are not: {', '.join(became)}"
@@ -323,7 +324,10 @@ class _Tracer:
     def install(self, frame: FrameType | None) -> None:
         """Trace functions that are called, and the lines of user code that is running."""
         while frame is not None:
-            if frame.f_trace is None and _is_user_code(frame.f_code.co_filename):
+            # A tracer whose guards ended elsewhere is still in the frames that it traced.
+            is_ours = isinstance(getattr(frame.f_trace, "__self__", None), _Tracer)
+            is_free = is_ours or frame.f_trace is None
+            if is_free and _is_user_code(frame.f_code.co_filename):
                 frame.f_trace = self._on_line
             frame = frame.f_back
         sys.settrace(self._on_call)
