@@ -101,6 +101,7 @@ DEEP = b'{"prompt": ' + b"[" * 5000 + b"]" * 5000 + b"}"
         ("GET", "/v1/nothing", {}, 404, "there is no route /v1/nothing"),
         ("GET", "/v1/completions", {}, 405, "/v1/completions takes POST, not GET"),
         ("POST", "/health", {}, 405, "/health takes GET, not POST"),
+        ("POST", "/", {}, 405, "/ takes GET, not POST"),
         ("POST", "/v1/completions", {"content-encoding": "gzip"}, 415, "compressed (gzip)"),
         ("POST", "/v1/completions", {"content-type": "text/plain"}, 415, "application/json"),
         ("POST", "/v1/completions", {"content": b'{"prompt": "\xff"}'}, 400, "must be UTF-8"),

@@ -185,7 +185,7 @@ def _add_page(
         return _cached_response(request, files[path], media_type(path))
 
     for name in files:
-        app.add_route(name, file, include_in_schema=False)
+        app.get(name, include_in_schema=False)(file)
     tokenizer, size = service.engine.tokenizer, service.engine.runner.config.vocab_size
     token_texts = cache(lambda: page_data.token_texts(tokenizer, size).encode())
 
