@@ -286,9 +286,10 @@ def _integer(name: str, value: Any, least: int = 0, greatest: int = MAX_INT) -> 
     if value is None and name in _FIELDS:
         return None
     if not is_id(value) or not least <= operator.index(value) <= greatest:
-        bounds = f">= {least}" if greatest == MAX_INT else f"from {least} to {greatest}"
-        if is_id(value) and operator.index(value) > MAX_INT:
-            bounds += " and < 2**63"
+        bounds = f"from {least} to {greatest}"
+        if greatest == MAX_INT:
+            is_large = is_id(value) and operator.index(value) > MAX_INT
+            bounds = f">= {least}" + " and < 2**63" * is_large
         raise _refusal(name, f"an integer {bounds}", value)
     return operator.index(value)
 
