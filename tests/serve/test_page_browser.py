@@ -185,18 +185,19 @@ def test_all_views_work_by_keyboard(browser, url):
             stops, names = set(), []
             for _ in range(400):
                 page.keyboard.press("Tab")
-                stop, name = page.evaluate(
-                    """() => { const at = document.activeElement;
+                stop, name, ringed = page.evaluate(
+                    """() => { const at = document.activeElement, style = getComputedStyle(at);
                     window.stops ??= new Map(); if (!stops.has(at)) stops.set(at, stops.size);
                     return [at.closest('main') ? stops.get(at) : null,
-                      at.ariaLabel || at.innerText || at.labels?.[0]?.innerText ||
-                      at.ariaValueText]; }"""
+                      at.ariaLabel || at.innerText || at.labels?.[0]?.innerText || at.ariaValueText,
+                      style.outlineStyle !== 'none' || at.matches('summary')]; }"""
                 )
                 if stop is None:
                     break
                 assert stop not in stops, "Tab is caught"
                 stops.add(stop)
                 names.append(name)
+                assert ringed, f"{view}: no ring on {name!r}"
             assert stops and all(names), f"{view}: {names}"
             page.evaluate("() => window.stops.clear()")
             page.locator(f"#tab-{view}").focus()

@@ -285,6 +285,25 @@ def test_a_guess_and_the_model_are_scored_in_bits(browser, url, run):
         assert page.locator(".written bdi").count() == at + 2 and choices.count() == 5
 
 
+def test_a_projector_shows_a_panel_at_a_time(browser, url):
+    with opened(browser, url) as page:
+        go(page, url, "matrix")
+        page.get_by_role("button", name="Projector").click()
+        assert not page.locator("header textarea").is_visible()
+        tops = (
+            "() => [...document.querySelectorAll('.panel')].map((x) => x.getBoundingClientRect())"
+        )
+        tops += ".filter(({ top, bottom }) => top < innerHeight - 1 && bottom > 60).length"
+        for _ in page.locator("main .panel").all():
+            page.keyboard.press("ArrowRight")
+            page.wait_for_timeout(100)
+            assert page.evaluate(tops) == 1
+        page.keyboard.press("ArrowRight")
+        page.locator(".product").wait_for()
+        page.keyboard.press("Escape")
+        page.locator("header textarea").wait_for()
+
+
 def test_views_stand_in_groups_and_lead_to_the_next(browser, url):
     with opened(browser, url) as page:
         go(page, url, "start")

@@ -19,10 +19,11 @@ from tiedgpt.train.dataset import open_text
 @pytest.mark.parametrize(
     "text", ["a" * 30, "one short line of thirty bytes", "é" * 15, "\n".join("xy" * 40)]
 )
-def test_tiny_texts_are_trained_on(text, folder):
+@pytest.mark.parametrize("options", [(), ("--tokenizer", "char")])
+def test_tiny_texts_are_trained_on(text, options, folder):
     Path("text.txt").write_text(text)
     command = ["train", "text.txt", "--out", "run", "--minutes", "0.005", "--dtype", "fp32"]
-    assert main(command) == 0
+    assert main([*command, *options]) == 0
     last = json.loads(Path("run/metrics.jsonl").read_text().splitlines()[-1])
     lines = map(json.loads, Path("run/metrics.jsonl").read_text().splitlines())
     scored = [line["val_loss"] for line in lines if "val_loss" in line]
@@ -57,7 +58,8 @@ def test_a_small_text_publishes_the_weights_with_the_best_validation(n_bytes, fo
     [
         ("x1 y\n", ("", "x1 y")),
         ("a cat. two old dogs sat\n", ("", "two old dogs")),
-        ("天地玄黄\n", ("", "天地玄黄 天地玄黄 天")),
+        ("天地玄黄\n", ("", "天地玄黄")),
+        ("x\ny\n", ("", "x")),
         ("\nKING JOHN.\nNow speak.\n\nARTHUR.\nMadam!\n", ("ARTHUR.", "KING JOHN.")),
         ("\ndef close(self):\n    pass\n\n# Files\n\n", ("# Files", "def close(self):")),
     ],
@@ -69,6 +71,7 @@ def test_prompts_of_samples_are_held_out_lines_or_words(tmp_path, text, prompts)
     data = open_text(tmp_path / "data", tokenizer, 16)
     first, second = sorted(data.find_prompts(tokenizer))
     assert first == prompts[0] and second.startswith(prompts[1]) and len(second) <= 24
+    assert tokenizer.encode(second)  # all of its characters are in the vocabulary
 
 
 def test_a_validation_text_of_one_token_is_refused(trial):

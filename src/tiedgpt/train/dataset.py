@@ -315,7 +315,7 @@ class TextData(Data):
         """Return two prompts from the validation text.
 
         They are short lines above a paragraph (a heading, a speaker, a signature), or else nothing
-        and three words that follow each other.
+        and three words that follow each other, or the beginning of the first line.
         """
         ids = self.validation.read(0, min(PROMPT_TOKENS, len(self.validation))).tolist()
         text = tokenizer.decode(ids).replace(END_OF_TEXT, "\n\n")
@@ -323,7 +323,7 @@ class TextData(Data):
         if len(lines) > 1:
             return tuple(lines)[len(lines) // 3], tuple(lines)[2 * len(lines) // 3]
         words = re.search(r"(?<=\s)[^\W\d_]+( [^\W\d_]+){2}(?=\s)", text)
-        return "", words[0] if words else " ".join(text.split())[:12]
+        return "", words[0] if words else text.strip().partition("\n")[0][:12]
 
 
 def open_text(
