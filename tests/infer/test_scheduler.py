@@ -85,7 +85,9 @@ def test_prompts_double_the_time_of_a_step_that_decodes():
 
 def test_a_long_text_that_is_scored_does_not_hold_up_a_completion(engine):
     running = scheduler(engine)
-    scoring = Request(partial(score_text, ids=[n % 50 for n in range(2000)], n_context=1))
+    scoring = Request(
+        partial(score_text, ids=[n % 50 for n in range(2000)], n_context=1, n_tokens=50)
+    )
     running.add(scoring)
     short = add(running, engine, [1, 2], max_new_tokens=8, temperature=0)
     steps = 0

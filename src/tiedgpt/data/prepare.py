@@ -271,7 +271,7 @@ def prepare_data(
     workers: int = 1,
     ray: str | None = None,
     task: tuple[int, int] = (1, 1),
-    progress: Progress = _ignore,
+    progress: Progress | None = None,
 ) -> EncodedCorpus | None:
     """Encode the missing parts of a directory; return the corpus if the directory is complete.
 
@@ -290,6 +290,7 @@ def prepare_data(
     _begin(directory, facts)
     if n_parts == 1:
         remove_leftovers(directory)
+    progress = progress or _ignore
     _write_tokenizer(plan, directory, tokenizer, vocab_size, progress)
     files = [identify(path) for path in sorted((directory / TOKENIZER).iterdir())]
     identity = hashlib.sha256(json.dumps([facts, files]).encode()).hexdigest()
@@ -485,7 +486,7 @@ def _finish(directory: Path, plan: Plan, records: Sequence[dict[str, Any]]) -> E
     return open_encoded(directory)
 
 
-def verify_data(directory: str | Path, progress: Progress = _ignore) -> EncodedCorpus:
+def verify_data(directory: str | Path, progress: Progress | None = None) -> EncodedCorpus:
     """Read every file of a complete directory, and compare it with the manifest.
 
     Raises `CheckFailedError` if a file is missing or has changed, `UserError` if the directory is
@@ -503,7 +504,7 @@ def verify_data(directory: str | Path, progress: Progress = _ignore) -> EncodedC
         if not path.is_file() or identify(path) != identity:
             damaged.append(name)
         done += identity[0]
-        progress("verifying", done, total)
+        (progress or _ignore)("verifying", done, total)
     if damaged:
         names = ", ".join(damaged[:3]) + ", ..." * (len(damaged) > 3)
         tops = sorted({name.partition("/")[0] for name in damaged})
