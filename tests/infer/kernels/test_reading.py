@@ -58,9 +58,9 @@ def test_any_number_of_threads_gives_the_same_bits(form):
 @pytest.mark.parametrize(
     ("slots", "ids", "says"),
     [
-        ([1], [[1] * 4], "at 8 positions"),
-        ([0], [[1, 97]], "ids of 97 tokens"),
-        ([0], [[-1, 5]], "ids of 97 tokens"),
+        ([1], [[1] * 4], "positions below 8"),
+        ([0], [[1, 97]], "ids must be below 97"),
+        ([0], [[-1, 5]], "ids must be below 97"),
     ],
 )
 def test_impossible_reads_are_refused_and_change_nothing(slots, ids, says):
