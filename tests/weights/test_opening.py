@@ -99,6 +99,21 @@ def test_a_tensor_that_claims_more_than_its_storage_is_refused(tmp_path):
         open_checkpoint(tmp_path / "a.pt")
 
 
+def test_a_storage_that_is_cut_short_in_its_zip_is_refused(tmp_path):
+    state = {"a": torch.arange(8.0), "b": torch.ones(100), "c": torch.ones(100)[:50]}
+    torch.save({**state, "tied": state["b"]}, tmp_path / "a.pt")
+    assert [*open_checkpoint(tmp_path / "a.pt").tensors] == ["a", "b", "c", "tied"]
+    with (
+        zipfile.ZipFile(tmp_path / "a.pt") as saved,
+        zipfile.ZipFile(tmp_path / "b.pt", "w") as cut,
+    ):
+        for info in saved.infolist():
+            content = saved.read(info)
+            cut.writestr(info.filename, content[:-40] if len(content) == 400 else content)
+    with pytest.raises(CorruptInputError, match="cut short"):
+        open_checkpoint(tmp_path / "b.pt")
+
+
 def write_index(directory: Path, weight_map: object) -> Path:
     path = directory / "model.safetensors.index.json"
     path.write_text(json.dumps({"weight_map": weight_map}))

@@ -13,7 +13,7 @@ import mmap
 import pickletools
 import warnings
 import zipfile
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import replace
 from itertools import chain
 from pathlib import Path
@@ -43,11 +43,11 @@ def read_torch_file(path: Path) -> Checkpoint:
 
     try:
         with path.open("rb") as file:
-            is_zip = _check(file)
+            members = _check(file)
             mapped = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # a legacy file cannot be mapped: it is read at once
-            saved = torch.load(path, "cpu", mmap=is_zip, weights_only=True)
+            saved = torch.load(path, "cpu", mmap=members is not None, weights_only=True)
     except Exception as error:  # MemoryError, BadZipFile, RuntimeError, UnpicklingError, KeyError..
         why = (str(error) or type(error).__name__).splitlines()[0][:200]
         if "WeightsUnpickler" in str(error) or "weights_only" in str(error).lower():
@@ -55,8 +55,13 @@ def read_torch_file(path: Path) -> Checkpoint:
                 "it holds more than tensors, and code in a pickle is never run: save the state_dict"
             )
         raise CorruptInputError(f"{path} is no plain file of tensors: {why}") from None
-    tensors = {name: stored_tensor(name, t) for name, t in _state_dict(path, saved).items()}
-    if is_zip:
+    state = _state_dict(path, saved)
+    tensors = {name: stored_tensor(name, tensor) for name, tensor in state.items()}
+    if members is not None:
+        storages = [tensor.untyped_storage() for tensor in state.values()]
+        sizes = {storage.data_ptr(): storage.nbytes() for storage in storages if storage.nbytes()}
+        if not _fit(sizes.values(), members):
+            raise CorruptInputError(f"{path} contradicts itself: a storage is cut short in the zip")
         for name, tensor in tensors.items():
             tensors[name] = replace(tensor, read=_while_whole(path, mapped, tensor.read))
     configs = {key: saved[key] for key in CONFIG_KEYS if isinstance(saved.get(key), Mapping)}
@@ -65,6 +70,12 @@ def read_torch_file(path: Path) -> Checkpoint:
         for key, values in configs.items()
     }
     return Checkpoint(path, "torch", tensors, config=config, files=(path,))
+
+
+def _fit(storages: Collection[int], members: Collection[int]) -> bool:
+    """Return whether each storage, given by its bytes, can have a member of the zip of its own."""
+    pairs = zip(sorted(storages, reverse=True), sorted(members, reverse=True), strict=False)
+    return len(storages) <= len(members) and all(storage <= member for storage, member in pairs)
 
 
 def _while_whole(path: Path, mapped: mmap.mmap, read: Read | None) -> Read | None:
@@ -82,25 +93,28 @@ def _while_whole(path: Path, mapped: mmap.mmap, read: Read | None) -> Read | Non
     return None if read is None else read_block
 
 
-def _check(file: BinaryIO) -> bool:
+def _check(file: BinaryIO) -> list[int] | None:
     """Refuse a file that takes far more memory than its own size, as no model does.
 
-    Return whether it is a zip file, or a file of before torch 1.6.
+    Return the sizes of the storages in a zip file, in bytes; None for a file of before torch 1.6.
     """
     begin = file.read(MAX_MEMBER)
     if begin[:1] not in (b"P", b"\x80"):
         raise ValueError("it begins neither as a zip file nor as a pickle")
     if begin[:2] != b"PK":
         _check_pickle(begin, N_LEGACY_PICKLES)
-        return False
+        return None
+    sizes = []
     with zipfile.ZipFile(file) as members:
         for info in members.infolist():
             is_storage = "/data/" in info.filename
+            if is_storage:
+                sizes.append(info.file_size)
             if info.compress_type or (info.file_size > MAX_MEMBER and not is_storage):
                 raise ValueError("it is compressed, or not what torch.save writes")
             if info.filename.endswith("data.pkl"):
                 _check_pickle(members.read(info), 1)
-    return True
+    return sizes
 
 
 def _check_pickle(content: bytes, n_pickles: int) -> None:
