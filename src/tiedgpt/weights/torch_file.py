@@ -73,7 +73,7 @@ def read_torch_file(path: Path) -> Checkpoint:
 
 
 def _fit(storages: Collection[int], members: Collection[int]) -> bool:
-    """Return whether each storage, given by its bytes, can have a member of the zip of its own."""
+    """Return whether the storages fit different members of the zip; both are sizes in bytes."""
     pairs = zip(sorted(storages, reverse=True), sorted(members, reverse=True), strict=False)
     return len(storages) <= len(members) and all(storage <= member for storage, member in pairs)
 
