@@ -13,6 +13,14 @@ from tiedgpt.cli.main import main
 from tiedgpt.infer import packed_session
 from tiedgpt.infer.kernels import compile_cache
 
+INTERRUPTIBLE = """
+import signal, sys
+from tiedgpt.cli.main import main
+signal.signal(signal.SIGINT, signal.default_int_handler)
+sys.exit(main())
+"""
+"""The command line, which Ctrl-C reaches even if the tests run in a shell's background."""
+
 
 @pytest.fixture(scope="module")
 def packed(directory, tmp_path_factory):
@@ -30,8 +38,8 @@ def packed(directory, tmp_path_factory):
 def endless(packed):
     """A process that goes on generating, and has begun to."""
     command = [
-        sys.executable, "-m", "tiedgpt", "generate", packed, "--prompt", "the cat", "--seed", "1",
-        "--max-new-tokens", "1000000000", "--context-end", "slide", "--threads", "3",
+        sys.executable, "-c", INTERRUPTIBLE, "generate", packed, "--prompt", "the cat",
+        "--seed", "1", "--max-new-tokens", "1000000000", "--context-end", "slide", "--threads", "3",
     ]  # fmt: skip
     with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE) as process:
         assert process.stdout.read(7) == b"the cat"
