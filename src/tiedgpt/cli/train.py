@@ -157,7 +157,7 @@ def show_run(options: TrainOptions, args: RunArguments, verb: str, arguments: li
 def without_collection() -> Iterator[None]:
     """Disable garbage collection inside the block, for imports.
 
-    Importing torch creates half a million objects, and the collector takes a fifth of that time to
+    Importing torch leaves some 280,000 objects, and the collector takes a fifth of that time to
     visit them. Later collections leave them out.
     """
     gc.disable()

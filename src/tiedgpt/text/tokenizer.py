@@ -4,6 +4,8 @@ A `Codec` knows one kind: byte-level BPE (`bpe.py`), GPT-1's lower-case BPE (`gp
 characters (`characters.py`). Special tokens and decoding are the same for all, and are here.
 """
 
+from __future__ import annotations
+
 import codecs
 import operator
 from collections.abc import Callable, Collection, Iterable, Iterator
@@ -63,7 +65,7 @@ class Tokenizer(ExplainsNames):
         self.eos_token_id = special_id(rust, self._settings, "eos_token", where)
 
     @classmethod
-    def from_pretrained(cls, source: str | Path) -> "Tokenizer":
+    def from_pretrained(cls, source: str | Path) -> Tokenizer:
         """Read the tokenizer that comes with a checkpoint: from a directory, a file or the hub.
 
         Reads `tokenizer.json`; `vocab.json` with `merges.txt`; `encoder.json` with `vocab.bpe`
@@ -77,7 +79,7 @@ class Tokenizer(ExplainsNames):
         return open_tokenizer(source)
 
     @classmethod
-    def train(cls, texts: Iterable[str], vocab_size: int) -> "Tokenizer":
+    def train(cls, texts: Iterable[str], vocab_size: int) -> Tokenizer:
         """Train a byte-level BPE of at most `vocab_size` ids, the last `<|endoftext|>`.
 
         There are fewer ids if no pair of tokens is left that occurs twice. Raises UserError if
@@ -86,14 +88,14 @@ class Tokenizer(ExplainsNames):
         return cls(train_bpe(_checked_texts(texts), vocab_size))
 
     @classmethod
-    def characters(cls, texts: Iterable[str]) -> "Tokenizer":
+    def characters(cls, texts: Iterable[str]) -> Tokenizer:
         """One id for each distinct character of `texts`, sorted; then `<|endoftext|>`.
 
         Raises UserError if `texts` has no character or is not valid Unicode.
         """
         return cls(character_tokenizer(_checked_texts(texts)))
 
-    def with_special_tokens(self, tokens: Iterable[str]) -> "Tokenizer":
+    def with_special_tokens(self, tokens: Iterable[str]) -> Tokenizer:
         """Return this tokenizer with more special tokens, after its last id; itself if it has them.
 
         The model needs a row for each new id (`tie.add_tokens`).
@@ -201,7 +203,7 @@ class Tokenizer(ExplainsNames):
         lengths[list(self._special_ids.values())] = 0
         return lengths
 
-    def stream(self, after: int | None = None) -> "StreamDecoder":
+    def stream(self, after: int | None = None) -> StreamDecoder:
         """Return a decoder for ids that come one by one; its joined pieces equal `decode`.
 
         If the ids continue a prompt, `after` is its last id: if that ended a word of GPT-1's, the
