@@ -32,30 +32,15 @@ if TYPE_CHECKING:
     from tiedgpt import train as train
     from tiedgpt import tune as tune
     from tiedgpt import weights as weights
-    from tiedgpt.core.cache import KVCache
-    from tiedgpt.core.config import GPTConfig
-    from tiedgpt.core.model import GPT
-    from tiedgpt.infer.engine import Engine
-    from tiedgpt.lessons import explain
-    from tiedgpt.text import Tokenizer
+    from tiedgpt.core.cache import KVCache as KVCache
+    from tiedgpt.core.config import GPTConfig as GPTConfig
+    from tiedgpt.core.model import GPT as GPT
+    from tiedgpt.infer.engine import Engine as Engine
+    from tiedgpt.lessons import explain as explain
+    from tiedgpt.text import Tokenizer as Tokenizer
 
 __version__ = "0.1.0"
 
 __all__ = ["GPT", "Engine", "GPTConfig", "KVCache", "Tokenizer", "__version__", "explain"]
 
-_PACKAGES = (
-    *("core", "data", "evaluate", "heads", "infer", "inspect", "lessons", "plots", "serve"),
-    *("text", "tie", "train", "tune", "weights"),
-)
-__getattr__, __dir__ = lazy_names(
-    __name__,
-    {
-        "GPT": "core.model",
-        "Engine": "infer.engine",
-        "GPTConfig": "core.config",
-        "KVCache": "core.cache",
-        "Tokenizer": "text",
-        "explain": "lessons",
-    }
-    | dict.fromkeys(_PACKAGES, ""),
-)
+__getattr__, __dir__ = lazy_names(__name__)

@@ -1,6 +1,8 @@
 """Lazy imports of public names, and error messages for the names of other libraries.
 
-A package exports names with `__getattr__, __dir__ = lazy_names(__name__, {"GPT": "core.model"})`.
+A package names its exports once, as imports under `if TYPE_CHECKING:`, and imports them at first
+use by `__getattr__, __dir__ = lazy_names(__name__)`.
+
 `OTHER_NAMES` maps names of transformers, nanoGPT, peft and vLLM to the names here; the error for
 such a name ends with the name to use. The errors stay `AttributeError` and `TypeError`, so
 `hasattr`, `copy` and `pickle` work as usual.
@@ -10,7 +12,7 @@ from __future__ import annotations
 
 import functools
 import warnings
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from importlib import import_module
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -120,23 +122,38 @@ OTHER_NAMES: dict[str, dict[str, str]] = {
 """Maps a package, class or function to a table from another library's name to the answer."""
 
 
-def lazy_names(
-    package: str, homes: Mapping[str, str]
-) -> tuple[Callable[[str], Any], Callable[[], list[str]]]:
+def lazy_names(package: str) -> tuple[Callable[[str], Any], Callable[[], list[str]]]:
     """Return a package's `__getattr__` and `__dir__` for public names imported at first use.
 
-    `homes` maps each name to the module below `tiedgpt` that defines it, such as "core.model". A
-    name whose home is empty is a package of that name.
+    The names, also those of `__all__`, are the imports in the package's source of the form
+    `from tiedgpt.core.model import GPT as GPT`, which type checkers take for public names.
     """
 
-    def get(name: str) -> Any:
-        if name not in homes:
-            raise AttributeError(_problem(f"module {package!r}", name, package))
-        if not homes[name]:
-            return import_module(f"{package}.{name}")
-        return getattr(import_module(f"tiedgpt.{homes[name]}"), name)
+    @functools.cache
+    def homes() -> dict[str, str]:
+        """Return the module of each name."""
+        import ast  # here, as `import tiedgpt` needs neither of them
+        from pkgutil import get_data
 
-    return get, lambda: sorted(homes)
+        tree = ast.parse(get_data(package, "__init__.py") or b"")
+        imports = (node for node in ast.walk(tree) if isinstance(node, ast.ImportFrom))
+        return {
+            alias.name: str(node.module)
+            for node in imports
+            for alias in node.names
+            if alias.asname == alias.name
+        }
+
+    def get(name: str) -> Any:
+        if name == "__all__":
+            return sorted(homes())
+        if name not in homes():
+            raise AttributeError(_problem(f"module {package!r}", name, package))
+        if homes()[name] == package:  # a package inside this one
+            return import_module(f"{package}.{name}")
+        return getattr(import_module(homes()[name]), name)
+
+    return get, lambda: sorted(homes())
 
 
 def _problem(owner: str, name: str, *tables: str) -> str:

@@ -21,11 +21,4 @@ if TYPE_CHECKING:
     from tiedgpt.core.embedding import TiedEmbedding as TiedEmbedding
     from tiedgpt.core.model import GPT as GPT
 
-_HOMES = {
-    "GPT": "core.model",
-    "GPTConfig": "core.config",
-    "KVCache": "core.cache",
-    "TiedEmbedding": "core.embedding",
-}
-__all__ = list(_HOMES)
-__getattr__, __dir__ = lazy_names(__name__, _HOMES)
+__getattr__, __dir__ = lazy_names(__name__)

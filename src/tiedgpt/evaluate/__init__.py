@@ -20,11 +20,4 @@ if TYPE_CHECKING:
     from tiedgpt.evaluate.texts import TextScore as TextScore
     from tiedgpt.evaluate.texts import score_text as score_text
 
-_HOMES = {
-    "TextScore": "evaluate.texts",
-    "read_examples": "evaluate.examples",
-    "score_examples": "evaluate.examples",
-    "score_text": "evaluate.texts",
-}
-__all__ = list(_HOMES)
-__getattr__, __dir__ = lazy_names(__name__, _HOMES)
+__getattr__, __dir__ = lazy_names(__name__)

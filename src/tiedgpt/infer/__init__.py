@@ -24,15 +24,4 @@ if TYPE_CHECKING:
     from tiedgpt.infer.worker import Generation as Generation
     from tiedgpt.infer.worker import QueueFullError as QueueFullError
 
-_HOMES = {
-    "ClosedError": "infer.worker",
-    "Completion": "infer.sequence",
-    "Engine": "infer.engine",
-    "Generation": "infer.worker",
-    "GenerationConfig": "infer.generation_config",
-    "QueueFullError": "infer.worker",
-    "Scored": "infer.scoring",
-    "Token": "infer.sequence",
-}
-__all__ = list(_HOMES)
-__getattr__, __dir__ = lazy_names(__name__, _HOMES)
+__getattr__, __dir__ = lazy_names(__name__)

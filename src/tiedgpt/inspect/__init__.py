@@ -34,7 +34,7 @@ if TYPE_CHECKING:
     from tiedgpt.inspect.untied import random_head as random_head
 
 __all__ = [*INSPECTIONS, "steer"]
-_get_other, _ = lazy_names(__name__, {"steer": "inspect.steering"})
+_get_other, _ = lazy_names(__name__)
 
 
 def __getattr__(name: str) -> Any:

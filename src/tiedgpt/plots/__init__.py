@@ -21,12 +21,4 @@ if TYPE_CHECKING:
     from tiedgpt.plots.panel import Panel as Panel
     from tiedgpt.plots.terminal import print_panels as print_panels
 
-_HOMES = {
-    "Grid": "plots.panel",
-    "Line": "plots.panel",
-    "Panel": "plots.panel",
-    "print_panels": "plots.terminal",
-    "save_figure": "plots.figure",
-}
-__all__ = list(_HOMES)
-__getattr__, __dir__ = lazy_names(__name__, _HOMES)
+__getattr__, __dir__ = lazy_names(__name__)

@@ -30,14 +30,4 @@ if TYPE_CHECKING:
     from tiedgpt.tie.vocabulary import prune as prune
     from tiedgpt.tie.vocabulary import resize_vocab as resize_vocab
 
-_MODULES = {
-    "audits": ("audit",),
-    "fixes": ("fix",),
-    "guards": ("TieBrokenError", "TieWarning", "guard"),
-    "ledgers": ("ledger",),
-    "surgery": ("replace_head", "tie", "untie"),
-    "vocabulary": ("add_tokens", "prune", "resize_vocab"),
-}
-_HOMES = {name: f"tie.{module}" for module, names in _MODULES.items() for name in names}
-__all__ = list(_HOMES)
-__getattr__, __dir__ = lazy_names(__name__, _HOMES)
+__getattr__, __dir__ = lazy_names(__name__)

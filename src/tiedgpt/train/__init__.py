@@ -21,11 +21,4 @@ if TYPE_CHECKING:
     from tiedgpt.train.options import TrainOptions as TrainOptions
     from tiedgpt.train.run import train as train
 
-_HOMES = {
-    "TrainOptions": "train.options",
-    "Trainer": "train.loop",
-    "fast_training": "train.fast",
-    "train": "train.run",
-}
-__all__ = list(_HOMES)
-__getattr__, __dir__ = lazy_names(__name__, _HOMES)
+__getattr__, __dir__ = lazy_names(__name__)

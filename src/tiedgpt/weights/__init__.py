@@ -24,14 +24,4 @@ if TYPE_CHECKING:
     from tiedgpt.weights.registry import register as register
     from tiedgpt.weights.sources import open_checkpoint as open_checkpoint
 
-_HOMES = {
-    "CheckpointWarning": "weights.load",
-    "Format": "weights.registry",
-    "Loaded": "weights.load",
-    "TokenizerFile": "weights.registry",
-    "Writer": "weights.registry",
-    "open_checkpoint": "weights.sources",
-    "register": "weights.registry",
-}
-__all__ = list(_HOMES)
-__getattr__, __dir__ = lazy_names(__name__, _HOMES)
+__getattr__, __dir__ = lazy_names(__name__)
