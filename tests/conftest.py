@@ -1,6 +1,7 @@
 """Tiny models that the tests make themselves, in memory and in a directory."""
 
 import os
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -47,6 +48,20 @@ def tiny() -> GPT:
 @pytest.fixture
 def ids() -> torch.Tensor:
     return torch.randint(97, (3, 24), generator=torch.Generator().manual_seed(3))
+
+
+def kept_for_backward(module: torch.nn.Module, compute: Callable[[], object]) -> int:
+    """Return the bytes that autograd keeps for the backward pass beside the parameters."""
+    weights = {parameter.untyped_storage().data_ptr() for parameter in module.parameters()}
+    saved: dict[int, torch.Tensor] = {}
+
+    def pack(tensor: torch.Tensor) -> torch.Tensor:
+        saved[tensor.untyped_storage().data_ptr()] = tensor
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+        compute()
+    return sum(saved[at].untyped_storage().nbytes() for at in saved.keys() - weights)
 
 
 TEXT = "the cat sat on the mat. the dog ate the hat — naïve café, 日本語. " * 20

@@ -21,6 +21,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.nn.utils import parametrize
 from torch.utils.checkpoint import checkpoint
 
+from tests.conftest import kept_for_backward
 from tiedgpt import GPT, GPTConfig
 from tiedgpt.core import loss as loss_module
 from tiedgpt.core.embedding import TiedEmbedding
@@ -466,22 +467,12 @@ def test_a_forward_works_on_the_meta_device_and_with_fake_tensors(model):
 
 
 def test_a_block_checkpointed_by_the_user_saves_only_its_input(model):
-    def kept_bytes(run):
-        kept = {}
-
-        def pack(tensor):
-            if not isinstance(tensor, nn.Parameter):
-                kept[tensor.untyped_storage().data_ptr()] = tensor.untyped_storage().nbytes()
-            return tensor
-
-        with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
-            run()
-        return sum(kept.values())
-
     x = torch.randn(3, 16, 16, dtype=torch.float64, requires_grad=True)
     block = model.h[0]
-    assert kept_bytes(lambda: checkpoint(block, x, 0, use_reentrant=False)) <= x.nbytes
-    assert kept_bytes(lambda: block(x, 0)) > 5 * x.nbytes
+    assert (
+        kept_for_backward(block, lambda: checkpoint(block, x, 0, use_reentrant=False)) <= x.nbytes
+    )
+    assert kept_for_backward(block, lambda: block(x, 0)) > 5 * x.nbytes
 
 
 def test_an_offloaded_matrix_is_refused_and_never_read(model):

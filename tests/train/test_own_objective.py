@@ -10,14 +10,11 @@ import torch.nn.functional as F
 from torch import nn
 from torch.nn.utils import parametrize
 
-from tests.train.conftest import CPU, PLAN, Trial, assert_resumes, gradients
+from tests.train.conftest import PLAN, Trial, assert_resumes, gradients
 from tiedgpt import GPT, GPTConfig
-from tiedgpt.errors import DivergedError
 from tiedgpt.train.dataset import Data
-from tiedgpt.train.distributed import Processes
 from tiedgpt.train.events import Evaluated, Started
-from tiedgpt.train.objective import Loss, Objective
-from tiedgpt.train.step import train_step
+from tiedgpt.train.objective import Objective
 from tiedgpt.train.storage import RunDirectory
 from tiedgpt.weights.containers import SafetensorsFile
 
@@ -148,36 +145,3 @@ def test_micro_batches_step_like_the_whole_batch(adapting):
     whole, *others = (gradients(model, batch, size, objective) for size in (4, 3, 1))
     for other in others:
         torch.testing.assert_close(other, whole, atol=1e-6, rtol=1e-4)
-
-
-def masked(*rows):
-    """Return a batch of six rows, some without targets."""
-    ids = np.random.default_rng(0).integers(0, 97, (6, 8))
-    targets = ids.copy()
-    targets[list(rows)] = -100
-    return ids, targets
-
-
-@pytest.mark.parametrize("head", ["tied", "of its own, with a bias"])
-def test_a_micro_batch_without_targets_adds_nothing(tiny, head):
-    if head != "tied":
-        tiny.head = nn.Linear(32, 97)
-    whole, summed = (gradients(tiny, masked(2, 3), size, grad_clip=1e9) for size in (6, 2))
-    torch.testing.assert_close(summed, whole, atol=1e-6, rtol=1e-4)
-
-
-def test_a_batch_without_targets_changes_nothing_and_is_reported(tiny):
-    with pytest.raises(DivergedError, match="the batch has no targets"):
-        train_step(tiny, [], masked(*range(6)), PLAN)
-
-
-def test_each_process_computes_as_many_micro_batches_with_targets():
-    shares = []
-    for rank in range(2):
-        processes = Processes(CPU)
-        processes.rank, processes.size = rank, 2
-        parts = processes.micro_batches(Loss(), masked(0, 1, 2), 1)
-        assert len(parts) == 3 and [part.last for part in parts] == [False, False, True]
-        assert all((part.rows[1] != -100).all() for part in parts), "no mean of nothing"
-        shares += [part.shares[0] for part in parts]
-    assert shares == pytest.approx([0, 0, 0, 2 / 3, 2 / 3, 2 / 3])

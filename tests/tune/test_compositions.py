@@ -1,33 +1,20 @@
 """The core's compositions with adapters on the blocks and on both sides of W."""
 
 import pytest
-import torch
 
 from tests.core import test_compositions as core
 from tests.core.test_compositions import *  # noqa: F403
+from tests.tune.test_adapters import drawn
 from tiedgpt.tune import lora
 from tiedgpt.tune.adapters import BLOCKS
-
-
-def adapted_model(base):
-    lora(base, rank=3, targets=(*BLOCKS, "wte"), tokens=[50, 51, 52])
-    draw = torch.Generator().manual_seed(8)
-    with torch.no_grad():
-        for parameter in base.parameters():
-            if parameter.requires_grad:
-                parameter.normal_(0.0, 0.2, generator=draw)
-    return base
 
 
 @pytest.fixture
 def model():
     """The core's tests with adapters and a trained W."""
-    torch.manual_seed(11)
-    base = core.GPT(core.CONFIG).double()
-    with torch.no_grad():
-        for name, parameter in base.named_parameters():
-            parameter.normal_(1.0 if "ln_" in name and "weight" in name else 0.0, 0.2)
-    return adapted_model(base).requires_grad_(True)
+    base = core.drawn_model()
+    lora(base, rank=3, targets=(*BLOCKS, "wte"), tokens=[50, 51, 52])
+    return drawn(base).requires_grad_(True)
 
 
 @pytest.mark.slow

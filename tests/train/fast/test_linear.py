@@ -4,6 +4,7 @@ import pytest
 import torch
 from torch import nn
 
+from tests.conftest import kept_for_backward
 from tiedgpt.train.fast.linear import LeanLinear
 
 
@@ -35,23 +36,9 @@ def test_under_autocast_it_equals_linear_bit_for_bit(bias, dtype):
         assert torch.equal(ours, theirs)
 
 
-def kept_bytes(compute) -> int:
-    """Return what autograd keeps for the backward pass beside parameters."""
-    kept: dict[int, int] = {}
-
-    def pack(tensor: torch.Tensor) -> torch.Tensor:
-        if not isinstance(tensor, nn.Parameter):
-            kept[tensor.untyped_storage().data_ptr()] = tensor.untyped_storage().nbytes()
-        return tensor
-
-    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
-        compute()
-    return sum(kept.values())
-
-
 def test_no_copy_of_the_weights_is_kept():
     lean = LeanLinear(64, 64)
     x = torch.randn(2, 64, requires_grad=True)
     with torch.autocast("cpu", torch.bfloat16):
-        assert kept_bytes(lambda: lean(x)) == 2 * 64 * 2
-        assert kept_bytes(lambda: plain(lean)(x)) > 64 * 64 * 2
+        assert kept_for_backward(lean, lambda: lean(x)) == 2 * 64 * 2
+        assert kept_for_backward(lean, lambda: plain(lean)(x)) > 64 * 64 * 2

@@ -1,20 +1,68 @@
+"""A step: sums of micro-batches, recomputed and compiled blocks, memory that is kept."""
+
 import copy
 import dataclasses
 
+import numpy as np
 import pytest
 import torch
+from torch import nn
 
-from tests.train.conftest import CPU, DROPOUT, PLAN, assert_same
+from tests.conftest import kept_for_backward
+from tests.train.conftest import CPU, DROPOUT, PLAN, assert_same, gradients
 from tiedgpt import GPT, GPTConfig
+from tiedgpt.errors import DivergedError
 from tiedgpt.train import step
+from tiedgpt.train.distributed import Processes
 from tiedgpt.train.events import Started
-from tiedgpt.train.step import prepare_blocks
+from tiedgpt.train.objective import Loss
+from tiedgpt.train.step import prepare_blocks, train_step
 
 CONFIG = GPTConfig(vocab_size=90, n_positions=160, n_embd=32, n_layer=3, n_head=2)
 SAME = {"embd_pdrop": 0.0, "attn_pdrop": 0.0, "resid_pdrop": 0.0}
 
 
-def gradients(model, dtype):
+def masked(*rows):
+    """Return a batch of six rows, some without targets."""
+    ids = np.random.default_rng(0).integers(0, 97, (6, 8))
+    targets = ids.copy()
+    targets[list(rows)] = -100
+    return ids, targets
+
+
+@pytest.mark.parametrize("head", ["tied", "of its own, with a bias"])
+@pytest.mark.parametrize("micro_batch", [4, 2])
+def test_micro_batches_with_few_and_no_targets_sum_to_the_whole_batch(tiny, head, micro_batch):
+    if head != "tied":
+        tiny.head = nn.Linear(32, 97)
+    ids, targets = masked(2, 3)
+    targets[0, :6] = -100
+    whole, summed = (gradients(tiny, (ids, targets), n, grad_clip=1e9) for n in (6, micro_batch))
+    torch.testing.assert_close(summed, whole, atol=1e-6, rtol=1e-4)
+
+
+def test_a_batch_without_targets_changes_nothing_and_is_reported(tiny):
+    with pytest.raises(DivergedError, match="the batch has no targets"):
+        train_step(tiny, [], masked(*range(6)), PLAN)
+
+
+def test_each_process_computes_as_many_micro_batches_with_targets():
+    shares = []
+    for rank in range(2):
+        processes = Processes(CPU)
+        processes.rank, processes.size = rank, 2
+        parts = processes.micro_batches(Loss(), masked(0, 1, 2), 1)
+        assert len(parts) == 3 and [part.last for part in parts] == [False, False, True]
+        assert all((part.rows[1] != -100).all() for part in parts), "no mean of nothing"
+        shares += [part.shares[0] for part in parts]
+    assert shares == pytest.approx([0, 0, 0, 2 / 3, 2 / 3, 2 / 3])
+
+
+def recompute_blocks(model):
+    prepare_blocks(model, dataclasses.replace(PLAN, recompute="blocks"))
+
+
+def gradients_and_draw(model, dtype):
     """Gradients, and a number of the random stream after them."""
     ids, targets = torch.randint(90, (2, 2, 160), generator=torch.Generator().manual_seed(1))
     model.zero_grad()
@@ -29,42 +77,26 @@ def gradients(model, dtype):
 @pytest.mark.parametrize("changes", [SAME, {}, {"attention_windows": (0, 40)}, {"norm": "post"}])
 def test_recomputed_blocks_have_the_same_gradients_bit_for_bit(dtype, changes):
     model = GPT(dataclasses.replace(CONFIG, **changes)).train()
-    names, kept = list(model.state_dict()), gradients(model, dtype)
-    prepare_blocks(model, dataclasses.replace(PLAN, recompute="blocks"))
-    assert all(map(torch.equal, gradients(model, dtype), kept))
+    names, kept = list(model.state_dict()), gradients_and_draw(model, dtype)
+    recompute_blocks(model)
+    assert all(map(torch.equal, gradients_and_draw(model, dtype), kept))
     assert list(model.state_dict()) == names
     assert "recomputed in backward" in repr(model)
 
 
-def saved_for_backward(model) -> int:
-    """Bytes of the tensors that wait for backward, parameters aside."""
-    own = {parameter.data_ptr() for parameter in model.parameters()}
-    held = {}
-
-    def pack(tensor):
-        if tensor.data_ptr() not in own:
-            held[tensor.data_ptr()] = tensor
-        return tensor
-
-    x = torch.zeros(2, 160, 32, requires_grad=True)
-    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
-        for layer, block in enumerate(model.h):
-            x = block(x, layer)
-    return sum(tensor.untyped_storage().nbytes() for tensor in held.values())
-
-
 def test_recomputed_blocks_save_little_for_backward():
     model = GPT(dataclasses.replace(CONFIG, **SAME)).train()
-    before = saved_for_backward(model)
-    prepare_blocks(model, dataclasses.replace(PLAN, recompute="blocks"))
-    assert saved_for_backward(model) < before / 5
+    ids = torch.randint(90, (2, 160))
+    before = kept_for_backward(model, lambda: model.body(ids))
+    recompute_blocks(model)
+    assert kept_for_backward(model, lambda: model.body(ids)) < before / 5
 
 
 def test_a_model_with_recomputed_blocks_generates_and_copies():
     model = GPT(CONFIG).eval()
     ids = torch.randint(90, (1, 7))
     before = model(ids)
-    prepare_blocks(model, dataclasses.replace(PLAN, recompute="blocks"))
+    recompute_blocks(model)
     with torch.no_grad():
         assert torch.equal(copy.deepcopy(model)(ids), before)
 
