@@ -40,8 +40,6 @@ class TiedGPTError(Exception):
 class UserError(TiedGPTError, ValueError):
     """A request that cannot be met: a bad value, a missing file, an id outside the vocabulary."""
 
-    exit_code = 1
-
 
 class CorruptInputError(TiedGPTError, ValueError):
     """A file that is damaged, truncated, or not of the format it claims."""
