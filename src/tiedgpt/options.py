@@ -26,7 +26,6 @@ def option(
     *,
     metavar: str = "",
     short: str = "",
-    long: str = "",
     repeated: bool = False,
     choices: Callable[[], tuple[str, ...]] | None = None,
     verbs: Mapping[str, Mapping[str, Any]] | None = None,
@@ -35,16 +34,16 @@ def option(
     """Return a dataclass field for an option of the command line.
 
     It is listed under the heading `group`, or else under the `GROUP` of its class. In the help,
-    `metavar` stands for its value; `short` is its letter, and `long` its name if that differs from
-    the field's. A `repeated` option may be given several times; its type is a tuple. `choices`
-    returns the allowed values, if its type does not name them. An option whose `default` is
-    `MISSING` is required. `verbs` are the only verbs with this option, each with arguments that
-    replace these; None: every verb that takes the dataclass has it. Other `facts` are for the class
+    `metavar` stands for its value, and `short` is its letter. A `repeated` option may be given
+    several times; its type is a tuple. `choices` returns the allowed values, if its type does not
+    name them. An option whose `default` is `MISSING` is required. `verbs` are the only verbs with
+    this option, each with arguments that replace these, or with `long`, a name that is not the
+    field's; None: every verb that takes the dataclass has it. Other `facts` are for the class
     itself.
     """
     facts |= {
-        "help": help, "group": group, "metavar": metavar, "short": short, "long": long,
-        "repeated": repeated, "choices": choices, "verbs": verbs,
+        "help": help, "group": group, "metavar": metavar, "short": short, "repeated": repeated,
+        "choices": choices, "verbs": verbs,
     }  # fmt: skip
     return field(default=default, metadata=facts)
 
