@@ -65,7 +65,7 @@ def main(arguments: list[str] | None = None) -> int:
             sys.stdout.flush()
         return code
     except TiedGPTError as error:
-        return _fail(error, error.exit_code)
+        return _fail(error)
     except KeyboardInterrupt:
         hint = None
         if arguments and arguments[0] in ("train", "tune"):
@@ -79,16 +79,16 @@ def main(arguments: list[str] | None = None) -> int:
     except OSError as error:
         if error.errno == errno.ENOSPC:
             os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
-            return _fail("no room on the disk for the output", NoRoomError.exit_code)
+            return _fail(NoRoomError("no room on the disk for the output"))
         if error.errno == errno.EIO:
             problem = f"the disk failed at {error.filename or 'a file'}: {error.strerror}"
-            return _fail(problem, CorruptInputError.exit_code)
+            return _fail(CorruptInputError(problem))
         raise
     except (MemoryError, RuntimeError) as error:
         torch_says = "can't allocate" in str(error) or "out of memory" in str(error)
         if not torch_says and not isinstance(error, MemoryError):
             raise
-        return _fail("out of memory; no partial file is left", NoRoomError.exit_code)
+        return _fail(NoRoomError("out of memory; no partial file is left"))
 
 
 def _run(arguments: list[str]) -> int:
@@ -126,12 +126,9 @@ def _show_verbs() -> None:
     to.print("\n`tiedgpt VERB --help` tells more.")
 
 
-def _fail(problem: TiedGPTError | str, code: int) -> int:
-    """Show an error and its hint on stderr, with options in their command-line form."""
-    from tiedgpt.cli.console import error
+def _fail(error: TiedGPTError, code: int | None = None) -> int:
+    """Show an error and its hint, with options in their command-line form; return the exit code."""
+    from tiedgpt.cli import console
 
-    if isinstance(problem, str):
-        error(problem)
-    else:
-        error(problem.problem(lambda name: f"--{name.replace('_', '-')}"), problem.hint)
-    return code
+    console.error(error.problem(lambda name: f"--{name.replace('_', '-')}"), error.hint)
+    return error.exit_code if code is None else code
