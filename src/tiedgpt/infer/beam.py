@@ -12,7 +12,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
-from numpy.typing import NDArray
 
 from tiedgpt.infer import filters
 from tiedgpt.infer.sampling import NextToken, no_token_error
@@ -81,7 +80,7 @@ def beam_search(
         if (error := no_token_error(float(totals.max()))) is not None:
             raise error
         growing: list[_Beam] = []
-        for rank, flat in enumerate(_highest(totals.ravel(), 2 * num_beams)):
+        for rank, flat in enumerate(filters.highest(totals.ravel(), 2 * num_beams)):
             row, token = divmod(int(flat), totals.shape[1])
             beam, total = beams[row], float(totals[row, token])
             if total == -np.inf:  # ruled out
@@ -121,10 +120,3 @@ def _assign_slots(pool: SlotPool, slot_ids: Sequence[int], beams: list[_Beam]) -
             pool.copy(beam.slot_id, slot_id)
         children.append(replace(beam, slot_id=slot_id))
     return children
-
-
-def _highest(values: NDArray[np.float64], k: int) -> NDArray[np.intp]:
-    """Return the indices of the k highest values (N,), the highest first."""
-    k = min(k, len(values))
-    places = np.argpartition(-values, k - 1)[:k]
-    return places[np.argsort(-values[places], kind="stable")]

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -114,13 +115,17 @@ def log_normalizer(logits: Array) -> float:
     return float(logits.max()) + math.log(_unnormalized(logits).sum(dtype=np.float64))
 
 
+def highest(values: NDArray[Any], k: int) -> Ids:
+    """Return the indices of the k highest values (N,), the highest first."""
+    k = min(k, len(values))
+    indices = np.argpartition(values, len(values) - k)[len(values) - k :]
+    return indices[np.argsort(-values[indices], kind="stable")]
+
+
 def likeliest(logits: Array, k: int, n_tokens: int) -> list[tuple[int, float]]:
     """Return the k likeliest of the first `n_tokens` ids as (id, logprob), the likeliest first."""
-    k = min(k, n_tokens)
-    ids = np.argpartition(logits[:n_tokens], n_tokens - k)[n_tokens - k :]
-    ids = ids[np.argsort(-logits[ids], kind="stable")]
     total = log_normalizer(logits)
-    return [(int(i), float(logits[i]) - total) for i in ids]
+    return [(int(i), float(logits[i]) - total) for i in highest(logits[:n_tokens], k)]
 
 
 def draw(scores: Array, uniform: float) -> int:
