@@ -19,9 +19,7 @@ import torch
 from tiedgpt.core.cache import KVCache
 from tiedgpt.core.config import GPTConfig
 from tiedgpt.core.model import GPT
-from tiedgpt.errors import UserError
 from tiedgpt.infer import filters, sampling
-from tiedgpt.infer.sampling import NextToken, SamplingInput
 from tiedgpt.infer.session import Logits, memory_error, require_memory
 from tiedgpt.runtime import free_memory
 
@@ -94,6 +92,9 @@ def position_bytes(model: GPT) -> int:
 class TorchSession:
     """Slots in a `KVCache`; see `Session`."""
 
+    sample = staticmethod(sampling.sample)
+    score_targets = staticmethod(filters.score_targets)
+
     def __init__(self, runner: TorchRunner, cache: KVCache, n_slots: int, capacity: int) -> None:
         self._runner = runner
         self.model, self.config = runner.model, runner.config
@@ -139,16 +140,6 @@ class TorchSession:
         """Copy the contents of a slot to another slot."""
         with torch.inference_mode():
             self._cache.copy_row(self._cache_rows[source], self._cache_rows[target])
-
-    def sample(self, inputs: Sequence[SamplingInput]) -> list[NextToken | UserError]:
-        """Sample a token for each; see `Session.sample`."""
-        return sampling.sample(inputs)
-
-    def score_targets(
-        self, logits: Logits, targets: Sequence[int], n_tokens: int
-    ) -> tuple[list[float], list[int]]:
-        """Return logprobs and ranks; see `Session.score_targets`."""
-        return filters.score_targets(logits, targets, n_tokens)
 
     def _groups(self, slot_ids: Sequence[int], ids: Sequence[Sequence[int]]) -> list[list[int]]:
         """Divide the sequences into groups that are read at once, padded or of one length."""
