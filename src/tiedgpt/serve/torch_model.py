@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import base64
 from collections.abc import Callable
+from functools import cached_property
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from fastapi import Request
@@ -31,7 +32,6 @@ class TorchModel:
 
     def __init__(self, load: Callable[[], GPT], queue: int, source: Source | None) -> None:
         self._load, self._queue, self.source = load, queue, source
-        self._model: GPT | None = None
         self._lock = asyncio.Lock()
         self._n_waiting = 0
 
@@ -47,7 +47,7 @@ class TorchModel:
             await self._wait_for_turn(request)
         finally:
             self._n_waiting -= 1
-        computation = asyncio.create_task(asyncio.to_thread(lambda: function(self._open())))
+        computation = asyncio.create_task(asyncio.to_thread(lambda: function(self._model)))
         computation.add_done_callback(lambda _: self._lock.release())
         return await asyncio.shield(computation)  # a thread cannot be cancelled
 
@@ -66,10 +66,9 @@ class TorchModel:
         finally:
             departure.cancel()
 
-    def _open(self) -> GPT:
-        if self._model is None:
-            self._model = self._load().eval()
-        return self._model
+    @cached_property
+    def _model(self) -> GPT:
+        return self._load().eval()
 
 
 async def embed(
