@@ -63,9 +63,11 @@ def create_app(
     """
     limits, hosts = limits or Limits(), hosts or Hosts.of("127.0.0.1")
     name = name.encode(errors="replace").decode()  # a directory's may be no UTF-8
+    # With one seed, a text depends on the model's shape, the precision and this version.
+    fingerprint = hashlib.sha256(f"{engine!r}{tiedgpt.__version__}".encode()).hexdigest()
     service = Service(
         engine, name, Metrics(engine), min(128, engine.n_slots + limits.queue),
-        _fingerprint(engine), template,
+        f"fp_{fingerprint[:12]}", template,
     )  # fmt: skip
     app = FastAPI(
         title="tiedgpt", version=tiedgpt.__version__, docs_url=None, redoc_url=None,
@@ -269,11 +271,6 @@ def _add_operation(app: FastAPI, service: Service) -> None:
     async def metrics() -> Response:
         text = await asyncio.to_thread(service.metrics.text)
         return Response(text, media_type="text/plain; version=0.0.4; charset=utf-8")
-
-
-def _fingerprint(engine: Engine) -> str:
-    """Return a hash of the model's shape, precision and this version, for users of `seed`."""
-    return "fp_" + hashlib.sha256(f"{engine!r}{tiedgpt.__version__}".encode()).hexdigest()[:12]
 
 
 def _copy_model(engine: Engine) -> GPT:
