@@ -17,7 +17,7 @@ from tiedgpt.options import argument, option
 from tiedgpt.plots.figure import save_figure
 from tiedgpt.plots.panel import smoothed
 from tiedgpt.plots.terminal import print_panels
-from tiedgpt.plots.training import Training, panels
+from tiedgpt.plots.training import Curve, Training, panels
 from tiedgpt.train.metrics import Axis, History, read_history
 
 ABOUT = """Plot loss, validation, learning rate and gradient norms of runs, also during training.
@@ -56,7 +56,7 @@ def run(arguments: list[str]) -> None:
     if args.samples:
         show_samples(histories)
         return
-    trainings = [to_training(history, args.x) for history in histories]
+    trainings = [Training(h.name, _curves(h, args.x)) for h in histories]
     curves = panels(trainings, label(histories, args.x))
     if args.out is None:
         show_summary(histories)
@@ -89,9 +89,9 @@ def _runs_at(path: Path) -> list[Path]:
     return [path] if (path / "metrics.jsonl").exists() else inside or [path]
 
 
-def to_training(history: History, axis: Axis) -> Training:
-    """Return a run's curves over the axis."""
-    return Training(history.name, {key: history.series(key, axis) for key in history.columns})
+def _curves(history: History, axis: Axis) -> dict[str, Curve]:
+    """Return a run's curves over the axis, by the keys of its metrics."""
+    return {key: history.series(key, axis) for key in history.columns}
 
 
 def label(histories: Sequence[History], axis: Axis) -> str:
@@ -147,11 +147,10 @@ def show_samples(histories: Sequence[History]) -> None:
 
 
 def _to_dict(history: History, axis: Axis) -> dict[str, object]:
-    curves = {key: history.series(key, axis) for key in history.columns}
     return {
         "run": history.name,
         "x": label([history], axis),
         "finished": history.finished,
-        "curves": {key: {"x": xs, "y": ys} for key, (xs, ys) in curves.items()},
+        "curves": {key: {"x": xs, "y": ys} for key, (xs, ys) in _curves(history, axis).items()},
         "samples": history.samples,
     }
