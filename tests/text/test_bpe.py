@@ -4,8 +4,7 @@ from hypothesis import strategies as st
 
 from tiedgpt.errors import UserError
 from tiedgpt.text import Tokenizer
-from tiedgpt.text.bpe import BYTE_ALPHABET, CHUNK, chunks
-from tiedgpt.text.twin import tiktoken_twin
+from tiedgpt.text.bpe import BYTE_ALPHABET, CHUNK, chunks, tiktoken_twin
 
 BYTES = [bytes([byte]) for byte in range(256)]
 

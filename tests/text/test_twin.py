@@ -14,8 +14,13 @@ from tokenizers import models
 
 from tiedgpt.errors import UserError
 from tiedgpt.text import Tokenizer
-from tiedgpt.text.bpe import BYTE_ALPHABET, LONG_TEXT, byte_level_tokenizer
-from tiedgpt.text.twin import _GPT2_PIECES, tiktoken_twin
+from tiedgpt.text.bpe import (
+    _GPT2_PIECES,
+    BYTE_ALPHABET,
+    LONG_TEXT,
+    byte_level_tokenizer,
+    tiktoken_twin,
+)
 
 Merges = list[tuple[str, str]]
 

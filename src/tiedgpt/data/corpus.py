@@ -19,6 +19,7 @@ from typing import Any, BinaryIO
 
 from tiedgpt.data.hub import HUB, HubData, find_data
 from tiedgpt.data.readers import (
+    DECOMPRESSORS,
     LARGEST_LINE,
     PARQUET,
     Section,
@@ -31,7 +32,7 @@ from tiedgpt.data.readers import (
 )
 from tiedgpt.errors import CorruptInputError, UserError
 from tiedgpt.files import PREPARED
-from tiedgpt.text.codec import END_OF_TEXT
+from tiedgpt.text.bpe import END_OF_TEXT
 
 STDIN = "-"
 CACHES = ("__pycache__", "node_modules", "venv", "site-packages")
@@ -53,6 +54,8 @@ ENCODINGS = (
     "cp1252", "cp1251", "cp1253", "koi8_r", "shift_jis", "euc_jp", "gb18030", "big5", "euc_kr",
 )  # fmt: skip
 """Candidates for the encoding of text that is not UTF-8."""
+COMPRESSION = 4
+"""Estimated ratio of a text's size to that of its compressed file."""
 PEEK_BYTES = 65536
 """Bytes read from the beginning of a file to decide whether it is text."""
 
@@ -123,10 +126,9 @@ class Remarks:
             "--keep-end-of-text treats it as ordinary text"
             for name, count in separated.items()
         ]
-        reasons = {
-            "not text in UTF-8": self.skipped,
-            f"as {_endings(self.unread)} is not read": self.unread,
-        }
+        reasons = {"not text in UTF-8": self.skipped}
+        if self.unread:
+            reasons[f"as {_endings(self.unread)} is not read"] = self.unread
         for reason, paths in reasons.items():
             names = ", ".join(sorted(paths)[:3]) + ", ..." * (len(paths) > 3)
             files = f"{len(paths):,} file{'s' * (len(paths) > 1)}"
@@ -232,6 +234,14 @@ class FileCorpus:
             remarks=Remarks(),
             streams={},
         )
+
+    def estimate_bytes(self) -> int:
+        """Return the approximate bytes of text; pipes and standard input count as none."""
+        n_bytes = sum(COMPRESSION * data.n_bytes for data in self.hub.values())
+        for path in filter(os.path.isfile, self.paths):
+            is_compressed = Path(path).suffix.lower() in (*DECOMPRESSORS, PARQUET)
+            n_bytes += os.path.getsize(path) * (COMPRESSION if is_compressed else 1)
+        return n_bytes
 
     @property
     def has_records(self) -> bool:
@@ -339,18 +349,13 @@ class FileCorpus:
         if self.encoding != "auto":
             is_utf_8 = self.encoding.lower().replace("_", "-") in ("utf-8", "utf8")
             encodings.insert(0 if b"\0" in data and not is_utf_8 else 1, self.encoding)
-        elif self.paths[path]:
+        text, encoding = _decode_as(encodings, data)
+        if text is None and self.encoding == "auto" and self.paths[path]:
             _require_no_surrogate(data, _printable(path))
-            encodings += _guess_encoding(data)
-        for encoding in encodings:
-            try:
-                text = data.decode(encoding)
-            except UnicodeError:
-                continue
-            if encoding not in ("utf-8-sig", self.encoding):
-                self.remarks.guessed[_printable(path)] = encoding
-            return text
-        return None
+            text, encoding = _decode_as(_guess_encoding(data), data)
+        if text is not None and encoding not in ("utf-8-sig", self.encoding):
+            self.remarks.guessed[_printable(path)] = encoding
+        return text
 
     def _open(self, path: str) -> BinaryIO:
         if path != STDIN and os.path.isfile(path):
@@ -447,6 +452,14 @@ def _search(source: str) -> list[str]:
             hint=f"check the name (the current folder is {os.getcwd()})",
         )
     return paths
+
+
+def _decode_as(encodings: Iterable[str], data: bytes) -> tuple[str | None, str]:
+    """Return the text and the first of the encodings that decodes it, or None and ""."""
+    for encoding in encodings:
+        with contextlib.suppress(UnicodeError):
+            return data.decode(encoding), encoding
+    return None, ""
 
 
 def _require_no_surrogate(data: bytes, name: str) -> None:

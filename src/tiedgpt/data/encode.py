@@ -188,6 +188,8 @@ def open_encoded(directory: str | Path) -> EncodedCorpus:
 
 def note_split_characters(encoded: EncodedCorpus, tokenizer: Tokenizer) -> list[str]:
     """Return a note if most characters of the training text take several tokens."""
+    if encoded.train.tokens <= MAX_SPLIT_SHARE * encoded.train.characters:
+        return []  # most characters share a token with others
     shards = encoded.open_shards("train")
     sample = shards.read(0, min(SAMPLE_TOKENS, len(shards))).tolist()
     counts = Counter(tokenizer.decode(id for id in sample if id != tokenizer.eos_token_id))

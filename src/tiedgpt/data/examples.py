@@ -23,7 +23,7 @@ from numpy.typing import NDArray
 from tiedgpt.data.corpus import FileCorpus
 from tiedgpt.data.templates import CHATML, Piece, Template, encode_pieces, read_template
 from tiedgpt.errors import CorruptInputError, UserError
-from tiedgpt.text.codec import END_OF_TEXT
+from tiedgpt.text.bpe import END_OF_TEXT
 
 if TYPE_CHECKING:
     from tiedgpt.text import Tokenizer

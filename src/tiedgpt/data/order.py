@@ -6,7 +6,7 @@ aligned to the end of the stream; targets that the window before it has, too, ar
 """
 
 from collections.abc import Iterator, Sequence
-from functools import lru_cache
+from functools import lru_cache, partial
 
 import numpy as np
 from numpy.typing import NDArray
@@ -42,7 +42,7 @@ class Batches:
         self.n_positions = n_positions
         self.n_windows = n = _count_windows(len(tokens), n_positions)
         draw = permutation if n <= LARGEST_TABLE else LargePermutation
-        self._order = lru_cache(2)(lambda epoch: draw(n, seed=seed, epoch=epoch))
+        self._order = lru_cache(2)(partial(draw, n, seed=seed))
 
     def batch(self, step: int) -> Batch:
         """Return inputs and targets of a step >= 0, both int64 (B, T)."""
@@ -53,7 +53,7 @@ class Batches:
         windows = []
         for row in range(first, first + count):
             epoch, index = divmod(row, self.n_windows)
-            windows.append(int(self._order(epoch)[index]))
+            windows.append(int(self._order(epoch=epoch)[index]))
         return _read(self.tokens, windows, self.n_positions)
 
 

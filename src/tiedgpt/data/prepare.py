@@ -71,8 +71,6 @@ LARGE_BYTES = 64_000_000
 """Size from which a text is split by a threshold of digests, and long documents are cut."""
 PARTS, MIN_PART_BYTES, MAX_PART_BYTES = 32, 1 << 16, 256 << 20
 """Number of parts to aim at, and the size of the smallest and the largest part."""
-COMPRESSION = 4
-"""Estimated ratio of a text's size to that of its compressed file."""
 HELD_OUT_BYTES = 64_000_000
 """Maximum size of the validation side of a large text."""
 Progress = Callable[[str, int, int], None]
@@ -175,7 +173,7 @@ def plan_preparation(
     remarks = Remarks()
     for corpus in corpora.values():
         remarks.add(corpus.remarks.to_json())
-    n_bytes = estimate_bytes(corpora["train"])
+    n_bytes = corpora["train"].estimate_bytes()
     is_large = n_bytes >= LARGE_BYTES
     corpora = {side: replace(corpus, in_parts=is_large) for side, corpus in corpora.items()}
     share = min(TARGET_SHARE, HELD_OUT_BYTES / n_bytes) if is_large else None
@@ -192,15 +190,6 @@ def plan_preparation(
         for piece, size in _divide(corpus, sizes, target):
             parts.append(InputPart(side, piece, rules, size))
     return Plan(names, reading, sources, parts, n_bytes, remarks, tuple(split.notes()))
-
-
-def estimate_bytes(corpus: FileCorpus) -> int:
-    """Return about how many bytes of text a corpus has; pipes and standard input count as none."""
-    n_bytes = sum(COMPRESSION * data.n_bytes for data in corpus.hub.values())
-    for path in filter(os.path.isfile, corpus.paths):
-        is_compressed = PurePath(path).suffix.lower() in (*DECOMPRESSORS, PARQUET)
-        n_bytes += os.path.getsize(path) * (COMPRESSION if is_compressed else 1)
-    return n_bytes
 
 
 def _open(

@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from tiedgpt.errors import UserError
 from tiedgpt.files import read_json, reading, replacing, write_json
-from tiedgpt.text.codec import END_OF_TEXT
+from tiedgpt.text.bpe import END_OF_TEXT
 
 if TYPE_CHECKING:
     from tiedgpt.text import Tokenizer

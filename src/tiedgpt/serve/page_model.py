@@ -19,8 +19,7 @@ from safetensors.numpy import save
 
 from tiedgpt.core.model import GPT
 from tiedgpt.errors import UserError
-from tiedgpt.text.bpe import BYTE_ALPHABET, unlike_gpt2
-from tiedgpt.text.codec import END_OF_TEXT
+from tiedgpt.text.bpe import BYTE_ALPHABET, END_OF_TEXT, unlike_gpt2
 from tiedgpt.text.gpt1 import lower_case_tokenizer
 from tiedgpt.weights.parameters import gpt_parameters
 

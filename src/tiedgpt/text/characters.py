@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 from tokenizers import decoders, models, pre_tokenizers
 
 from tiedgpt.errors import UserError
-from tiedgpt.text.codec import END_OF_TEXT, Codec
+from tiedgpt.text.bpe import END_OF_TEXT, Codec
 
 
 def character_tokenizer(texts: Iterable[str]) -> tokenizers.Tokenizer:

@@ -14,8 +14,7 @@ from tokenizers import models
 
 from tiedgpt.errors import CorruptInputError, UserError
 from tiedgpt.files import read_json, reading
-from tiedgpt.text.bpe import BYTE_ALPHABET, byte_level_tokenizer
-from tiedgpt.text.codec import END_OF_TEXT, SPECIAL
+from tiedgpt.text.bpe import BYTE_ALPHABET, SPECIAL, byte_level_tokenizer
 from tiedgpt.text.gpt1 import END_OF_WORD, UNKNOWN, lower_case_tokenizer
 
 TOKENIZER_JSON = "tokenizer.json"
@@ -48,26 +47,6 @@ def read_tokenizer(path: Path) -> tuple[tokenizers.Tokenizer, dict[str, Any]] | 
         if (directory / vocabulary).is_file() and (directory / merges).is_file():
             return _read_pair(directory / vocabulary, directory / merges, config)
     return None
-
-
-def special_id(
-    rust: tokenizers.Tokenizer, config: dict[str, Any], key: str, where: str
-) -> int | None:
-    """Return the id of the token that `config` names under `key`, else of `<|endoftext|>`.
-
-    Return None if the vocabulary lacks `<|endoftext|>`, too.
-
-    Raises CorruptInputError if the named token is not in the vocabulary.
-    """
-    is_named = config.get(key) is not None
-    token = token_of(config, key) if is_named else END_OF_TEXT
-    id: int | None = rust.token_to_id(token or "")
-    if is_named and id is None:
-        raise CorruptInputError(
-            f"{where}: {CONFIG} names {config[key]!r} as {key}, which is not in the vocabulary; "
-            "correct or remove that key"
-        )
-    return id
 
 
 def token_of(config: dict[str, Any], key: str) -> str | None:

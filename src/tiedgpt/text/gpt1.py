@@ -11,8 +11,7 @@ Each character outside the vocabulary becomes `<unk>`.
 import tokenizers
 from tokenizers import decoders, models, normalizers, pre_tokenizers
 
-from tiedgpt.text.bpe import chunks
-from tiedgpt.text.codec import Codec, Ids
+from tiedgpt.text.bpe import Codec, Ids, chunks
 
 END_OF_WORD = "</w>"
 UNKNOWN = "<unk>"

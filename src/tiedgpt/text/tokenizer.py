@@ -21,10 +21,9 @@ from tokenizers import models
 from tiedgpt.errors import CorruptInputError, UserError
 from tiedgpt.files import replacing, write_json
 from tiedgpt.names import ExplainsNames
-from tiedgpt.text.bpe import ByteLevelBPE, train_bpe
+from tiedgpt.text.bpe import END_OF_TEXT, ByteLevelBPE, Codec, train_bpe
 from tiedgpt.text.characters import Characters, character_tokenizer
-from tiedgpt.text.codec import Codec
-from tiedgpt.text.directory import CONFIG, TOKENIZER_JSON, special_id
+from tiedgpt.text.directory import CONFIG, TOKENIZER_JSON, token_of
 from tiedgpt.text.gpt1 import LowerCaseBPE
 
 CODECS: tuple[type[Codec], ...] = (ByteLevelBPE, LowerCaseBPE, Characters)
@@ -61,8 +60,8 @@ class Tokenizer(ExplainsNames):
         self.kind = self._codec.kind
         self._size = _checked_size(rust, where)
         self._token_bytes = cache(self._find_bytes)  # few are asked for: not a table of all
-        self.bos_token_id = special_id(rust, self._settings, "bos_token", where)
-        self.eos_token_id = special_id(rust, self._settings, "eos_token", where)
+        self.bos_token_id = _special_id(rust, self._settings, "bos_token", where)
+        self.eos_token_id = _special_id(rust, self._settings, "eos_token", where)
 
     @classmethod
     def from_pretrained(cls, source: str | Path) -> Tokenizer:
@@ -309,6 +308,26 @@ def _checked_size(rust: tokenizers.Tokenizer, where: str) -> int:
             hint="download it again",
         )
     return size
+
+
+def _special_id(
+    rust: tokenizers.Tokenizer, config: dict[str, Any], key: str, where: str
+) -> int | None:
+    """Return the id of the token that `config` names under `key`, else of `<|endoftext|>`.
+
+    Return None if the vocabulary lacks `<|endoftext|>`, too.
+
+    Raises CorruptInputError if the named token is not in the vocabulary.
+    """
+    is_named = config.get(key) is not None
+    token = token_of(config, key) if is_named else END_OF_TEXT
+    id: int | None = rust.token_to_id(token or "")
+    if is_named and id is None:
+        raise CorruptInputError(
+            f"{where}: {CONFIG} names {config[key]!r} as {key}, which is not in the vocabulary; "
+            "correct or remove that key"
+        )
+    return id
 
 
 def _checked_texts(texts: Iterable[str]) -> Iterator[str]:

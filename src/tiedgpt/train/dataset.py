@@ -6,13 +6,13 @@
 `prepare` makes the tokenizer and encodes the sources in the run's directory. `Data` holds the rows
 and the numbers about them that a plan depends on.
 
-`open_texts` opens texts of any size: held in memory, encoded in parts by all cores if they are
-large, or a directory of `tiedgpt data prepare`. `open_text` returns their shards as rows.
+Texts are held in memory (`TextSources`), or are encoded in parts by all cores if they are large
+(`LargeSources`), or are a directory of `tiedgpt data prepare`. `open_text` returns their shards as
+rows.
 """
 
 from __future__ import annotations
 
-import functools
 import hashlib
 import json
 import re
@@ -32,7 +32,6 @@ from tiedgpt.data import (
     Document,
     FileCorpus,
     Shards,
-    Split,
     documents,
     encode_corpus,
     in_order,
@@ -47,14 +46,13 @@ from tiedgpt.data.prepare import (
     LARGE_BYTES,
     TOKENIZER,
     TOKENIZER_CHARACTERS,
-    estimate_bytes,
     is_begun,
 )
 from tiedgpt.errors import CorruptInputError, UserError
 from tiedgpt.files import PREPARED, remove
 from tiedgpt.runtime import count_cores
 from tiedgpt.text import Tokenizer
-from tiedgpt.text.codec import END_OF_TEXT
+from tiedgpt.text.bpe import END_OF_TEXT
 from tiedgpt.train.objective import Arrays, ModelSetup, Objective, Pretrained
 from tiedgpt.train.options import AUTO, READING, TUNE_DROPOUT, TrainOptions, format_count
 from tiedgpt.train.planning import Facts, choose_vocabulary_size
@@ -92,13 +90,10 @@ class Sources(ABC):
     """The tokenizer that the data require, if any."""
     start: Pretrained | None = None
     """The model to start from, if the data need rows for new tokens."""
+    n_characters: int | None = None
+    """Approximate length of texts, which decides the size of their vocabulary."""
     memorizes: bool = False
     """Whether the examples are so few that they are memorized, because none is held out."""
-
-    @property
-    def n_characters(self) -> int | None:
-        """The approximate length of texts, which decides the size of their vocabulary."""
-        return None
 
     @abstractmethod
     def digest(self) -> str:
@@ -218,53 +213,38 @@ def open_texts(options: TrainOptions) -> TextSources:
     """Open texts of any size, or a directory of `tiedgpt data prepare`."""
     if is_prepared(options.data):
         return PreparedSources(options)
-    sources = TextSources(options)
-    return LargeSources(options) if _is_large(sources.corpus) else sources
-
-
-def _is_large(corpus: Corpus) -> bool:
-    """Return whether a corpus is not held in memory."""
-    return isinstance(corpus, FileCorpus) and estimate_bytes(corpus) >= LARGE_BYTES
+    if not options.data:
+        return TextSources(options, python_documentation())
+    corpus = documents(options.data, **options.reading)
+    if corpus.estimate_bytes() >= LARGE_BYTES:
+        return LargeSources(options)
+    return TextSources(options, corpus)
 
 
 class TextSources(Sources):
-    """The texts of the options, or Python's documentation."""
+    """Texts that are held in memory; --val is read again if it is large."""
 
-    def __init__(self, options: TrainOptions) -> None:
-        how, data = options.reading, options.data
-        self.corpus: Corpus = documents(data, **how) if data else python_documentation()
-        self.validation = None if options.val is None else documents([options.val], **how)
-
-    @functools.cached_property
-    def documents(self) -> tuple[Corpus, Corpus | None]:
-        """The documents, and those of --val; read once, unless --val is large."""
-        validation: Corpus | None = self.validation
-        if validation is not None and not _is_large(validation):
-            validation = [*validation]
-        return [*self.corpus], validation
+    def __init__(self, options: TrainOptions, corpus: Corpus) -> None:
+        validation: Corpus | None = None
+        self.files = [corpus] if isinstance(corpus, FileCorpus) else []
+        if options.val is not None:
+            files = documents([options.val], **options.reading)
+            self.files.append(files)
+            validation = files if files.estimate_bytes() >= LARGE_BYTES else [*files]
+        self.split = plan_split([*corpus], validation)
+        self.n_characters = self.split.characters
 
     def digest(self) -> str:
         """Return a sha256 of all documents, which detects a changed text."""
         total = hashlib.sha256()
-        train, validation = self.documents
-        for document in chain(train, [Document("", "")], validation or ()):
+        for document in chain(self.split.corpus, [Document("", "")], self.split.validation or ()):
             total.update(document.digest)
         return total.hexdigest()
-
-    @functools.cached_property
-    def split(self) -> Split:
-        """The split into documents to train on and to validate on."""
-        return plan_split(*self.documents)
 
     def texts(self) -> tuple[Iterable[str], Iterable[str]]:
         """Return the training texts, and all texts."""
         train = (document.text for side, document in self.split if side == "train")
         return train, (document.text for _, document in self.split)
-
-    @property
-    def n_characters(self) -> int:
-        """Number of characters."""
-        return self.split.characters
 
     def shards(self, run: RunDirectory) -> Path:
         """Return the directory of the shards of tokens."""
@@ -279,9 +259,8 @@ class TextSources(Sources):
 
     def notes(self, run: RunDirectory) -> list[str]:
         """Return notes on the texts."""
-        corpora = self.corpus, self.validation
-        files = [corpus for corpus in corpora if isinstance(corpus, FileCorpus)]
-        return [*self.split.notes(), *(note for corpus in files for note in corpus.remarks.notes())]
+        remarks = (note for files in self.files for note in files.remarks.notes())
+        return [*self.split.notes(), *remarks]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -381,6 +360,7 @@ class LargeSources(TextSources):
 
     def __init__(self, options: TrainOptions) -> None:
         self.plan = plan_preparation(options.data, val=options.val, **options.reading)
+        self.n_characters = self.plan.n_bytes
 
     def digest(self) -> str:
         """Return a sha256 of the names, sizes and dates of the files."""
@@ -389,11 +369,6 @@ class LargeSources(TextSources):
     def texts(self) -> tuple[Iterable[str], Iterable[str]]:
         """Return a sample of the training texts, and all texts."""
         return self.plan.sample(TOKENIZER_CHARACTERS), self.plan.texts()
-
-    @property
-    def n_characters(self) -> int:
-        """Estimated number of characters."""
-        return self.plan.n_bytes
 
     def encode(self, tokenizer: Tokenizer, run: RunDirectory, progress: Progress | None) -> None:
         """Write the texts as shards of tokens, or continue an interrupted call."""

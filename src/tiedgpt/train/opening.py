@@ -14,7 +14,7 @@ from tiedgpt.errors import TiedGPTError
 from tiedgpt.files import replacing
 from tiedgpt.runtime import eval_mode
 from tiedgpt.text import Tokenizer
-from tiedgpt.text.codec import END_OF_TEXT
+from tiedgpt.text.bpe import END_OF_TEXT
 from tiedgpt.train.storage import OPENING
 
 SENTENCES = re.compile(r"(?:[.!?]\s+|\n)([^\W\d_a-z][^\n*.!?]{30,160})")
