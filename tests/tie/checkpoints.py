@@ -1,9 +1,11 @@
 """Tiny checkpoints of every format, made with the real libraries."""
 
 import hashlib
+import io
 import json
 import re
 import warnings
+from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
@@ -81,16 +83,44 @@ def save(model, directory: Path, **options) -> Path:
 
 
 def rewrite(directory: Path, tensors=None, **config) -> Path:
-    """Change a saved directory's tensors through a function, and keys of its config."""
+    """Change keys of a saved directory's config, and its tensors.
+
+    `tensors` changes their dict or returns another.
+    """
     path = directory / "config.json"
     values = json.loads(path.read_text()) | config
     path.write_text(json.dumps({k: v for k, v in values.items() if v != "REMOVE"}))
     if tensors is not None:
         state = load_file(directory / "model.safetensors")
-        tensors(state)
+        changed = tensors(state)
+        state = changed if isinstance(changed, dict) else state
         state = {name: tensor.contiguous() for name, tensor in state.items()}
         save_file(state, directory / "model.safetensors", {"format": "pt"})
     return directory
+
+
+def break_disk(monkeypatch, fault: Callable[[bytearray], None]) -> None:
+    """Let `fault` change, or refuse, each block that a `Path` opened for writing receives."""
+    path_open = Path.open
+
+    class FaultyFile(io.BufferedWriter):
+        def write(self, block):
+            changed = bytearray(memoryview(block).cast("B"))
+            fault(changed)
+            return super().write(changed)
+
+    def open_faulty(path, mode="r", *args, **options):
+        if mode == "wb":
+            return FaultyFile(io.FileIO(path, "wb"))
+        return path_open(path, mode, *args, **options)
+
+    monkeypatch.setattr(Path, "open", open_faulty)
+
+
+def flip_a_bit(block: bytearray) -> None:
+    """Change a bit of a block as large as a matrix over the vocabulary."""
+    if len(block) >= V * D * 4:
+        block[100] ^= 1
 
 
 def digest(directory: Path) -> dict[str, str]:

@@ -233,12 +233,15 @@ def test_no_report_without_a_change(peer, tiny, ids):
     assert first.events == second.events == []
 
 
-def test_any_two_parameters_are_watched_not_only_embeddings():
-    model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4), nn.Linear(4, 4))
+@pytest.mark.parametrize("layer", [nn.Linear, nn.LazyLinear])
+def test_any_two_parameters_are_watched_once_they_have_a_shape(layer):
+    third = layer(4, 4) if layer is nn.Linear else layer(4)
+    model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4), third)
     model[1].weight = model[0].weight
 
     def body():
         with guard(model) as watch:
+            model(torch.zeros(1, 4))
             model[2].weight = model[0].weight  # HERE
             model[1] = nn.Linear(4, 4)  # HERE
         return watch
@@ -618,17 +621,3 @@ def test_installed_code_is_never_reported_as_the_users(peer, tmp_path: Path, fol
         return watch
 
     assert_blames_the_marks(body)
-
-
-def test_a_lazy_layer_is_watched_once_it_has_a_shape():
-    model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4), nn.LazyLinear(4))
-    model[1].weight = model[0].weight
-
-    def body():
-        with guard(model) as watch:
-            model(torch.zeros(1, 4))
-            model[2].weight = model[0].weight  # HERE
-            model[1] = nn.Linear(4, 4)  # HERE
-        return watch
-
-    assert [e.kind for e in assert_blames_the_marks(body)] == ["joined", "split"]
