@@ -11,26 +11,19 @@ import pytest
 import torch
 from transformers import AutoTokenizer
 
+from tests.tie.checkpoints import break_disk, flip_a_bit
 from tiedgpt import GPT, Tokenizer
 from tiedgpt.cli.main import main
 from tiedgpt.errors import CheckFailedError, UserError
-from tiedgpt.weights import convert as convert_module
 from tiedgpt.weights.convert import convert
 from tiedgpt.weights.load import load
 from tiedgpt.weights.registry import writers
 
 pytestmark = pytest.mark.filterwarnings("ignore::tiedgpt.weights.load.CheckpointWarning")
-
-TEXT = "the cat sat on the mat and the dog sat on the log, naïve café 2 + 2 = 4\n" * 40
 SUFFIXES = {
     "transformers": "", "gguf": ".gguf", "onnx": ".onnx", "nanogpt": ".pt", "packed": "",
 }  # fmt: skip
 OPTIONS = {"nanogpt": {"approximate_gelu": True}, "packed": {"precision": "fp32"}}
-
-
-@pytest.fixture(scope="module")
-def tokenizer() -> Tokenizer:
-    return Tokenizer.train([TEXT], 300)
 
 
 @pytest.fixture
@@ -130,22 +123,20 @@ def test_tokenizer_config_has_the_models_context_length(source, tokenizer, tmp_p
     assert Tokenizer.from_pretrained(tmp_path / "dir").encode("abc") == tokenizer.encode("abc")
 
 
-def test_a_copy_that_differs_on_reopening_is_not_kept(source, tokenizer, tmp_path, monkeypatch):
-    real = convert_module.load
-
-    def damaged(path):
-        loaded = real(path)
-        with torch.no_grad():
-            loaded.model.wpe.weight[0, 0] += 1
-        return loaded
-
+@pytest.mark.parametrize(
+    ("name", "format", "says"),
+    [("x.onnx", "onnx", "does not hold the model"), ("p", "packed", r"c_attn\.weights")],
+)
+def test_a_copy_that_differs_on_reopening_is_not_kept(
+    saved, tmp_path, monkeypatch, name, format, says
+):
     (tmp_path / "x.onnx").write_bytes(b"before")
-    loaded = load(source)
-    monkeypatch.setattr(convert_module, "load", damaged)
-    with pytest.raises(CheckFailedError, match="not hold the model"):
-        convert(loaded, tmp_path / "x.onnx", "onnx", tokenizer=None, overwrite=True)
+    loaded = load(saved)
+    break_disk(monkeypatch, flip_a_bit)
+    with pytest.raises(CheckFailedError, match=says):
+        convert(loaded, tmp_path / name, format, tokenizer=None, overwrite=True)
     assert (tmp_path / "x.onnx").read_bytes() == b"before"
-    assert not list(tmp_path.glob(".*"))
+    assert {path.name for path in tmp_path.iterdir()} == {"saved", "x.onnx"}
 
 
 def test_existing_and_impossible_places_are_refused(source, tokenizer, tmp_path):
@@ -254,7 +245,7 @@ def test_termination_leaves_nothing_half_written(saved, tmp_path, monkeypatch, c
         assert list(tmp_path.glob(".m.onnx.tmp-*"))
         os.kill(os.getpid(), signal.SIGTERM)
 
-    monkeypatch.setattr(convert_module, "_compare", stopped)
+    monkeypatch.setattr(os, "replace", stopped)
     before = signal.getsignal(signal.SIGTERM)
     assert main(["convert", str(saved), str(tmp_path / "m.onnx"), "--to", "onnx"]) == 75
     assert signal.getsignal(signal.SIGTERM) is before

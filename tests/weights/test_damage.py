@@ -1,4 +1,8 @@
-"""Files of every format, cut or changed anywhere: an error of ours, or sound; never a crash."""
+"""Damaged, hostile and contradicting files of every format: an error of ours, never a crash.
+
+Of every format a sound file is cut and changed anywhere; files built byte by byte must be refused
+with words about what is wrong; so must tensors or a config of another GPT.
+"""
 
 import contextlib
 import json
@@ -13,9 +17,9 @@ import pytest
 import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from safetensors.torch import save_file
 
 from tests.tie.checkpoints import (
-    CONFIG,
     N_HEAD,
     D,
     gpt_state,
@@ -28,9 +32,19 @@ from tests.tie.checkpoints import (
     write_onnx,
 )
 from tests.weights.fixtures.make_tensorflow import DIRECTORY
+from tests.weights.raw_files import (
+    HOSTILE,
+    TABLE_HEADER,
+    UNSUPPORTED,
+    checksum,
+    table,
+    table_block,
+    table_entry,
+    write_bundle,
+)
 from tiedgpt import GPT, GPTConfig, Tokenizer
 from tiedgpt.cli.main import main
-from tiedgpt.errors import CorruptInputError, TiedGPTError
+from tiedgpt.errors import CorruptInputError, TiedGPTError, UserError
 from tiedgpt.tie import audit
 from tiedgpt.weights.formats.gguf.vocabulary import read_tokenizer
 from tiedgpt.weights.formats.gguf.writer import write as write_our_gguf
@@ -191,7 +205,88 @@ def test_a_huge_number_anywhere_gives_our_error_or_a_valid_file(sample):
                 read_with(*sample, name, changed)
 
 
-# A GPT whose tensors, or whose config, are not those of a GPT.
+# Hostile files, opened beside files that they might name.
+
+
+@pytest.fixture
+def place(tmp_path) -> Path:
+    """A directory with a few bytes beside a hostile file, and a link out of it."""
+    directory = tmp_path / "in"
+    directory.mkdir()
+    (tmp_path / "secret").write_bytes(bytes(64))
+    (directory / "link.bin").symlink_to(tmp_path / "secret")
+    (directory / "data.bin").write_bytes(bytes(64))
+    (directory / "x.data-00000-of-00001").write_bytes(bytes(24))
+    return directory
+
+
+@pytest.mark.parametrize(
+    ("name", "damage"), [(name, damage) for name, rows in HOSTILE.items() for damage in rows]
+)
+def test_a_hostile_file_is_refused_with_what_is_wrong(place, name, damage):
+    content, says = HOSTILE[name][damage]
+    if callable(content):
+        content(place / name)
+    else:
+        (place / name).write_bytes(content)
+    with pytest.raises(CorruptInputError, match=says) as error:
+        open_checkpoint(place / name)
+    message = str(error.value)
+    assert f"{place / name}" in message or "x.data-0" in message
+    assert "\n" not in message and len(message) < 1000
+
+
+@pytest.mark.parametrize("feature", UNSUPPORTED)
+def test_a_feature_that_is_not_read_is_the_users_error(place, feature):
+    name, content, says = UNSUPPORTED[feature]
+    content(place / name) if callable(content) else (place / name).write_bytes(content)
+    with pytest.raises(UserError, match=says):
+        open_checkpoint(place / name)
+
+
+INDEXES = [
+    ({"w": "a.safetensors", "v": "b.safetensors"}, "two shards hold 'w'"),
+    ({"w": "a.safetensors", "v": "a.safetensors"}, "promises 'v'"),
+    ({}, "no weight_map"),
+    ([], "no weight_map"),
+    *(
+        ({"w": shard}, "shard|not beside it")
+        for shard in (
+            "../a.safetensors", "/etc/passwd", "gone.safetensors", "", "x.index.json", "a\0b",
+            "x" * 5000, "\ud800",
+        )
+    ),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("weight_map", "says"), INDEXES)
+def test_a_false_index_and_a_shard_out_of_its_directory_are_refused(tmp_path, weight_map, says):
+    inside = tmp_path / "in"
+    inside.mkdir()
+    for path in (tmp_path / "a.safetensors", inside / "a.safetensors", inside / "b.safetensors"):
+        save_file({"w": torch.ones(2)}, path)
+    (inside / "x.index.json").write_text("{}")
+    index = inside / "model.safetensors.index.json"
+    index.write_text(json.dumps({"weight_map": weight_map}))
+    for source in (inside, index):
+        with pytest.raises(CorruptInputError, match=says):
+            open_checkpoint(source)
+
+
+@settings(max_examples=200, deadline=None, suppress_health_check=list(HealthCheck))
+@given(st.data())
+def test_a_changed_bundle_with_valid_checksums_gives_our_error_or_a_valid_file(tmp_path, data):
+    sound = table_entry(crc=checksum(bytes(24)))
+    body = bytearray(table_block(TABLE_HEADER, (b"a", sound), (b"b", sound)))
+    for _ in range(data.draw(st.integers(0, 4))):
+        body[data.draw(st.integers(0, len(body) - 1))] = data.draw(st.integers(0, 255))
+    if data.draw(st.booleans()):
+        del body[data.draw(st.integers(0, len(body))) :]
+    with contextlib.suppress(TiedGPTError):
+        read_tensors(write_bundle(tmp_path, table(bytes(body))))
+
+
+# A GPT whose tensors are not those of a GPT.
 
 
 def transpose(state: dict[str, torch.Tensor]) -> None:
@@ -254,10 +349,95 @@ def test_a_gpt_with_other_tensors_is_refused_by_name_and_audited(tmp_path, name,
     assert_refused_and_audited(write_layout(tmp_path, layout, state), says, **fields)
 
 
+# A config that contradicts the weights or itself, in every format that has one.
+
+
+def nanogpt_of(directory: Path, changes: dict) -> Path:
+    path = write_layout(directory, "nanoGPT", gpt_state("one"), beside="none")
+    saved = torch.load(path, weights_only=True)
+    torch.save(saved | {"model_args": saved["model_args"] | changes}, path)
+    return path
+
+
+def json_of(file: str, write: Callable[[Path], Path]) -> Callable[[Path, dict], Path]:
+    """Return a function that writes a directory and changes its config."""
+
+    def change(directory: Path, changes: dict) -> Path:
+        path = write(directory)
+        values = json.loads((path / file).read_text()) | changes
+        (path / file).write_text(json.dumps(values))
+        return path
+
+    return change
+
+
+WITH_CONFIG = {
+    "safetensors": json_of(
+        "config.json", lambda home: write_layout(home, "safetensors", gpt_state("equal"))
+    ),
+    "packed": json_of(
+        "config.json",
+        lambda home: write_layout(home, "packed", gpt_state("one"), True, "none"),
+    ),
+    "OpenAI's": json_of(
+        "hparams.json", lambda home: shutil.copytree(DIRECTORY / "gpt2", home / "gpt2")
+    ),
+    "nanoGPT": nanogpt_of,
+}
+CORRUPT, USERS = CorruptInputError, UserError
+FALSE_CONFIGS = [
+    *(
+        ("safetensors", values, CORRUPT, next(iter(values)))
+        for values in (
+            {"n_layer": 10**9}, {"n_layer": 3}, {"n_layer": 1}, {"n_embd": 2 * D}, {"n_head": 5},
+            {"n_head": "4"}, {"layer_norm_epsilon": 10**400}, {"tie_word_embeddings": "false"},
+            {"num_attention_heads": 2}, {"hidden_size": 7},
+        )
+    ),
+    ("safetensors", {"n_inner": 10**12}, CORRUPT, "does not fit its config"),
+    ("safetensors", {"activation_function": ["gelu"]}, USERS, r"activation \['gelu'\]"),
+    ("safetensors", {"activation_function": "mish"}, USERS, "mish"),
+    ("safetensors", {"model_type": {}}, USERS, "{} model"),
+    ("safetensors", {"model_type": "llama"}, USERS, "llama"),
+    *(
+        ("safetensors", values, USERS, next(iter(values)))
+        for values in (
+            {"add_cross_attention": True}, {"scale_attn_by_inverse_layer_idx": True},
+            {"scale_attn_weights": False}, {"quantization_config": {"bits": 8}},
+        )
+    ),
+    *(
+        ("packed", values, CORRUPT, r"config\.json")
+        for values in (
+            {"n_layer": 1}, {"n_embd": 96}, {"tie_word_embeddings": False}, {"n_head": 5},
+            {"model_type": "gpt2"}, {"n_layer": "2"}, {"vocab_size": None},
+        )
+    ),
+    ("OpenAI's", {"n_head": 5}, CORRUPT, "n_head=5"),
+    ("OpenAI's", {"n_head": "three"}, CORRUPT, "n_head must be .* got 'three'"),
+    ("OpenAI's", {"n_layer": 3}, CORRUPT, "n_layer=3"),
+    *(
+        ("nanoGPT", values, TiedGPTError, r"ckpt\.pt")
+        for values in (
+            {"n_head": 5}, {"n_head": "x"}, {"n_layer": 9}, {"dropout": 7}, {"bias": "no"},
+            {"n_head": 2**70}, {"n_head": None}, {"bias": False},
+        )
+    ),
+    ("nanoGPT", {"use_rmsnorm": True}, USERS, "use_rmsnorm=True"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("layout", "changes", "error", "says"), FALSE_CONFIGS)
+def test_a_false_config_is_refused_before_allocation(tmp_path, layout, changes, error, says):
+    path = WITH_CONFIG[layout](tmp_path, changes)
+    with pytest.raises(error, match=says) as refused:
+        open_packed(path) if layout == "packed" else GPT.from_pretrained(path)
+    assert str(tmp_path) in str(refused.value)
+
+
 @pytest.mark.parametrize("values", [{"n_layer": 3}, {"n_embd": 2 * D}])
-def test_a_config_of_another_gpt_is_refused_and_audited(tmp_path, values, capsys):
-    write_layout(tmp_path, "safetensors", gpt_state("equal"))
-    (tmp_path / "config.json").write_text(json.dumps(CONFIG | values))
-    assert_refused_and_audited(tmp_path, next(iter(values)))
-    assert main(["tie", "audit", str(tmp_path)]) == 6
+def test_a_config_of_another_gpt_is_audited(tmp_path, values, capsys):
+    path = WITH_CONFIG["safetensors"](tmp_path, values)
+    assert_refused_and_audited(path, next(iter(values)))
+    assert main(["tie", "audit", str(path)]) == 6
     assert "does not load" in capsys.readouterr().out

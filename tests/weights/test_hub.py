@@ -17,11 +17,6 @@ from tiedgpt.weights.sources import local_directory, open_checkpoint, select_fil
 pytestmark = pytest.mark.filterwarnings("ignore::tiedgpt.weights.load.CheckpointWarning")
 
 
-@pytest.fixture(scope="module")
-def tokenizer():
-    return Tokenizer.train(["the cat sat on the mat. " * 20], 290)
-
-
 @pytest.fixture
 def run(tokenizer, tmp_path, monkeypatch) -> Path:
     """A run with checkpoints and a record, which stay here."""
@@ -200,8 +195,6 @@ def test_a_missing_repository_is_reported(monkeypatch):
 
 def test_shards_may_be_links_into_a_cache(saved, tiny, tmp_path):
     """Links as `huggingface-cli download --local-dir` made them, and links of users."""
-    import json
-
     snapshot, blobs = tmp_path / "snapshot", tmp_path / "elsewhere"
     snapshot.mkdir()
     (saved / "model.safetensors").rename(saved / "blob")

@@ -1,17 +1,18 @@
-"""nanoGPT's and minGPT's checkpoints: layout, tie, biases and GELU, against transformers' GPT-2."""
+"""nanoGPT's, minGPT's and llm.c's checkpoints: layout, tie and GELU, against transformers."""
 
 import json
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 from safetensors.torch import save_file
-from torch.testing import assert_close
 from transformers import GPT2LMHeadModel
 
-from tests.tie.checkpoints import CONV1D, HEAD, D, nanogpt_state, their_gpt2
+from tests.tie.checkpoints import CONV1D, HEAD, D, nanogpt_state, state_of, their_gpt2, write_llmc
+from tests.weights.conftest import assert_same_logits
 from tiedgpt import GPT
-from tiedgpt.errors import CorruptInputError, TiedGPTError, UserError
+from tiedgpt.errors import CorruptInputError, UserError
 from tiedgpt.tie import audit
 from tiedgpt.weights.formats.nanogpt import write as write_nanogpt
 from tiedgpt.weights.load import load
@@ -23,17 +24,11 @@ ARGS = {
     "n_layer": 2, "n_head": 4, "n_embd": D, "block_size": 24, "bias": False, "vocab_size": 97,
     "dropout": 0.2,
 }  # fmt: skip
-IDS = torch.randint(97, (2, 24), generator=torch.Generator().manual_seed(1))
 
 
 def peer_of(activation: str = "gelu", **values) -> GPT2LMHeadModel:
     """A GPT-2 of transformers, which computes the same with zeros for biases."""
     return their_gpt2(**{"bias": False, "activation_function": activation} | values)
-
-
-def same_logits(ours: GPT, peer: GPT2LMHeadModel, ids: torch.Tensor = IDS) -> None:
-    with torch.no_grad():
-        assert_close(ours(ids), peer(ids).logits, rtol=1e-4, atol=1e-4)
 
 
 def save(path: Path, peer: GPT2LMHeadModel, args: dict = ARGS, *, prefix="", zipped=True, **state):
@@ -52,6 +47,13 @@ def save(path: Path, peer: GPT2LMHeadModel, args: dict = ARGS, *, prefix="", zip
     return path
 
 
+def test_a_forks_switch_that_is_off_changes_nothing_and_arguments_cannot_contradict(tmp_path):
+    path = save(tmp_path / "ckpt.pt", peer_of(), ARGS | {"use_rmsnorm": False})
+    assert GPT.from_pretrained(path).config.n_layer == 2
+    with pytest.raises(UserError, match="n_head=2 contradicts"):
+        GPT.from_pretrained(path, n_head=2)
+
+
 @pytest.mark.parametrize("bias", [False, True])
 @pytest.mark.parametrize("prefix", ["", "_orig_mod.", "module._orig_mod."])
 def test_a_checkpoint_loads_as_nanogpt_computes(tmp_path, bias, prefix):
@@ -63,12 +65,12 @@ def test_a_checkpoint_loads_as_nanogpt_computes(tmp_path, bias, prefix):
     assert (config.n_layer, config.n_head, config.bias) == (2, 4, bias)
     assert (config.embd_pdrop, config.attn_pdrop, config.resid_pdrop) == (0.2, 0.2, 0.2)
     assert config.activation_function == "gelu" and config.tie_word_embeddings
-    same_logits(loaded.model, peer)
+    assert_same_logits(loaded.model, peer)
 
 
 def test_the_legacy_format_and_bare_state_dicts_load_too(tmp_path):
     peer = peer_of()
-    same_logits(GPT.from_pretrained(save(tmp_path / "old.pt", peer, zipped=False)), peer)
+    assert_same_logits(GPT.from_pretrained(save(tmp_path / "old.pt", peer, zipped=False)), peer)
     state = nanogpt_state(peer)
     torch.save(state, tmp_path / "bare.pt")
     del state[HEAD]
@@ -78,14 +80,17 @@ def test_the_legacy_format_and_bare_state_dicts_load_too(tmp_path):
             GPT.from_pretrained(tmp_path / name)
         loaded = load(tmp_path / name, n_head=4)
         assert loaded.layout == f"{container}, nanoGPT" and not loaded.model.config.bias
-        same_logits(loaded.model, peer)
+        assert_same_logits(loaded.model, peer)
 
 
-def test_one_storage_is_tied_without_comparing_values(tmp_path, monkeypatch):
-    path = save(tmp_path / "ckpt.pt", peer_of())
-    monkeypatch.setattr("tiedgpt.weights.roles.compare", None)  # would be called
+def test_one_storage_is_tied_without_comparing_values(tmp_path):
+    peer = peer_of()
+    with torch.no_grad():
+        peer.transformer.wte.weight[3] = torch.nan  # which differs from itself
+    path = save(tmp_path / "ckpt.pt", peer)
     assert load(path).model.head is None
-    assert audit(path).verdict == "tied"
+    report = audit(path)
+    assert (report.verdict, report.comparison) == ("tied", None)
 
 
 def test_a_padded_vocabulary_is_kept(tmp_path):
@@ -93,30 +98,22 @@ def test_a_padded_vocabulary_is_kept(tmp_path):
     peer = peer_of(vocab_size=128)
     model = GPT.from_pretrained(save(tmp_path / "ckpt.pt", peer, ARGS | {"vocab_size": 128}))
     assert model.config.vocab_size == 128
-    same_logits(model, peer)
+    assert_same_logits(model, peer)
 
 
 def test_masks_and_a_missing_bias_argument_determine_the_gelu_and_it_can_be_given(tmp_path):
     tanh, path = peer_of("gelu_new"), tmp_path / "ckpt.pt"
     masked = load(save(path, tanh, masks=True))
     assert any("does not say which GELU" in note for note in masked.notes)
-    same_logits(masked.model, tanh)
+    assert_same_logits(masked.model, tanh)
     assert any("activation_function='gelu_new'" in note for note in load(save(path, tanh)).notes)
-    same_logits(GPT.from_pretrained(path, activation_function="gelu_new"), tanh)
+    assert_same_logits(GPT.from_pretrained(path, activation_function="gelu_new"), tanh)
     peer = peer_of("gelu_new", bias=True)
     args = {name: value for name, value in ARGS.items() if name != "bias"}
     loaded = load(save(path, peer, args, bias=True, masks=True))
     assert loaded.model.config.activation_function == "gelu_new" and loaded.model.config.bias
     assert not loaded.notes
-    same_logits(loaded.model, peer)
-
-
-def test_a_forks_architecture_is_refused_by_name(tmp_path):
-    path = save(tmp_path / "ckpt.pt", peer_of(), ARGS | {"use_rmsnorm": True})
-    with pytest.raises(UserError, match="use_rmsnorm=True"):
-        GPT.from_pretrained(path)
-    save(path, peer_of(), ARGS | {"use_rmsnorm": False})
-    assert GPT.from_pretrained(path).config.n_layer == 2
+    assert_same_logits(loaded.model, peer)
 
 
 @pytest.mark.parametrize(
@@ -128,18 +125,6 @@ def test_a_second_embedding_and_a_bias_that_model_args_deny_are_refused(tmp_path
     torch.save({"model": state, "model_args": ARGS}, tmp_path / "ckpt.pt")
     with pytest.raises(CorruptInputError, match=says):
         GPT.from_pretrained(tmp_path / "ckpt.pt")
-
-
-def test_false_model_args_and_contradicting_arguments_are_refused(tmp_path):
-    state, path = nanogpt_state(peer_of()), tmp_path / "ckpt.pt"
-    for lie in ({"n_head": 5}, {"n_head": "x"}, {"n_layer": 9}, {"dropout": 7}, {"bias": "no"},
-                {"n_head": 2**70}, {"n_head": None}, {"bias": True}):  # fmt: skip
-        torch.save({"model": state, "model_args": ARGS | lie}, path)
-        with pytest.raises(TiedGPTError, match=r"ckpt\.pt"):
-            GPT.from_pretrained(path)
-    torch.save({"model": state, "model_args": ARGS}, path)
-    with pytest.raises(UserError, match="n_head=2 contradicts"):
-        GPT.from_pretrained(path, n_head=2)
 
 
 def test_only_plain_values_of_the_checkpoint_are_kept(tmp_path):
@@ -158,7 +143,7 @@ def test_a_loaded_model_survives_truncation_of_its_file(tmp_path):
     path = save(tmp_path / "ckpt.pt", peer)
     model = GPT.from_pretrained(path)
     path.write_bytes(b"")  # in place, as a program that saves again does
-    same_logits(model, peer)
+    assert_same_logits(model, peer)
 
 
 def test_mingpt_has_two_matrices_and_no_heads_in_its_file(tmp_path):
@@ -172,7 +157,7 @@ def test_mingpt_has_two_matrices_and_no_heads_in_its_file(tmp_path):
     with pytest.raises(UserError, match="holds two matrices"):
         GPT.from_pretrained(path, n_head=4, resolve="tie")
     assert loaded.model.config.activation_function == "gelu_new"
-    same_logits(loaded.model, peer)
+    assert_same_logits(loaded.model, peer)
 
 
 def test_mingpts_config_gives_the_heads(tmp_path):
@@ -184,7 +169,7 @@ def test_mingpts_config_gives_the_heads(tmp_path):
     (tmp_path / "config.json").write_text(json.dumps(logged))
     ours = GPT.from_pretrained(tmp_path)
     assert ours.config.n_head == 3
-    same_logits(ours, peer)
+    assert_same_logits(ours, peer)
 
 
 # Written by us
@@ -209,7 +194,7 @@ def test_nanogpt_reads_what_is_written_from_its_own_file_as_it_was(tmp_path, bia
     peer = peer_of(bias=bias)
     model = GPT.from_pretrained(save(tmp_path / "ckpt.pt", peer, args))
     write_nanogpt(model, tmp_path / "again.pt")
-    same_logits(model, as_nanogpt_samples(tmp_path / "again.pt"))
+    assert_same_logits(model, as_nanogpt_samples(tmp_path / "again.pt"))
     again = torch.load(tmp_path / "again.pt", weights_only=True)
     assert again["model_args"] == args
     for name, tensor in nanogpt_state(peer, bias=bias).items():
@@ -229,7 +214,7 @@ def test_one_storage_is_saved_for_both_names_and_none_is_saved_whole(tmp_path):
     assert torch.equal(GPT.from_pretrained(path).wte.weight, model.wte.weight)
 
 
-def test_writing_gpt2s_gelu_as_nanogpts_needs_consent(tmp_path):
+def test_writing_gpt2s_gelu_as_nanogpts_needs_consent(tmp_path, ids):
     model, path = GPT.from_pretrained(peer_of("gelu_new")), tmp_path / "ckpt.pt"
     with pytest.raises(UserError, match="approximate_gelu"):
         write_nanogpt(model, path)
@@ -239,7 +224,64 @@ def test_writing_gpt2s_gelu_as_nanogpts_needs_consent(tmp_path):
     assert loaded.model.config == model.config  # here it stays what it is
     assert "nanoGPT since June 2023 computes gelu" in loaded.notes[-1]
     before = as_nanogpt_samples(path, "gelu_new")
-    same_logits(model, before)
+    assert_same_logits(model, before)
     with torch.no_grad():
-        difference = before(IDS).logits - as_nanogpt_samples(path)(IDS).logits
+        difference = before(ids).logits - as_nanogpt_samples(path)(ids).logits
     assert 1e-5 < float(difference.abs().max()) < 0.1
+
+
+# llm.c
+
+SMALL = {"T": 6, "V": 5, "L": 2, "H": 2, "C": 4, "Vp": 8}
+
+
+@pytest.mark.parametrize("version", [1, 3, 5])
+def test_tensors_lie_at_the_formats_offsets(tmp_path, version):
+    path = tmp_path / "model.bin"
+    sizes = SMALL | ({"Vp": 5} if version == 1 else {})
+    numbers = write_llmc(path, version, **sizes)
+    checkpoint = open_checkpoint(path)
+    assert checkpoint.container == "llm.c"
+    assert checkpoint.config["vocab_size"] == 5 and checkpoint.config["num_heads"] == 2
+    assert len(checkpoint.tensors) == 2 + 2 * 12 + 2
+    for name, tensor in checkpoint.tensors.items():
+        expected = numbers[name][:5] if name == "wte.weight" else numbers[name]
+        assert tensor.shape == expected.shape
+        rows = tensor.rows(0, tensor.matrix_shape[0]).reshape(tensor.shape)
+        assert np.array_equal(rows, expected), name
+
+
+SIZES = {"T": 24, "V": 97, "L": 2, "H": 4, "C": 32, "Vp": 128}
+
+
+@pytest.mark.parametrize("version", [1, 3])
+def test_llmc_computes_transformers_logits(tmp_path, version):
+    model = their_gpt2()
+    sizes = SIZES | ({"Vp": 97} if version == 1 else {})
+    write_llmc(tmp_path / "model.bin", version, state_of(model), **sizes)
+    loaded = load(tmp_path / "model.bin")
+    config = loaded.model.config
+    assert loaded.layout == "llm.c, llm.c"
+    assert config.vocab_size == 97 and config.n_head == 4 and config.tie_word_embeddings
+    assert config.activation_function == "gelu_new"
+    assert_same_logits(loaded.model, model)
+
+
+def test_bfloat16_is_read_bit_by_bit(tmp_path):
+    numbers = write_llmc(tmp_path / "model.bin", 5, state_of(their_gpt2()), **SIZES)
+    model = GPT.from_pretrained(tmp_path / "model.bin")
+    for name, parameter in model.named_parameters():
+        assert parameter.dtype == torch.bfloat16
+        expected = torch.from_numpy(numbers[name])[: len(parameter)]
+        assert torch.equal(parameter.float(), expected), name
+
+
+def test_arguments_and_heads_that_contradict_the_format_are_refused(tmp_path):
+    path = tmp_path / "model.bin"
+    write_llmc(path, 3, **SIZES)
+    for name, value in {"n_head": 2, "activation_function": "gelu", "bias": False}.items():
+        with pytest.raises(UserError, match=f"{name}={value!r} contradicts"):
+            GPT.from_pretrained(path, **{name: value})
+    write_llmc(path, 3, **(SIZES | {"H": 5}))
+    with pytest.raises(CorruptInputError, match="n_head=5"):
+        GPT.from_pretrained(path)

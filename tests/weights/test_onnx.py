@@ -1,4 +1,4 @@
-"""ONNX: onnxruntime computes our files alike, any graph is audited, hostile files are refused."""
+"""ONNX: onnxruntime computes our files alike, and any graph is audited."""
 
 import json
 import os
@@ -15,6 +15,7 @@ import torch
 from tests.conftest import random_gpt
 from tests.tie.checkpoints import D, V, matrix
 from tests.tie.checkpoints import write_onnx as write_theirs
+from tests.weights.raw_files import onnx_model
 from tiedgpt import GPT
 from tiedgpt.errors import CorruptInputError, UserError
 from tiedgpt.infer import Engine
@@ -26,7 +27,7 @@ from tiedgpt.weights.sources import open_checkpoint
 with warnings.catch_warnings():
     warnings.simplefilter("ignore")
     import onnx
-    from onnx import TensorProto, external_data_helper, helper, numpy_helper
+    from onnx import TensorProto, helper, numpy_helper
 
 KINDS = {
     "GPT-2": {},
@@ -232,7 +233,7 @@ def test_large_models_have_external_data(tmp_path, numbers):
 PEAK = """
 import sys, torch
 from pathlib import Path
-from tiedgpt import GPT
+from tiedgpt import GPT, GPTConfig
 from tiedgpt.weights.formats.onnx.writer import write as write_onnx
 def kilobytes(key):
     return int(next(x for x in open('/proc/self/status') if key in x).split()[1])
@@ -268,10 +269,6 @@ def test_gpt2_is_written_in_the_memory_of_one_tensor_and_matches(tmp_path):
     assert audit(path).verdict == "tied"
 
 
-def graph_of(*tensors, nodes=()):
-    return helper.make_model(helper.make_graph(list(nodes), "g", [], [], list(tensors)))
-
-
 @pytest.mark.parametrize("external", [False, True])
 def test_initializers_match_the_onnx_package(tmp_path, external):
     path = write_theirs(tmp_path / "a.onnx", "other", external=external)
@@ -302,7 +299,7 @@ def test_values_of_every_kind_are_read_or_listed(tmp_path):
         array = w.astype(dtype)
         kinds[dtype.__name__] = (numpy_helper.from_array(array, dtype.__name__), array)
     constant = helper.make_node("Constant", [], ["c"], value=numpy_helper.from_array(w * 2, "x"))
-    onnx.save(graph_of(*(t for t, _ in kinds.values()), nodes=[constant]), tmp_path / "a.onnx")
+    onnx.save(onnx_model(*(t for t, _ in kinds.values()), nodes=[constant]), tmp_path / "a.onnx")
     tensors = open_checkpoint(tmp_path / "a.onnx").tensors
     assert np.array_equal(tensors["c"].rows(0, 4), w * 2)
     for name, (_, expected) in kinds.items():
@@ -311,69 +308,6 @@ def test_values_of_every_kind_are_read_or_listed(tmp_path):
         else:
             assert tensors[name].dtype == expected.dtype.name
             assert np.array_equal(tensors[name].rows(0, 4), expected)
-
-
-def external(location="data.bin", offset=0, length=64, shape=(4, 4)):
-    tensor = TensorProto(name="w", data_type=1, dims=shape)
-    tensor.raw_data = bytes(64)
-    external_data_helper.set_external_data(tensor, location, offset=offset, length=length)
-    tensor.ClearField("raw_data")
-    return graph_of(tensor).SerializeToString()
-
-
-def raw(shape=(4, 4), n_bytes=64) -> bytes:
-    tensor = TensorProto(name="w", data_type=1, dims=shape, raw_data=bytes(n_bytes))
-    return graph_of(tensor).SerializeToString()
-
-
-def deep() -> bytes:
-    model = graph_of()
-    graph = model.graph
-    for _ in range(40):
-        node = graph.node.add(op_type="If")
-        graph = node.attribute.add(name="then").g
-    return model.SerializeToString()
-
-
-HOSTILE = {
-    "out of the directory": external("../secret"),
-    "out by a roundabout way": external("sub/../../secret"),
-    "an absolute place": external("/etc/passwd"),
-    "no place": external(""),
-    "a file that is not there": external("missing.bin"),
-    "bytes past the end": external(offset=1000),
-    "a negative offset": external(offset=-4),
-    "another length": external(length=32),
-    "a huge shape": external(shape=(2**40, 2**40), length=64),
-    "raw data too short": raw(n_bytes=60),
-    "raw data of a huge shape": raw(shape=(2**40, 2**20)),
-    "a negative size": raw(shape=(-4, -4)),
-    "a name twice": graph_of(*[TensorProto(name="w", data_type=1)] * 2).SerializeToString(),
-    "graphs without end": deep(),
-    "no graph": b"\x08\x08",
-    "a link out of the directory": external("link.bin"),
-    "a name of megabytes": graph_of(
-        numpy_helper.from_array(matrix(), "x" * 70_000)
-    ).SerializeToString(),
-    "a shape of megabytes": b"\x3a\x88\x80\x40\x2a\x84\x80\x40\x0a\x80\x80\x40" + b"\1" * (1 << 20),
-    "a length past the end": b"\x3a\xff\xff\xff\xff\x0f" + bytes(30),
-    "a number without end": b"\x08" + b"\xff" * 30,
-    "field nought": b"\x00\x00",
-    "an unknown wire type": b"\x0b\x00",
-    "empty": b"",
-}
-
-
-@pytest.mark.parametrize("name", HOSTILE)
-def test_hostile_files_are_refused(name, tmp_path):
-    (tmp_path / "in").mkdir()
-    (tmp_path / "secret").write_bytes(bytes(64))
-    (tmp_path / "in" / "data.bin").write_bytes(bytes(64))
-    (tmp_path / "in" / "link.bin").symlink_to(tmp_path / "secret")
-    path = tmp_path / "in" / "x.onnx"
-    path.write_bytes(HOSTILE[name])
-    with pytest.raises(CorruptInputError, match=r"x\.onnx"):
-        open_checkpoint(path)
 
 
 def graph_ending_in(path, nodes, **heads):
@@ -409,16 +343,8 @@ def test_a_graph_that_ends_in_another_product_is_not_tied(tmp_path):
     assert report.verdict == "broken" and report.matrices[1].names == ("P",)
 
 
-def test_a_missing_package_is_named(tmp_path, monkeypatch):
-    path = write_theirs(tmp_path / "a.onnx", "one")
-    monkeypatch.setitem(sys.modules, "onnx", None)
-    for use in (lambda: open_checkpoint(path), lambda: write_onnx(made(), tmp_path / "b.onnx")):
-        with pytest.raises(UserError, match=r"needs the package onnx .*'tiedgpt\[formats\]'"):
-            use()
-
-
 def test_foreign_metadata_are_ignored(tmp_path):
-    model = graph_of(helper.make_tensor("w", TensorProto.FLOAT, (4,), [1, 2, 3, 4]))
+    model = onnx_model(helper.make_tensor("w", TensorProto.FLOAT, (4,), [1, 2, 3, 4]))
     helper.set_model_props(model, {"author": "x" * 200_000, "tie_word_embeddings": "no", "e": ""})
     onnx.save(model, tmp_path / "a.onnx")
     checkpoint = open_checkpoint(tmp_path / "a.onnx")
@@ -428,15 +354,10 @@ def test_foreign_metadata_are_ignored(tmp_path):
 # Our own files
 
 
-def alike(model: GPT, other: GPT) -> bool:
-    ours, peer = model.state_dict(), other.state_dict()
-    return ours.keys() == peer.keys() and all(torch.equal(ours[k], peer[k]) for k in ours)
-
-
 def test_an_adjacent_config_of_an_onnx_file_is_checked(tmp_path):
     model = made(norm="post")
     write_onnx(model, tmp_path / "a.onnx")
-    assert alike(GPT.from_pretrained(tmp_path), model)
+    assert GPT.from_pretrained(tmp_path).config == model.config
     model.save_pretrained(tmp_path / "m")
     shutil.copy(tmp_path / "m" / "config.json", tmp_path)
     assert GPT.from_pretrained(tmp_path / "a.onnx").config == model.config

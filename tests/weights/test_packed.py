@@ -1,8 +1,6 @@
 """A packed directory opens unchanged, and damaged files are refused."""
 
-import json
 import os
-from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -13,11 +11,9 @@ from safetensors import safe_open
 from transformers import AutoConfig
 
 from tests.conftest import random_gpt
-from tiedgpt import GPT
-from tiedgpt.errors import CheckFailedError, CorruptInputError, UserError
+from tiedgpt.errors import CorruptInputError, UserError
 from tiedgpt.weights.containers import SafetensorsFile
-from tiedgpt.weights.convert import convert
-from tiedgpt.weights.formats.packed import FILE, find_packed, open_packed, writer
+from tiedgpt.weights.formats.packed import FILE, find_packed, open_packed
 from tiedgpt.weights.formats.packed.panels import (
     PRECISIONS,
     from_bf16,
@@ -78,13 +74,8 @@ def test_transformers_refuses_it(packed):
 
 
 @pytest.mark.parametrize("changes", KINDS)
-def test_other_tools_get_the_dequantized_weights(tiny, tmp_path, ids, changes):
-    model = random_gpt(5, **changes)
-    save_packed(pack_gpt(model, "fp32"), tmp_path / "fp32")
-    again = GPT.from_pretrained(tmp_path / "fp32")
-    assert again.config == model.config
-    assert torch.equal(again(ids), model(ids))
-    save_packed(pack_gpt(model, "int8"), tmp_path / "int8")
+def test_other_tools_get_the_dequantized_weights(tmp_path, changes):
+    save_packed(pack_gpt(random_gpt(5, **changes), "int8"), tmp_path / "int8")
     loaded = load(tmp_path / "int8")
     assert "become float32" in loaded.notes[0]
     twice = pack_gpt(loaded.model, "int8")
@@ -145,20 +136,6 @@ def test_a_file_rewritten_by_another_tool_is_refused(packed):
         open_packed(packed)
 
 
-@pytest.mark.parametrize(
-    "changes",
-    [
-        {"n_layer": 2}, {"n_embd": 96}, {"tie_word_embeddings": False}, {"model_type": "gpt2"},
-        {"n_head": 5}, {"n_layer": "3"}, {"vocab_size": None},
-    ],
-)  # fmt: skip
-def test_a_contradicting_config_is_refused(packed, changes):
-    path = packed / "config.json"
-    path.write_text(json.dumps(json.loads(path.read_text()) | changes))
-    with pytest.raises(CorruptInputError, match=r"config\.json"):
-        open_packed(packed)
-
-
 def test_only_models_are_packed_and_nothing_is_overwritten(tiny, tmp_path):
     with pytest.raises(UserError, match="holds no packed model"):
         open_packed(tmp_path)
@@ -175,25 +152,6 @@ def test_weights_that_are_not_numbers_are_named(tiny):
         tiny.h[1].mlp.c_fc.weight[3, 4] = torch.inf
     with pytest.raises(UserError, match=r"h\.1\.mlp\.c_fc\.weight"):
         pack_gpt(tiny, "int8")
-
-
-@pytest.fixture
-def source(tiny, tmp_path):
-    tiny.save_pretrained(tmp_path / "source")
-    return tmp_path / "source"
-
-
-def test_a_copy_that_differs_on_reopening_is_not_kept(source, tmp_path, monkeypatch):
-    def damaged(path):
-        model = open_packed(path)
-        arrays = {name: np.array(array) for name, array in model.arrays.items()}
-        arrays["c_fc.weights"][1, 0, 3, 2, 1] ^= 1
-        return replace(model, arrays=arrays)
-
-    monkeypatch.setattr(writer, "open_packed", damaged)
-    with pytest.raises(CheckFailedError, match=r"c_fc\.weights"):
-        convert(load(source), tmp_path / "p", "packed", tokenizer=None)
-    assert {path.name for path in tmp_path.iterdir()} == {"source"}
 
 
 matrices = st.builds(

@@ -8,6 +8,8 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+from tests.tie.checkpoints import their_gpt2
+from tests.weights.conftest import assert_same_logits
 from tiedgpt import GPT, GPTConfig
 from tiedgpt.errors import UserError
 from tiedgpt.infer import Engine
@@ -38,23 +40,6 @@ SHAPES = {
         "activation_function": "gelu", "n_inner": 40, "layer_norm_epsilon": 1e-3,
     },
 }  # fmt: skip
-
-
-def their_gpt2(seed: int = 0, **values) -> GPT2LMHeadModel:
-    torch.manual_seed(seed)
-    ids = {"bos_token_id": 1, "eos_token_id": 1}
-    model = GPT2LMHeadModel(GPT2Config(**{**ids, **values}, attn_implementation="eager")).eval()
-    with torch.no_grad():  # transformers' fresh weights are too small to show every mistake
-        for parameter in model.parameters():
-            parameter.add_(0.05 * torch.randn_like(parameter))
-    return model
-
-
-def assert_same_logits(ours: GPT, peer, ids: torch.Tensor) -> None:
-    with torch.no_grad():
-        a, b = ours(ids), peer(ids).logits
-    assert (a - b).abs().max() <= 1e-4
-    assert (a - b).norm() <= 2e-6 * b.norm()
 
 
 def sharded(peer, path):

@@ -1,6 +1,7 @@
 """Every writer in the registry: an exact copy, a refusal by name, all or nothing."""
 
 import errno
+import shutil
 from dataclasses import replace
 from pathlib import Path
 
@@ -13,7 +14,7 @@ from torch.nn.utils import parametrizations, prune
 from transformers import AutoModelForCausalLM
 
 from tests.conftest import random_gpt
-from tiedgpt import GPT, Tokenizer
+from tiedgpt import GPT
 from tiedgpt.errors import NoRoomError, UserError
 from tiedgpt.weights.load import load
 from tiedgpt.weights.parameters import PRECISIONS
@@ -43,11 +44,6 @@ REFUSED = {
     "norm": "post", "attention_windows": (0, 5), "layer_norm_epsilon": 1e-5 / 2, "n_inner": 48,
     "tie_word_embeddings": False, "activation_function": "relu",
 }  # fmt: skip
-
-
-@pytest.fixture(scope="module")
-def tokenizer() -> Tokenizer:
-    return Tokenizer.train(["the quick brown fox, the lazy dog. It's 1234 o'clock\n" * 20], 300)
 
 
 @pytest.fixture
@@ -277,7 +273,7 @@ def test_a_directory_is_not_replaced_by_a_file(name, make, write, tmp_path):
 @pytest.mark.parametrize("name", writers())
 def test_disk_space_is_checked_first(name, make, write, tmp_path, monkeypatch):
     usage = type("Usage", (), {"free": 1000})
-    monkeypatch.setattr("tiedgpt.files.shutil.disk_usage", lambda path_given: usage)
+    monkeypatch.setattr(shutil, "disk_usage", lambda path: usage)
     with pytest.raises(NoRoomError):
         write(name, make(writers()[name]), tmp_path)
     assert not list(tmp_path.iterdir())
