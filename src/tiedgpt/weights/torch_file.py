@@ -13,9 +13,9 @@ import mmap
 import pickletools
 import warnings
 import zipfile
-from collections.abc import Collection, Mapping
+from collections.abc import Mapping
 from dataclasses import replace
-from itertools import chain
+from itertools import chain, zip_longest
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, BinaryIO
 
@@ -60,22 +60,17 @@ def read_torch_file(path: Path) -> Checkpoint:
     if members is not None:
         storages = [tensor.untyped_storage() for tensor in state.values()]
         sizes = {storage.data_ptr(): storage.nbytes() for storage in storages if storage.nbytes()}
-        if not _fit(sizes.values(), members):
+        largest = (sorted(numbers, reverse=True) for numbers in (sizes.values(), members))
+        if any(size > member for size, member in zip_longest(*largest, fillvalue=0)):
             raise CorruptInputError(f"{path} contradicts itself: a storage is cut short in the zip")
         for name, tensor in tensors.items():
             tensors[name] = replace(tensor, read=_while_whole(path, mapped, tensor.read))
-    configs = {key: saved[key] for key in CONFIG_KEYS if isinstance(saved.get(key), Mapping)}
     config = {
-        key: {name: value for name, value in values.items() if _is_plain(name, value)}
-        for key, values in configs.items()
+        key: {name: value for name, value in saved[key].items() if _is_plain(name, value)}
+        for key in CONFIG_KEYS
+        if isinstance(saved.get(key), Mapping)
     }
     return Checkpoint(path, "torch", tensors, config=config, files=(path,))
-
-
-def _fit(storages: Collection[int], members: Collection[int]) -> bool:
-    """Return whether the storages fit different members of the zip; both are sizes in bytes."""
-    pairs = zip(sorted(storages, reverse=True), sorted(members, reverse=True), strict=False)
-    return len(storages) <= len(members) and all(storage <= member for storage, member in pairs)
 
 
 def _while_whole(path: Path, mapped: mmap.mmap, read: Read | None) -> Read | None:
