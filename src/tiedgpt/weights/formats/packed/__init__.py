@@ -27,7 +27,6 @@ from tiedgpt.files import read_json, reading
 from tiedgpt.weights.checkpoint import (
     Checkpoint,
     Native,
-    Read,
     Storage,
     StoredTensor,
     tensor_in_file,
@@ -214,21 +213,17 @@ def _stored(model: PackedModel, name: str, shape: tuple[int, ...]) -> StoredTens
     if not key.endswith(".weights"):
         tensor = tensor_in_file(model.path, name, array.shape, "float32", start, 4)
         return replace(tensor, shape=shape, n_bytes=4 * math.prod(shape))
-    panels = Panels(array, model.arrays[key.replace("weights", "scales")][index], *shape)
-    return StoredTensor(
-        name, shape, f"{model.precision} panels", array.nbytes + panels.scales.nbytes,
-        Storage(str(model.path), start, start + array.nbytes), _unpacking(panels),
-    )  # fmt: skip
+    scales = model.arrays[key.replace("weights", "scales")][index]
 
-
-def _unpacking(panels: Panels) -> Read:
     def read(first: int, end: int, low: int, high: int) -> Native:
         skipped = first // PANEL
-        weights, scales = panels.weights[skipped:], panels.scales[skipped:]
-        values = unpack(Panels(weights, scales, end - skipped * PANEL, high))
-        return np.ascontiguousarray(values[first - skipped * PANEL :, low:]).view("<u4")
+        panels = Panels(array[skipped:], scales[skipped:], end - skipped * PANEL, high)
+        return np.ascontiguousarray(unpack(panels)[first - skipped * PANEL :, low:]).view("<u4")
 
-    return read
+    return StoredTensor(
+        name, shape, f"{model.precision} panels", array.nbytes + scales.nbytes,
+        Storage(str(model.path), start, start + array.nbytes), read,
+    )  # fmt: skip
 
 
 def to_gpt(checkpoint: Checkpoint) -> GPTCheckpoint:
