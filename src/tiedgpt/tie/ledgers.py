@@ -92,16 +92,15 @@ class Ledger:
             f"{format_bytes(self.bytes)}; {self.multiply_adds:,} multiply-adds per token."
         )
         for row in self.rows:
-            names, once = " and ".join(row.names), f"{row.parameters:,} parameters, counted once"
+            names, shape = " and ".join(row.names), format_shape(row.shape)
+            once = f"{row.parameters:,} parameters, counted once"
             if self.reads_and_predicts in row.names:
-                text += (
-                    f" {names} reads and predicts: one matrix of {format_shape(row.shape)}, {once}."
-                )
+                text += f" {names} reads and predicts: one matrix of {shape}, {once}."
             elif row.shared:
                 text += (
-                    f" {names} share one storage of {format_shape(row.shape)}: {once}; a count by "
+                    f" {names} share one storage of {shape}: {once}; a count by names would count "
+                    f"it {len(row.names)} times."
                 )
-                text += f"names would count it {len(row.names)} times."
         return text
 
     def __str__(self) -> str:
@@ -273,11 +272,11 @@ def _explain_added(row: Row, before: tuple[Row, ...], after: tuple[Row, ...]) ->
 
 def _explain_removed(row: Row, after: tuple[Row, ...]) -> str:
     partner = _find_partner(row, after)
-    why = f"it is now the same storage as {partner}, counted once" if partner else ""
-    loses = (
-        f"{row.names[0]} ({format_shape(row.shape)}) went out with {row.parameters:,} parameters"
-    )
-    return f"{loses}: {why or 'nothing has that name now'}."
+    why = "nothing has that name now"
+    if partner:
+        why = f"it is now the same storage as {partner}, counted once"
+    name, shape = row.names[0], format_shape(row.shape)
+    return f"{name} ({shape}) went out with {row.parameters:,} parameters: {why}."
 
 
 def _find_partner(row: Row, others: tuple[Row, ...]) -> str:
