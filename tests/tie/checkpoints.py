@@ -100,7 +100,7 @@ def rewrite(directory: Path, tensors=None, **config) -> Path:
 
 
 def break_disk(monkeypatch, fault: Callable[[bytearray], None]) -> None:
-    """Let `fault` change, or refuse, each block that a `Path` opened for writing receives."""
+    """Call `fault` with each block that is written to a `Path`: it may change or refuse it."""
     path_open = Path.open
 
     class FaultyFile(io.BufferedWriter):

@@ -47,13 +47,15 @@ def gguf_text(value: bytes, length: int | None = None) -> bytes:
     return struct.pack("<Q", len(value) if length is None else length) + value
 
 
-def gguf_pair(key: bytes, kind: int, value: bytes = b"") -> bytes:
-    return gguf_text(key) + struct.pack("<I", kind) + value
+def gguf_pair(key: bytes, value_type: int, value: bytes = b"") -> bytes:
+    return gguf_text(key) + struct.pack("<I", value_type) + value
 
 
-def gguf_tensor(name=b"w", sizes=(32, 4), kind=0, offset=0) -> bytes:
+def gguf_tensor(name=b"w", sizes=(32, 4), ggml_type=0, offset=0) -> bytes:
     body = gguf_text(name) + struct.pack("<I", len(sizes))
-    return body + b"".join(struct.pack("<Q", n) for n in sizes) + struct.pack("<IQ", kind, offset)
+    return (
+        body + b"".join(struct.pack("<Q", n) for n in sizes) + struct.pack("<IQ", ggml_type, offset)
+    )
 
 
 # llm.c
@@ -121,9 +123,9 @@ def checksum(content: bytes) -> int:
     return mask_checksum(crc32c(content))
 
 
-def table_entry(shape=(2, 3), kind=1, shard=0, offset=0, size=24, crc=0, more=b"") -> bytes:
+def table_entry(shape=(2, 3), dtype=1, shard=0, offset=0, size=24, crc=0, more=b"") -> bytes:
     dims = b"".join(message((2, message((1, n)))) for n in shape)
-    fields = message((1, kind), (2, dims), (3, shard), (4, offset), (5, size))
+    fields = message((1, dtype), (2, dims), (3, shard), (4, offset), (5, size))
     return fields + varint(6 << 3 | 5) + struct.pack("<I", crc) + more
 
 
@@ -138,17 +140,19 @@ def table_block(*pairs: tuple[bytes, bytes]) -> bytes:
     return run + struct.pack("<II", 0, 1)
 
 
-def table(*blocks: bytes, kind: int = 0, handles=None) -> bytes:
-    """An index of these blocks; `kind` is their compression."""
+def table(*blocks: bytes, compression: int = 0, handles=None) -> bytes:
+    """Return an index of these blocks."""
 
-    def sealed(body: bytes, kind: int) -> bytes:
-        return body + bytes([kind]) + struct.pack("<I", checksum(body + bytes([kind])))
+    def sealed(body: bytes, compression: int) -> bytes:
+        return (
+            body + bytes([compression]) + struct.pack("<I", checksum(body + bytes([compression])))
+        )
 
     out, places = b"", []
     for body in blocks:
         places.append(varint(len(out)) + varint(len(body)))
-        out += sealed(body, kind)
-    index = table_block(*((bytes([97 + i]), place) for i, place in enumerate(handles or places)))
+        out += sealed(body, compression)
+    index = table_block(*((bytes([97 + i]), handle) for i, handle in enumerate(handles or places)))
     handle = varint(len(out)) + varint(len(index))
     footer = (varint(0) + varint(0) + handle).ljust(40, b"\0") + TABLE_MAGIC
     return out + sealed(index, 0) + footer
@@ -210,7 +214,7 @@ def one(**entry) -> bytes:
 
 
 EMPTY_DICT = pickle.dumps({}, protocol=2)
-LEFT, AFTER, BESIDE = "fewer are left", "ends after the file", "is not beside it"
+TOO_SHORT, AFTER, BESIDE = "fewer are left", "ends after the file", "is not beside it"
 DAMAGED, CANNOT, WIRE = "is damaged or no ", "cannot be", "Wire format was corrupt"
 SHAPE, HEADER, CUT = "invalid shape|overflow", "invalid JSON in header", "cut off"
 UNKNOWN = "is of no known checkpoint format"
@@ -218,21 +222,21 @@ WORD = (b"w", table_entry())
 HOSTILE = {
     "x.gguf": {
         "nothing": (b"", "is empty"),
-        "only the magic": (b"GGUF", LEFT),
+        "only the magic": (b"GGUF", TOO_SHORT),
         "another magic": (b"GGUX" + bytes(30), "begins with b'GGUX'"),
         "a program": (b"PE\0\0", "damaged"),
         "the first version": (gguf_file(version=1), "version 1; 2 and 3 are read"),
         "big-endian": (gguf_file(version=3 << 24), "version 50331648"),
-        "more tensors than bytes": (gguf_file(n_tensors=2**62), LEFT),
-        "more pairs than bytes": (gguf_file(n_pairs=2**62), LEFT),
-        "a huge key": (gguf_file(n_pairs=1, body=gguf_text(b"k", 2**63) + bytes(40)), LEFT),
+        "more tensors than bytes": (gguf_file(n_tensors=2**62), TOO_SHORT),
+        "more pairs than bytes": (gguf_file(n_pairs=2**62), TOO_SHORT),
+        "a huge key": (gguf_file(n_pairs=1, body=gguf_text(b"k", 2**63) + bytes(40)), TOO_SHORT),
         "a huge array": (
             gguf_file(n_pairs=1, body=gguf_pair(b"k", 9, struct.pack("<IQ", 4, 2**61) + bytes(40))),
-            LEFT,
+            TOO_SHORT,
         ),
         "a huge array of texts": (
             gguf_file(n_pairs=1, body=gguf_pair(b"k", 9, struct.pack("<IQ", 8, 2**40) + bytes(40))),
-            LEFT,
+            TOO_SHORT,
         ),
         "an unknown kind": (gguf_file(n_pairs=1, body=gguf_pair(b"k", 99, bytes(40))), "type 99"),
         "arrays without end": (
@@ -260,7 +264,7 @@ HOSTILE = {
             gguf_file(n_tensors=1, body=gguf_text(b"w") + struct.pack("<I", 2**31)), "dimensions",
         ),
         "a row that is no block": (
-            gguf_file(n_tensors=1, body=gguf_tensor(sizes=(31, 4), kind=8) + bytes(999)),
+            gguf_file(n_tensors=1, body=gguf_tensor(sizes=(31, 4), ggml_type=8) + bytes(999)),
             "rows of 31 in blocks of 32",
         ),
         "a tensor twice": (
@@ -370,7 +374,7 @@ HOSTILE = {
         "a header of garbage": (bundle(WORD, header=b"\xff" * 9), DAMAGED),
         "an entry of garbage": (bundle((b"w", b"\x0f\x00")), DAMAGED),
         "a key twice": (table(table_block(TABLE_HEADER, WORD), table_block(WORD)), "repeated"),
-        "no type": (bundle((b"w", table_entry(kind=0))), CANNOT),
+        "no type": (bundle((b"w", table_entry(dtype=0))), CANNOT),
         "a shape larger than its bytes": (
             bundle((b"w", table_entry(shape=(2**40, 2**40)))), CANNOT,
         ),
@@ -379,14 +383,16 @@ HOSTILE = {
             bundle((b"w", table_entry(shape=(), more=message((2, b"\x18\1"))))), CANNOT,
         ),
         "65 dimensions": (bundle((b"w", table_entry(shape=(1,) * 65, size=4))), CANNOT),
-        "another type's bytes": (bundle((b"w", table_entry(kind=19))), CANNOT),
+        "another type's bytes": (bundle((b"w", table_entry(dtype=19))), CANNOT),
         "a shard that is not": (bundle((b"w", table_entry(shard=1))), "00001-of-00001"),
         "a negative shard": (bundle((b"w", table_entry(shard=-1))), BESIDE),
         "an offset past the end": (bundle((b"w", table_entry(offset=1))), "1 to 25 of 24"),
         "a negative offset": (bundle((b"w", table_entry(offset=-1))), "of 24"),
-        "a huge text": (bundle((b"w", table_entry(kind=7, size=2**60))), "of 24"),
-        "snappy": (table(table_block(TABLE_HEADER, WORD), kind=1), "compressed"),
-        "another compression": (table(table_block(TABLE_HEADER, WORD), kind=9), "compressed"),
+        "a huge text": (bundle((b"w", table_entry(dtype=7, size=2**60))), "of 24"),
+        "snappy": (table(table_block(TABLE_HEADER, WORD), compression=1), "compressed"),
+        "another compression": (
+            table(table_block(TABLE_HEADER, WORD), compression=9), "compressed",
+        ),
         "a block outside": (
             table(table_block(), handles=[varint(2**63) + varint(9)]), "outside the file",
         ),

@@ -1,7 +1,7 @@
-"""Damaged, hostile and contradicting files of every format: an error of ours, never a crash.
+"""Files of every format that are damaged, hostile or contradict themselves.
 
-Of every format a sound file is cut and changed anywhere; files built byte by byte must be refused
-with words about what is wrong; so must tensors or a config of another GPT.
+A sound file of each format is cut and changed anywhere: the reader raises an error of ours or reads
+a valid file. Files built byte by byte, tensors and configs of another GPT are refused by name.
 """
 
 import contextlib
@@ -209,7 +209,7 @@ def test_a_huge_number_anywhere_gives_our_error_or_a_valid_file(sample):
 
 
 @pytest.fixture
-def place(tmp_path) -> Path:
+def home(tmp_path) -> Path:
     """A directory with a few bytes beside a hostile file, and a link out of it."""
     directory = tmp_path / "in"
     directory.mkdir()
@@ -223,25 +223,25 @@ def place(tmp_path) -> Path:
 @pytest.mark.parametrize(
     ("name", "damage"), [(name, damage) for name, rows in HOSTILE.items() for damage in rows]
 )
-def test_a_hostile_file_is_refused_with_what_is_wrong(place, name, damage):
+def test_a_hostile_file_is_refused_with_what_is_wrong(home, name, damage):
     content, says = HOSTILE[name][damage]
     if callable(content):
-        content(place / name)
+        content(home / name)
     else:
-        (place / name).write_bytes(content)
+        (home / name).write_bytes(content)
     with pytest.raises(CorruptInputError, match=says) as error:
-        open_checkpoint(place / name)
+        open_checkpoint(home / name)
     message = str(error.value)
-    assert f"{place / name}" in message or "x.data-0" in message
+    assert f"{home / name}" in message or "x.data-0" in message
     assert "\n" not in message and len(message) < 1000
 
 
 @pytest.mark.parametrize("feature", UNSUPPORTED)
-def test_a_feature_that_is_not_read_is_the_users_error(place, feature):
+def test_a_feature_that_is_not_read_is_the_users_error(home, feature):
     name, content, says = UNSUPPORTED[feature]
-    content(place / name) if callable(content) else (place / name).write_bytes(content)
+    content(home / name) if callable(content) else (home / name).write_bytes(content)
     with pytest.raises(UserError, match=says):
-        open_checkpoint(place / name)
+        open_checkpoint(home / name)
 
 
 INDEXES = [

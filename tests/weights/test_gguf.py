@@ -44,7 +44,7 @@ def test_every_quantized_type_is_decoded_like_the_gguf_package(tmp_path, kind):
     block, size = gguf.GGML_QUANT_SIZES[ggml]
     raw = np.random.default_rng(1).integers(0, 256, (20, 2 * size), np.uint8)
     path = tmp_path / "a.gguf"
-    info = gguf_tensor(sizes=(2 * block, 20), kind=int(ggml))
+    info = gguf_tensor(sizes=(2 * block, 20), ggml_type=int(ggml))
     body = info + bytes(-(24 + len(info)) % 32) + raw.tobytes()
     path.write_bytes(gguf_file(n_tensors=1, body=body))
     ours = open_checkpoint(path).tensors["w"]
@@ -57,7 +57,7 @@ def test_every_quantized_type_is_decoded_like_the_gguf_package(tmp_path, kind):
 
 def test_an_unknown_type_is_listed_and_not_read(tmp_path):
     path = tmp_path / "x.gguf"
-    path.write_bytes(gguf_file(n_tensors=1, body=gguf_tensor(kind=77)))
+    path.write_bytes(gguf_file(n_tensors=1, body=gguf_tensor(ggml_type=77)))
     stored = open_checkpoint(path).tensors["w"]
     assert (stored.shape, stored.dtype, stored.is_decodable) == ((4, 32), "ggml type 77", False)
 

@@ -150,7 +150,7 @@ def test_a_name_is_never_a_path(tmp_path):
 
 
 def test_an_unknown_type_is_listed_and_not_read(tmp_path):
-    path = write_bundle(tmp_path, bundle((b"w", table_entry(kind=77))))
+    path = write_bundle(tmp_path, bundle((b"w", table_entry(dtype=77))))
     tensor = open_checkpoint(path).tensors["w"]
     assert (tensor.shape, tensor.is_decodable) == ((2, 3), False)
     assert tensor.dtype == "TensorFlow type 77"
