@@ -57,13 +57,9 @@ class Processes:
         if parallel:
             self.rank, self.size = dist.get_rank(), dist.get_world_size()
             self.n_local = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+        self.is_main = self.rank == 0  # evaluates and writes
         self._loss_module: Any = None
         self._word = torch.zeros(1)  # an attribute: gloo's thread must not be its last owner
-
-    @property
-    def is_main(self) -> bool:
-        """Whether this is the process that evaluates and writes."""
-        return self.rank == 0
 
     def describe(self) -> dict[str, Any]:
         """Return the table of run.toml; {} for one process."""
@@ -115,17 +111,14 @@ class Processes:
                 row for row in singles if all(objective.n_targets(tuple(a[row] for a in batch)))
             )
             again = next(counted, slice(0, 1))
-            n_parts = -(-self.share(n_rows) // micro_batch)
+            most_rows = -(-n_rows // self.size)  # in one process
+            n_parts = -(-most_rows // micro_batch)
             parts += [(again, [0.0] * len(totals))] * (n_parts - len(parts))
         tensors = on_device(batch, self.device)
         return [
             MicroBatch(tuple(tensor[rows] for tensor in tensors), shares, number == len(parts))
             for number, (rows, shares) in enumerate(parts, start=1)
         ]
-
-    def share(self, n: int) -> int:
-        """Return the largest number of n rows that one process gets."""
-        return -(-n // self.size)
 
     def gradient_sync(self, part: MicroBatch) -> AbstractContextManager[Any]:
         """Accumulate gradients and all-reduce once per step (`no_sync`)."""
@@ -147,7 +140,10 @@ class Processes:
 
     def broadcast(self, value: T) -> T:
         """Return rank 0's value in all processes."""
-        return self.on_main(lambda: value)
+        values = [value]
+        if self.size > 1:
+            dist.broadcast_object_list(values, device=torch.device("cpu"))
+        return values[0]
 
     def on_main(self, act: Callable[P, T], *args: P.args, **options: P.kwargs) -> T:
         """Call `act` with these arguments on rank 0 alone; return its result in all processes.
@@ -178,6 +174,8 @@ class Processes:
 
     def main_first(self, act: Callable[P, T], *args: P.args, **options: P.kwargs) -> T:
         """Return `act` with these arguments; other processes call it after rank 0 has finished."""
+        if self.size == 1:
+            return act(*args, **options)
         results: list[T] = []
         self.on_main(lambda: results.append(act(*args, **options)))
         return results[0] if self.is_main else act(*args, **options)

@@ -160,28 +160,24 @@ def open_run(options: TrainOptions, digest: str | None, out: str | Path | None) 
     """
     directory = RunDirectory(Path(out or find_run(options, digest)))
     with directory.lock():
-        yield _read_run(options, directory, digest)
-
-
-def _read_run(options: TrainOptions, directory: RunDirectory, digest: str | None) -> Run:
-    tables = directory.read_record()
-    if not tables:
-        return Run(directory, digest)
-    factor = compare_options(options, directory.path)
-    if digest != tables.get("text", {}).get("sha256"):
-        raise UserError(
-            f"the text has changed since {directory.path} began",
-            hint="give another --out, or the same text",
-        )
-    config, plan = read_plan(tables)
-    if factor is None:
-        return Run(directory, digest, config, plan, directory.is_finished())
-    last_step = directory.read_metrics()[-1]["step"]
-    plan = prolong(plan, options, last_step, factor)
-    durations = {name: getattr(options, name) for name in DURATIONS}
-    requested = {"options": tables["options"] | durations}
-    directory.write_record({**tables, **requested, **plan_tables(plan)})
-    return Run(directory, digest, config, plan)
+        tables = directory.read_record()
+        if not tables:
+            yield Run(directory, digest)
+            return
+        factor = compare_options(options, directory.path)
+        if digest != tables.get("text", {}).get("sha256"):
+            raise UserError(
+                f"the text has changed since {directory.path} began",
+                hint="give another --out, or the same text",
+            )
+        config, plan = read_plan(tables)
+        if factor is not None:
+            last_step = directory.read_metrics()[-1]["step"]
+            plan = prolong(plan, options, last_step, factor)
+            durations = {name: getattr(options, name) for name in DURATIONS}
+            requested = {"options": tables["options"] | durations}
+            directory.write_record({**tables, **requested, **plan_tables(plan)})
+        yield Run(directory, digest, config, plan, factor is None and directory.is_finished())
 
 
 def compare_options(options: TrainOptions, out: str | Path) -> float | None:

@@ -19,7 +19,7 @@ import tomllib
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import IO, Any
+from typing import Any
 
 import tiedgpt
 from tiedgpt.core.config import GPTConfig
@@ -76,7 +76,11 @@ class RunDirectory:
                     "training in it",
                     hint="wait for it or give another --out",
                 )
-            if not _is_at(lock, self.lock_file):  # its former owner has just removed it
+            try:
+                is_current = os.path.samestat(os.fstat(lock.fileno()), self.lock_file.stat())
+            except FileNotFoundError:
+                is_current = False
+            if not is_current:  # its former owner has just removed it
                 raise UserError(f"another training was just leaving {self.path}", hint="try again")
             with writing(self.lock_file):
                 lock.truncate(0)
@@ -180,14 +184,6 @@ class RunDirectory:
 def checkpoint_path(directory: Path, step: int) -> Path:
     """Return the directory of a step's checkpoint."""
     return directory / f"step-{step:06d}"
-
-
-def _is_at(file: IO[str], path: Path) -> bool:
-    """Whether an open file is still the one at `path`."""
-    try:
-        return os.path.samestat(os.fstat(file.fileno()), path.stat())
-    except FileNotFoundError:
-        return False
 
 
 def make_record(

@@ -110,8 +110,8 @@ class LanguageModelling(Objective):
 
     def begin(self, model: Model) -> None:
         """Before the first step: put the weights of `start` into the model, if `build` has not."""
-        if self.adapters is None:
-            super().begin(model)
+        if self.start is not None and self.adapters is None:
+            self.start.put_into(model)
 
     def state_to_save(self, model: Model) -> Mapping[str, Tensor]:
         """Return all parameters, or the adapters alone."""

@@ -6,13 +6,8 @@ A new optimizer is one file and one record in `OPTIMIZERS`.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from importlib import import_module
-from typing import TYPE_CHECKING, Any
 
 from tiedgpt.errors import UserError
-
-if TYPE_CHECKING:
-    import torch
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -22,7 +17,7 @@ class OptimizerSpec:
     label: str
     """Name in the paper."""
     home: str
-    """Module and function of (parameter groups, lr), as `my_module:build`."""
+    """Module and function or class of (parameter groups, lr=), as `my_module:MyOptimizer`."""
     home_sharded: str = ""
     """The same for parameters that FSDP2 shards; default: `home`."""
     moments: int
@@ -31,15 +26,6 @@ class OptimizerSpec:
     """The peak learning rate is proportional to 1 / width ** width_exponent."""
     splits_attention: bool = False
     """Whether Q, K and V are updated as three matrices (`n_matrices` of a parameter group)."""
-
-    def build(
-        self, groups: list[dict[str, Any]], lr: float, *, is_sharded: bool = False
-    ) -> torch.optim.Optimizer:
-        """Return an optimizer of torch's parameter groups."""
-        home = self.home_sharded if is_sharded and self.home_sharded else self.home
-        module, _, name = home.partition(":")
-        optimizer: torch.optim.Optimizer = getattr(import_module(module), name)(groups, lr)
-        return optimizer
 
 
 HOME = "tiedgpt.train.optim"
@@ -51,7 +37,7 @@ OPTIMIZERS: dict[str, OptimizerSpec] = {
         label="AdamW", home=f"{HOME}.groups:build_adamw", moments=2, width_exponent=1.0
     ),
     "muon": OptimizerSpec(
-        label="Muon", home=f"{HOME}.muon:build", home_sharded=f"{HOME}.muon:build_sharded",
+        label="Muon", home=f"{HOME}.muon:Muon", home_sharded=f"{HOME}.muon:ShardedMuon",
         moments=1, width_exponent=0.5, splits_attention=True,
     ),
 }  # fmt: skip

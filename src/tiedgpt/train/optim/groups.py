@@ -7,6 +7,7 @@ embedding and a projection at once.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -91,7 +92,9 @@ def optimizers(groups: list[Group], *, lr: float, is_sharded: bool = False) -> O
             if group.optimizer == name
         ]
         if torch_groups:
-            result.append(spec.build(torch_groups, lr, is_sharded=is_sharded))
+            home = spec.home_sharded if is_sharded and spec.home_sharded else spec.home
+            module, _, build = home.partition(":")
+            result.append(getattr(import_module(module), build)(torch_groups, lr=lr))
     return result
 
 

@@ -54,7 +54,7 @@ class Muon(torch.optim.Optimizer):
         params: Any,
         *,
         lr: float = 1e-3,
-        momentum: float = 0.95,
+        momentum: float = MOMENTUM,
         weight_decay: float = 0.1,
         n_matrices: int = 1,
     ) -> None:
@@ -151,13 +151,3 @@ class ShardedMuon(Muon):
                 shard.copy_(distribute_like(matrix.detach(), shard))
                 moments = muon.state[matrix].items()
                 self.state[shard] = {key: distribute_like(value, shard) for key, value in moments}
-
-
-def build(groups: list[dict[str, Any]], lr: float) -> torch.optim.Optimizer:
-    """Return Muon for whole parameters."""
-    return Muon(groups, lr=lr, momentum=MOMENTUM)
-
-
-def build_sharded(groups: list[dict[str, Any]], lr: float) -> torch.optim.Optimizer:
-    """Return Muon for sharded parameters."""
-    return ShardedMuon(groups, lr=lr, momentum=MOMENTUM)
