@@ -7,13 +7,14 @@ import multiprocessing
 import os
 import shutil
 import signal
+import threading
 from dataclasses import replace
 
 import pytest
 import torch
 
 from tests.train.conftest import assert_same, metrics, write_lines
-from tiedgpt.cli.train import StopSignals
+from tiedgpt.cli.train import set_on_signals
 from tiedgpt.errors import CorruptInputError, UserError
 from tiedgpt.infer import Engine
 from tiedgpt.train import TrainOptions, train
@@ -114,9 +115,10 @@ def test_a_stop_between_the_batches_of_an_evaluation_is_honoured_and_resumes(tri
 
 def test_a_second_signal_ends_the_process_at_once():
     def receive_two():
-        with StopSignals() as signals:
+        stop = threading.Event()
+        with set_on_signals(stop):
             os.kill(os.getpid(), signal.SIGINT)
-            if signals.have_come():
+            if stop.is_set():
                 os.kill(os.getpid(), signal.SIGINT)
 
     process = multiprocessing.get_context("fork").Process(target=receive_two)

@@ -13,6 +13,7 @@ import shlex
 import textwrap
 from collections.abc import Collection, Mapping, Sequence
 from difflib import get_close_matches
+from functools import partial
 from inspect import get_annotations
 from pathlib import Path
 from typing import Any, NoReturn, TypeVar, get_args, get_origin, get_type_hints
@@ -99,8 +100,8 @@ def make_parser(options: type, verb: str, description: str) -> Parser:
         prog=f"tiedgpt {verb}",
         usage=" ".join([f"tiedgpt {verb}", *arguments, "[options]"]),
         description="\n\n".join(blocks),
-        formatter_class=lambda prog: argparse.RawDescriptionHelpFormatter(
-            prog, max_help_position=HELP_COLUMN, width=HELP_WIDTH
+        formatter_class=partial(
+            argparse.RawDescriptionHelpFormatter, max_help_position=HELP_COLUMN, width=HELP_WIDTH
         ),
         allow_abbrev=False,
         argument_default=argparse.SUPPRESS,
@@ -136,7 +137,9 @@ def _list_fields(cls: type, verb: str) -> list[dataclasses.Field[Any]]:
         for field in dataclasses.fields(cls)
         if "help" in field.metadata and is_option_of(field, verb)
     ]
-    return sorted(fields, key=lambda field: field.name not in get_annotations(cls))
+    own = get_annotations(cls)
+    inherited = [field for field in fields if field.name not in own]
+    return [*(field for field in fields if field.name in own), *inherited]
 
 
 def _find_heading(cls: type, field: dataclasses.Field[Any]) -> str:
@@ -158,8 +161,11 @@ def _make_keywords(
 ) -> dict[str, Any]:
     """Return the keywords of `add_argument` for a field of a type, with defaults in words."""
     text, default, facts = field.metadata["help"], field.default, field.metadata
-    choices = _list_choices(field, hint)
-    cls = next((member for member in _flatten(hint) if member in PLACEHOLDERS), str)
+    members = _flatten(hint)
+    choices = tuple(member for member in members if isinstance(member, str))
+    if facts.get("choices") is not None:
+        choices = facts["choices"]()
+    cls = next((member for member in members if member in PLACEHOLDERS), str)
     if meaning := defaults.get(field.name):
         text = f"{text.rstrip('.')}; {'default' if default is None else default}: {meaning}."
     if is_argument(field) and choices:
@@ -225,12 +231,6 @@ def _format_choices(choices: Sequence[str]) -> str:
 def _flatten(hint: Any) -> list[Any]:
     """Return the types and literals of a union."""
     return [member for arg in get_args(hint) for member in _flatten(arg)] or [hint]
-
-
-def _list_choices(field: dataclasses.Field[Any], hint: Any) -> tuple[str, ...]:
-    if field.metadata.get("choices") is not None:
-        return tuple(field.metadata["choices"]())
-    return tuple(member for member in _flatten(hint) if isinstance(member, str))
 
 
 def unknown_verb(verb: str, verbs: Collection[str]) -> UsageError:

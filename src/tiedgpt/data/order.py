@@ -46,12 +46,8 @@ class Batches:
 
     def batch(self, step: int) -> Batch:
         """Return inputs and targets of a step >= 0, both int64 (B, T)."""
-        return self.rows(step * self.batch_size, self.batch_size)
-
-    def rows(self, first: int, count: int) -> Batch:
-        """Return `count` rows of the endless sequence of epochs, from row `first`: (count, T)."""
         windows = []
-        for row in range(first, first + count):
+        for row in range(step * self.batch_size, (step + 1) * self.batch_size):
             epoch, index = divmod(row, self.n_windows)
             windows.append(int(self._order(epoch=epoch)[index]))
         return _read(self.tokens, windows, self.n_positions)
