@@ -11,14 +11,20 @@ For example:
 """
 
 from tiedgpt.data.corpus import Corpus, Document, FileCorpus, documents
-from tiedgpt.data.encode import Counts, EncodedCorpus, encode_corpus, open_encoded
+from tiedgpt.data.encode import (
+    Counts,
+    EncodedCorpus,
+    Split,
+    encode_corpus,
+    open_encoded,
+    plan_split,
+)
 from tiedgpt.data.examples import EncodedExamples, Example, ExampleReader
 from tiedgpt.data.order import IGNORED, Batches, in_order, permutation
 from tiedgpt.data.packing import PackedBatches
 from tiedgpt.data.prepare import plan_preparation, prepare_data, verify_data
 from tiedgpt.data.python_docs import python_documentation
 from tiedgpt.data.shards import Shards, ShardWriter
-from tiedgpt.data.split import Split, plan_split
 from tiedgpt.data.templates import TEMPLATES, Template, read_template, write_template
 
 __all__ = [

@@ -28,10 +28,15 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from tiedgpt.data.corpus import PEEK_BYTES, FileCorpus, Remarks, documents
 from tiedgpt.data.encode import (
+    SIDES,
+    TARGET_SHARE,
     Counts,
     EncodedCorpus,
+    Side,
+    Split,
     identify,
     open_encoded,
+    plan_split,
     read_sealed,
     write_manifest,
     write_sealed,
@@ -47,7 +52,6 @@ from tiedgpt.data.readers import (
     has_records,
 )
 from tiedgpt.data.shards import require_vocabulary
-from tiedgpt.data.split import SIDES, TARGET_SHARE, Side, Split, plan_split
 from tiedgpt.errors import (
     CheckFailedError,
     CorruptInputError,
