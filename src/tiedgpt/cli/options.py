@@ -137,9 +137,9 @@ def _list_fields(cls: type, verb: str) -> list[dataclasses.Field[Any]]:
         for field in dataclasses.fields(cls)
         if "help" in field.metadata and is_option_of(field, verb)
     ]
-    own = get_annotations(cls)
-    inherited = [field for field in fields if field.name not in own]
-    return [*(field for field in fields if field.name in own), *inherited]
+    declared = get_annotations(cls)
+    inherited = [field for field in fields if field.name not in declared]
+    return [*(field for field in fields if field.name in declared), *inherited]
 
 
 def _find_heading(cls: type, field: dataclasses.Field[Any]) -> str:

@@ -183,8 +183,8 @@ def set_on_signals(event: threading.Event) -> Iterator[None]:
     """
 
     def handle(number: int, frame: FrameType | None) -> None:
-        for each in before:
-            signal.signal(each, signal.SIG_DFL)
+        for caught in before:
+            signal.signal(caught, signal.SIG_DFL)
         event.set()
 
     before = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
