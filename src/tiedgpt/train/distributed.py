@@ -82,14 +82,6 @@ class Processes:
             self._loss_module = torch.nn.parallel.DistributedDataParallel(LossModule(model))
         return self._loss_module
 
-    def reseed(self, seed: int, step: int) -> None:
-        """Seed the dropout of the processes other than rank 0 by (seed, rank, step).
-
-        A resumed run then drops the same elements.
-        """
-        if not self.is_main:
-            torch.manual_seed(hash((seed, self.rank, step)))
-
     def micro_batches(self, objective: Loss, batch: Arrays, micro_batch: int) -> list[MicroBatch]:
         """Return this process's share of a batch, at most `micro_batch` rows at a time.
 

@@ -214,7 +214,8 @@ class Trainer:
         lr, batch, unit = plan.rate(self.step), self.batch_of(self.step), self.data.unit
         for group in (group for each in self.optimizers for group in each.param_groups):
             group["lr"] = lr
-        processes.reseed(plan.seed, self.step)
+        if not processes.is_main:  # its dropout depends on no earlier step: a resumed run is equal
+            torch.manual_seed(hash((plan.seed, processes.rank, self.step)))
         step = self.step + 1
         units = step * self.batch_units
         try:
