@@ -8,7 +8,7 @@ import torch
 from tests.conftest import opinionated
 from tiedgpt import Tokenizer
 from tiedgpt.data import ShardWriter
-from tiedgpt.train.opening import write_opening
+from tiedgpt.train.objectives.language import write_opening
 from tiedgpt.train.storage import OPENING
 
 SENTENCES = (
