@@ -558,6 +558,7 @@ def test_under_autocast_gradients_match_and_float64_stays(model, dtype, toleranc
     for way in (own, plain):
         with torch.autocast("cpu", torch.bfloat16):
             value = way(model)(*A)
+        assert value.dtype == dtype
         results.append(gradients(model, value))
     assert_equal(*results, tolerance=tolerance)
 

@@ -15,7 +15,6 @@ from tests.core.test_compositions import (
     CHANGES,
     COMPOSITIONS,
     A,
-    B,
     Doubling,
     Louder,
     assert_equal,
@@ -64,33 +63,9 @@ def test_every_bf16_gradient_equals_the_plain_ones_up_to_rounding(model, change,
     assert apart.norm() <= 1.5 * usual.norm() + 1e-3 * whole.norm()
 
 
-def test_gradients_accumulate_and_partial_graphs_work(model):
-    theirs = gradients(model, (plain(model)(*A) + plain(model)(*B)) / 2)
-    model.zero_grad()
-    with fast_training(model):
-        for part in (A, B):
-            (model.loss(*part) / 2).backward()
-        assert_equal({name: p.grad for name, p in model.named_parameters()}, theirs)
-        loss = model.loss(*A)
-        for _ in range(2):
-            (asked,) = torch.autograd.grad(loss, [model.wte.weight], retain_graph=True)
-    (expected,) = torch.autograd.grad(plain(model)(*A), [model.wte.weight])
-    torch.testing.assert_close(asked, expected, rtol=EXACT, atol=1e-12)
-
-
-def test_blocks_checkpointed_by_the_user_train_the_same(model):
-    theirs = gradients(model, plain(model)(*A))
-    CHANGES["checkpointed_blocks"](model)
-    with fast_training(model):
-        assert_equal(gradients(model, model.loss(*A)), theirs, EXACT)
-
-
 @pytest.mark.filterwarnings("ignore:The .grad attribute:UserWarning")  # torch looks while it traces
-def test_a_compiled_loss_and_compiled_blocks_match(model):
+def test_compiled_blocks_match(model):
     theirs = gradients(model, plain(model)(*A))
-    with fast_training(model):
-        compiled = torch.compile(lambda *batch: model.loss(*batch), backend="aot_eager")
-        assert_equal(gradients(model, compiled(*A)), theirs, EXACT)
     for block in model.h:
         block.compile(backend="aot_eager")
     with fast_training(model):
@@ -101,9 +76,7 @@ def test_the_model_is_plain_before_and_after(model):
     names, text = list(model.state_dict()), str(model)
     with fast_training(model):
         assert list(model.state_dict()) == names
-        inside = copy.deepcopy(model)
     assert str(model) == text
-    torch.testing.assert_close(inside.loss(*A), model.loss(*A))
     with pytest.raises(ZeroDivisionError), fast_training(model):
         _ = 1 / 0
     assert str(model) == text
