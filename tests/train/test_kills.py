@@ -1,17 +1,21 @@
-"""Runs that are killed, wherever that may be, end as they would have without."""
+"""Runs that are killed, started twice, or lose their data under them."""
 
+import os
 import random
 import shutil
 from pathlib import Path
 
 import pytest
 
+from tests.train.conftest import metrics
 from tests.train.trials import Command, Fault, left
+from tiedgpt.errors import CorruptInputError
+from tiedgpt.train.checkpoint import list_checkpoints, verify
 
 KILLED = -9
-ARGUMENTS = (
+TINY = (
     *("--size", "tiny", "--tokenizer", "char", "--context", "16", "--batch-size", "2"),
-    *("--steps", "12", "--dtype", "fp32", "--dropout", "0.1"),
+    *("--dtype", "fp32"),
 )
 
 
@@ -29,14 +33,35 @@ def kill_at(ready: Path, whole: Path, number: int) -> None:
     shutil.rmtree(run)
 
 
-def kill_at_random(text_file: Path, tmp_path: Path, kills: int, whole: Path) -> None:
-    """Kill a whole command again and again, at any moment of its life; begin anew when done."""
+def test_a_run_killed_at_some_operation_of_the_disk_ends_the_same(ready, whole):
+    every = operations(whole)
+    assert len(every) > 100
+    torn = (n for n, what in enumerate(every) if what.startswith("write the rest of"))
+    line = next(n for n in torn if every[n].endswith("metrics.jsonl"))
+    for number in (line, *range(3, len(every), len(every) // 5)):
+        kill_at(ready, whole, number)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(3600)
+def test_a_run_killed_at_any_operation_of_the_disk_ends_the_same(ready, whole):
+    for number in range(len(operations(whole))):
+        kill_at(ready, whole, number)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(3600)
+def test_a_command_killed_two_hundred_times_ends_the_same(text_file, tmp_path):
+    """Kill a command at any moment of its life, again and again; begin anew when it is done."""
+    arguments = text_file, *TINY, "--steps", "12", "--dropout", "0.1"
+    command = Command(whole := tmp_path / "unbroken", arguments)
+    assert command.wait() == 0, command.output()
     chance, killed, runs = random.Random(5), 0, 0
-    while killed < kills:
+    while killed < 200:
         run, runs = tmp_path / f"run-{runs}", runs + 1
         while True:
-            command = Command(run, (text_file, *ARGUMENTS))
-            patience = chance.uniform(0, 1.0) if killed < kills else None
+            command = Command(run, arguments)
+            patience = chance.uniform(0, 1.0) if killed < 200 else None
             if (code := command.wait(patience)) is not None:
                 assert code == 0, command.output()
                 break
@@ -46,29 +71,45 @@ def kill_at_random(text_file: Path, tmp_path: Path, kills: int, whole: Path) -> 
         shutil.rmtree(run)
 
 
-@pytest.fixture
-def whole_command(text_file, tmp_path) -> Path:
-    run = tmp_path / "unbroken"
-    command = Command(run, (text_file, *ARGUMENTS))
-    assert command.wait() == 0, command.output()
-    return run
-
-
 @pytest.mark.slow
-@pytest.mark.timeout(3600)
-def test_a_command_killed_two_hundred_times_ends_the_same(text_file, tmp_path, whole_command):
-    kill_at_random(text_file, tmp_path, 200, whole_command)
+@pytest.mark.timeout(1200)
+def test_one_of_two_simultaneous_trainings_trains_fifty_times(text_file, tmp_path):
+    lost = 0
+    for number in range(50):
+        run = tmp_path / f"race-{number}"
+        arguments = text_file, *TINY, "--steps", "3"
+        first = Command(run, arguments)
+        second = Command(run, arguments, name="second")
+        codes = sorted([first.wait(), second.wait()])
+        assert codes in ([0, 0], [0, 1]), (first.output(), second.output())
+        lost += codes == [0, 1]
+        assert [line["step"] for line in metrics(run) if "loss" in line] == [1, 2, 3]
+        verify(list_checkpoints(run / "checkpoints")[-1])
+        shutil.rmtree(run)
+    assert lost >= 25
 
 
-def test_a_run_killed_at_some_operation_of_the_disk_ends_the_same(ready, whole):
-    every = len(operations(whole))
-    assert every > 100
-    for number in range(3, every, every // 5):
-        kill_at(ready, whole, number)
+def cut(path):
+    os.truncate(path, 1024 + 10)
 
 
-@pytest.mark.slow
-@pytest.mark.timeout(3600)
-def test_a_run_killed_at_any_operation_of_the_disk_ends_the_same(ready, whole):
-    for number in range(len(operations(whole))):
-        kill_at(ready, whole, number)
+def grow(path):
+    with path.open("ab") as file:
+        file.write(b"\1\0" * 50)
+
+
+def replace(path):
+    other = path.with_name("other")
+    other.write_bytes(path.read_bytes())
+    other.replace(path)
+
+
+@pytest.mark.parametrize("change", [cut, grow, replace, lambda path: path.unlink()])
+def test_data_that_changes_under_a_run_ends_it_in_one_line(trial, change):
+    run = trial()
+    shard = run.run.data / "train_000000.bin"
+    with pytest.raises(CorruptInputError, match=r"train_000000\.bin changed while training"):
+        run.train(track=lambda line: line["step"] == 3 and change(shard))
+    (kept,) = list_checkpoints(run.run.checkpoints)
+    assert kept.name == "step-000002"
+    verify(kept)

@@ -100,30 +100,47 @@ def test_a_size_with_fewer_than_50_steps_is_not_chosen():
     assert plan(minutes=0.6, on=Machine(tokens_per_second=tokens_per_second), **asked)[1].steps < 50
 
 
-def test_larger_sizes_are_not_measured_if_the_first_has_few_steps():
-    measured = []
+@pytest.mark.parametrize(
+    ("minutes", "speed", "sizes"),
+    [
+        (0.25, 1.0, {"nano", "tiny"}),
+        (3.0, 1.0, {"tiny", "little"}),
+        (0.6, 4e-4, {"nano", "tiny"}),  # too few steps even of the first, tiny
+    ],
+)
+def test_a_larger_size_is_measured_only_if_it_can_win(minutes, speed, sizes):
+    measured, tokens_per_second = [], machine(speed).tokens_per_second
 
-    def tokens_per_second(config, draft):
+    def watched(config, draft):
         measured.append(draft.size)
-        return 10.0
+        return tokens_per_second(config, draft)
 
-    plan(minutes=0.6, on=Machine(tokens_per_second=tokens_per_second))
-    assert measured == ["tiny", "nano", "nano"], "the last with the batch size of the plan"
+    plan(minutes=minutes, on=Machine(tokens_per_second=watched))
+    assert measured[0] == "tiny" and {*measured} == sizes
 
 
-def test_a_larger_size_is_measured_only_if_it_can_win():
-    def measured(minutes):
-        sizes, speed = [], machine().tokens_per_second
+def test_given_epochs_are_trained():
+    config, chosen = plan(epochs=2.0, tokens=20_000)
+    rows = text(20_000, config.n_positions).epoch_rows
+    assert chosen.steps * chosen.batch_size == pytest.approx(2 * rows, abs=chosen.batch_size)
+    assert chosen.minutes is None and chosen.reason
 
-        def tokens_per_second(config, draft):
-            sizes.append(draft.size)
-            return speed(config, draft)
 
-        plan(minutes=minutes, on=Machine(tokens_per_second=tokens_per_second))
-        return set(sizes)
+@pytest.mark.parametrize(
+    ("minutes", "tokens", "dropout", "batch_size"),
+    [(1.0, 600_000, 0.0, 16), (3.0, 60_000, 0.1, 16), (0.1, 600_000, 0.0, 7)],
+)
+def test_many_epochs_bring_dropout_and_short_runs_small_batches(
+    minutes, tokens, dropout, batch_size
+):
+    config, chosen = plan(minutes=minutes, tokens=tokens)
+    assert (config.resid_pdrop, chosen.batch_size) == (dropout, batch_size)
 
-    assert measured(0.25) == {"nano", "tiny"}
-    assert measured(3.0) >= {"tiny", "little"}
+
+def test_sizes_are_possible_models_and_candidates_are_in_order():
+    configs = {size: config_of(TrainOptions(size=size), 300) for size in SIZES}
+    weights = [configs[size].parameter_count() for size in CANDIDATE_SIZES]
+    assert weights == sorted(set(weights)) and weights[0] > 0
 
 
 def test_a_size_that_does_not_fit_in_memory_is_not_chosen():
@@ -157,25 +174,6 @@ def test_a_small_text_ends_after_16_epochs_and_says_so():
     assert chosen.minutes is None and chosen.steps >= 100
 
 
-def test_given_epochs_are_trained():
-    config, chosen = plan(epochs=2.0, tokens=20_000)
-    rows = text(20_000, config.n_positions).epoch_rows
-    assert chosen.steps * chosen.batch_size == pytest.approx(2 * rows, abs=chosen.batch_size)
-    assert chosen.minutes is None and chosen.reason
-
-
-@pytest.mark.parametrize(
-    ("tokens", "minutes", "dropout"), [(500_000, 1.0, 0.0), (60_000, 3.0, 0.1)]
-)
-def test_dropout_comes_with_many_epochs(tokens, minutes, dropout):
-    assert plan(minutes=minutes, tokens=tokens)[0].resid_pdrop == dropout
-
-
-def test_short_runs_have_small_batches():
-    assert plan(minutes=1.0)[1].batch_size == 16
-    assert plan(minutes=0.1)[1].batch_size < 16
-
-
 def test_a_text_of_a_few_bytes_is_refused():
     with pytest.raises(UserError, match="5 bytes, too few"):
         plan(minutes=1.0, facts=dataclasses.replace(text(2), text_bytes=5))
@@ -194,16 +192,6 @@ def test_vocabulary_and_context_depend_on_the_text():
     assert sizes == [384, 384, 384, 1024, 2048, 8192]
     contexts = [choose_context("tiny", n) for n in (5, 25, 500, 3_000, 10**6)]
     assert contexts == [4, 8, 16, 128, 128]
-
-
-def test_candidate_sizes_are_ordered():
-    sizes = [12 * SIZES[name].n_layer * SIZES[name].n_embd ** 2 for name in CANDIDATE_SIZES]
-    assert sizes == sorted(set(sizes))
-
-
-@pytest.mark.parametrize("size", SIZES)
-def test_every_size_is_a_possible_model(size):
-    assert config_of(TrainOptions(size=size), 300).parameter_count() > 0
 
 
 @pytest.mark.parametrize(

@@ -5,10 +5,9 @@ import numpy as np
 import pytest
 import torch
 
-from tests.train.conftest import CPU, PLAN, assert_resumes, assert_same, open_trial
+from tests.train.conftest import PLAN, assert_resumes, assert_same, open_trial
 from tiedgpt.errors import CorruptInputError, DivergedError, UserError
 from tiedgpt.infer import Engine
-from tiedgpt.train import Trainer, fast_training
 from tiedgpt.train.checkpoint import list_checkpoints, verify
 from tiedgpt.train.events import Ended, Evaluated, Replanned, Skipped, Started, Stepped
 from tiedgpt.train.objectives.language import LanguageModelling
@@ -42,22 +41,6 @@ def test_training_lowers_the_loss_and_leaves_a_model_that_generates(trial):
 def test_a_resumed_run_equals_an_uninterrupted_one(trial, stop_after, dropout, rule, dtype):
     config = {"embd_pdrop": dropout, "attn_pdrop": dropout, "resid_pdrop": dropout}
     assert_resumes(lambda name: trial(name, config, optimizer=rule, dtype=dtype), stop_after)
-
-
-def test_a_killed_run_resumes_from_its_last_checkpoint_without_repeated_metrics(trial):
-    whole, killed = trial("whole"), trial("killed")
-    whole.train()
-    for event in Trainer(
-        killed.run, killed.objective, killed.data, killed.plan, CPU, accelerate=fast_training
-    ).run():
-        if isinstance(event, Stepped) and event.step == 5:
-            break  # as if the process had been killed: nothing more is written
-    with killed.run.metrics.open("a") as file:
-        file.write('{"step": 6, "lo')
-    names = [path.name for path in list_checkpoints(killed.run.checkpoints)]
-    assert names == ["step-000002", "step-000004"]
-    killed.train()
-    assert_same(whole, killed)
 
 
 def test_checkpoints_have_checksums_and_old_ones_are_deleted(trial):

@@ -27,6 +27,23 @@ def run(attend, q, k, v, dy) -> list[torch.Tensor]:
     return [y.detach(), q.grad, k.grad, v.grad]
 
 
+def assert_nearly_as_accurate(ours, theirs, exact):
+    for mine, its, right in zip(ours, theirs, exact, strict=True):
+        assert mine.dtype == torch.bfloat16 and mine.shape == right.shape
+        apart, usual = (mine.double() - right).norm(), (its.double() - right).norm()
+        assert apart <= 1.5 * usual + 1e-3 * right.norm() + 1e-5
+
+
+@pytest.fixture
+def calls(monkeypatch):
+    """A list that grows with every call of the kernel."""
+    noted = []
+    monkeypatch.setattr(
+        attention, "blocked_attention", lambda *given: noted.append(1) or blocked_attention(*given)
+    )
+    return noted
+
+
 @pytest.mark.parametrize("length", [1, 7, 64, 65, 129, 300])
 @pytest.mark.parametrize("scale", [1.0, 4.0, 9.0, 16.0])
 @pytest.mark.parametrize("width", [16, 48, 64])
@@ -35,10 +52,7 @@ def test_the_kernel_is_nearly_as_accurate_as_torchs(length, scale, width):
     tensors = drawn(length, scale, width)
     exact = run(torchs, *(t.double() for t in tensors))
     ours, theirs = run(blocked_attention, *tensors), run(torchs, *tensors)
-    for mine, its, right in zip(ours, theirs, exact, strict=True):
-        assert mine.dtype == torch.bfloat16 and mine.shape == right.shape
-        apart, usual = (mine.double() - right).norm(), (its.double() - right).norm()
-        assert apart <= 1.5 * usual + 1e-3 * right.norm() + 1e-5
+    assert_nearly_as_accurate(ours, theirs, exact)
 
 
 def test_later_tokens_change_no_bit(monkeypatch):
@@ -59,11 +73,7 @@ def test_later_tokens_change_no_bit(monkeypatch):
         ({"n_positions": 1030}, 0),
     ],
 )
-def test_the_kernel_runs_in_bf16_without_dropout_in_dense_layers(change, times, monkeypatch):
-    calls = []
-    monkeypatch.setattr(
-        attention, "blocked_attention", lambda *given: calls.append(1) or blocked_attention(*given)
-    )
+def test_the_kernel_runs_in_bf16_without_dropout_in_dense_layers(change, times, calls):
     shape = {"vocab_size": 11, "n_positions": 12, "n_embd": 8, "n_layer": 2, "n_head": 2}
     config = GPTConfig(**({**shape, "attn_pdrop": 0.0} | change))
     model, ids = GPT(config), torch.zeros(1, config.n_positions, dtype=torch.long)
@@ -96,19 +106,12 @@ def test_packed_documents_are_nearly_as_accurate_as_in_torchs_kernel(lengths, bl
 
     exact = run(masked, *(t.double() for t in tensors))
     ours = run(lambda q, k, v: blocked_attention(q, k, v, mask), *tensors)
-    for mine, its, right in zip(ours, run(masked, *tensors), exact, strict=True):
-        assert mine.dtype == torch.bfloat16 and mine.shape == right.shape
-        apart, usual = (mine.double() - right).norm(), (its.double() - right).norm()
-        assert apart <= 1.5 * usual + 1e-3 * right.norm() + 1e-5
+    assert_nearly_as_accurate(ours, run(masked, *tensors), exact)
 
 
 @pytest.mark.parametrize("windows", [None, (0, 3)])
-def test_changing_one_packed_document_changes_no_other_logits(windows, monkeypatch):
-    calls = []
+def test_changing_one_packed_document_changes_no_other_logits(windows, calls, monkeypatch):
     monkeypatch.setattr(attention, "BLOCK", 5)
-    monkeypatch.setattr(
-        attention, "blocked_attention", lambda *given: calls.append(1) or blocked_attention(*given)
-    )
     torch.manual_seed(1)
     model = GPT(
         GPTConfig(
