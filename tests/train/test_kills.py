@@ -36,9 +36,11 @@ def kill_at(ready: Path, whole: Path, number: int) -> None:
 def test_a_run_killed_at_some_operation_of_the_disk_ends_the_same(ready, whole):
     every = operations(whole)
     assert len(every) > 100
-    torn = (n for n, what in enumerate(every) if what.startswith("write the rest of"))
-    line = next(n for n in torn if every[n].endswith("metrics.jsonl"))
-    for number in (line, *range(3, len(every), len(every) // 5)):
+    saved = next(n for n, what in enumerate(every) if "step-000006" in what)
+    torn = [
+        n for n, what in enumerate(every[:saved]) if "the rest of" in what and "metrics" in what
+    ]
+    for number in (torn[-1], *range(3, len(every), len(every) // 5)):  # in the line of step 6
         kill_at(ready, whole, number)
 
 
