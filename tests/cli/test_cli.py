@@ -65,7 +65,9 @@ def test_train_then_generate_then_train_again(text, capfd):
     assert len(answer["ids"]) <= 9 and answer["finish_reason"] in ("length", "stop")
 
     assert main(command) == 0
-    assert "is finished" in capfd.readouterr().err
+    out, err = capfd.readouterr()
+    assert out == "" and "is finished" in err and "generate run" in err
+    assert "more --minutes, --steps or --epochs continue the training" in " ".join(err.split())
     assert main(["train", "cats.txt", *QUICK, "--out", "run", "--vocab-size", "301"]) == 1
     assert "--vocab-size was 300 and is 301" in capfd.readouterr().err
 

@@ -58,9 +58,8 @@ def read(lines, tokenizer, template="chatml"):
 @pytest.mark.parametrize("tokenizer", TOKENIZERS)
 @given(prompt=CONTENTS, completion=CONTENTS)
 def test_only_a_completion_and_its_end_are_trained(tokenizer, prompt, completion):
-    reader = read([{"prompt": "a", "completion": "b"}], tokenizer)
-    pieces = {"prompt": prompt + "a", "completion": completion}
-    example = reader._encode("here", pieces)
+    reader = read([{"prompt": prompt + "a", "completion": completion}], tokenizer)
+    (example,) = reader
     assert trained_text(example, reader.tokenizer) == completion + "<|endoftext|>"
     assert reader.tokenizer.decode(example.ids) == prompt + "a" + completion + "<|endoftext|>"
     assert example.ids.count(reader.tokenizer.eos_token_id) == 1
@@ -71,8 +70,8 @@ def test_only_a_completion_and_its_end_are_trained(tokenizer, prompt, completion
 @pytest.mark.parametrize("tokenizer", TOKENIZERS)
 @given(text=CONTENTS)
 def test_every_token_of_a_text_is_trained(tokenizer, text):
-    reader = read([{"text": "a"}], tokenizer)
-    example = reader._encode("here", {"text": text + "a"})
+    reader = read([{"text": text + "a"}], tokenizer)
+    (example,) = reader
     assert all(example.counted)
     assert trained_text(example, reader.tokenizer) == text + "a<|endoftext|>"
 
