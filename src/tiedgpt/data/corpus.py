@@ -205,12 +205,12 @@ class FileCorpus:
             if path in self.hub:
                 yield from self.hub[path].records(self.section)
                 continue
-            name = _printable(path)
+            name, is_table = _printable(path), has_records(path)
             try:
-                if not has_records(path) and not self.is_text(path):
+                if not is_table and not self.is_text(path):
                     continue
                 with self._open(path) as raw, open_stream(raw, name) as file:
-                    if not has_records(path):
+                    if not is_table:
                         yield from self._read_text(file, path)
                         continue
                     encoding = "utf-8-sig" if self.encoding == "auto" else self.encoding

@@ -5,8 +5,9 @@ T. An epoch visits each window once, in an order drawn from (seed, epoch). The l
 aligned to the end of the stream; targets that the window before it has, too, are set to -100.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from functools import lru_cache, partial
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -41,7 +42,7 @@ class Batches:
         self.batch_size = batch_size
         self.n_positions = n_positions
         self.n_windows = n = _count_windows(len(tokens), n_positions)
-        draw = permutation if n <= LARGEST_TABLE else LargePermutation
+        draw: Callable[..., Any] = permutation if n <= LARGEST_TABLE else LargePermutation
         self._order = lru_cache(2)(partial(draw, n, seed=seed))
 
     def batch(self, step: int) -> Batch:

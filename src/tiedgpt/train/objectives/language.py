@@ -29,7 +29,7 @@ from tiedgpt.runtime import eval_mode
 from tiedgpt.text import Tokenizer
 from tiedgpt.text.bpe import END_OF_TEXT
 from tiedgpt.train.dataset import Data, TextData, TextSources, open_text, open_texts
-from tiedgpt.train.objective import Model, ModelSetup, Objective, Showcase
+from tiedgpt.train.objective import Model, ModelSetup, Objective, Showcase, body_of
 from tiedgpt.train.options import TrainOptions
 from tiedgpt.train.storage import OPENING, RunDirectory
 from tiedgpt.tune import freeze, lora, merge, save_adapter
@@ -123,7 +123,7 @@ class LanguageModelling(Objective):
     def begin(self, model: Model) -> None:
         """Before the first step: put the weights of `start` into the model, if `build` has not."""
         if self.start is not None and self.adapters is None:
-            self.start.put_into(model)
+            self.start.put_into(body_of(model))
 
     def state_to_save(self, model: Model) -> Mapping[str, Tensor]:
         """Return all parameters, or the adapters alone."""
