@@ -67,8 +67,16 @@ def run(body, *arguments) -> list[tuple[str, str, int]]:
     return watch.events
 
 
-def assert_blames_the_marks(body, *arguments):
-    events = run(body, *arguments)
+def watched(model, change):
+    """Return the watch of a guard under which a change was run."""
+    with guard(model) as watch:
+        change()
+    return watch
+
+
+def assert_blames_the_marks(body, model=None):
+    """Assert that the events of a body, or of a change of a model, name its marked lines."""
+    events = run(body) if model is None else run(watched, model, body)
     assert [(event.file, event.line) for event in events] == marked(body)
     assert all("# HERE" in event.code for event in events)
     return events
@@ -125,38 +133,32 @@ def test_a_change_is_reported_at_its_line(peer, name):
 
 
 def test_to_empty_from_the_meta_device_unties_and_is_reported(empty_theirs):
-    def body():
-        with guard(empty_theirs) as watch:
-            empty_theirs.to_empty(device="cpu")  # HERE
-        return watch
+    def change():
+        empty_theirs.to_empty(device="cpu")  # HERE
 
-    (event,) = assert_blames_the_marks(body)
+    (event,) = assert_blames_the_marks(change, empty_theirs)
     assert event.kind == "split" and "tie(model)" in event.advice
 
 
 def test_a_report_names_the_shape_before_the_change(peer):
     peer.lm_head.weight = nn.Parameter(peer.transformer.wte.weight.data)
 
-    def body():
-        with guard(peer) as watch:
-            peer.transformer.wte.weight.data = torch.zeros(99, 32)  # HERE
-        return watch
+    def change():
+        peer.transformer.wte.weight.data = torch.zeros(99, 32)  # HERE
 
-    (event,) = assert_blames_the_marks(body)
+    (event,) = assert_blames_the_marks(change, peer)
     assert f"{WTE} (97, 32) were one matrix" in event.text and "now, (99, 32)" in event.text
 
 
 def test_a_parameter_shared_again_is_reported(peer):
-    def body():
-        with guard(peer) as watch:
-            peer.lm_head = nn.Linear(32, 97, bias=False)  # HERE
-            peer.lm_head.weight = peer.transformer.wte.weight  # HERE
-            peer.lm_head = nn.Sequential(nn.Dropout(0.1), nn.Linear(32, 97))  # HERE
-            tie(peer)  # HERE
-            peer.lm_head[1].weight.data = peer.lm_head[1].weight.data.clone()
-        return watch
+    def change():
+        peer.lm_head = nn.Linear(32, 97, bias=False)  # HERE
+        peer.lm_head.weight = peer.transformer.wte.weight  # HERE
+        peer.lm_head = nn.Sequential(nn.Dropout(0.1), nn.Linear(32, 97))  # HERE
+        tie(peer)  # HERE
+        peer.lm_head[1].weight.data = peer.lm_head[1].weight.data.clone()
 
-    kinds = [event.kind for event in assert_blames_the_marks(body)]
+    kinds = [event.kind for event in assert_blames_the_marks(change, peer)]
     assert kinds == ["split", "joined", "split", "joined"]
 
 
@@ -182,19 +184,17 @@ def test_an_adapter_on_a_copy_is_reported_and_a_tied_one_is_not(peer):
 
 
 def test_our_model_is_reported_with_another_head(tiny):
-    def body():
-        with guard(tiny) as watch:
-            tiny.to(torch.bfloat16)
-            resize_vocab(tiny, 99)
-            tiny.load_state_dict(tiny.state_dict(), assign=True)
-            untie(tiny)  # HERE
-            tie(tiny)  # HERE
-            replace_head(tiny, nn.Sequential(nn.Linear(32, 99)).bfloat16())  # HERE
-            tie(tiny)  # HERE
-            tiny.head = nn.Linear(32, 99)  # HERE
-        return watch
+    def change():
+        tiny.to(torch.bfloat16)
+        resize_vocab(tiny, 99)
+        tiny.load_state_dict(tiny.state_dict(), assign=True)
+        untie(tiny)  # HERE
+        tie(tiny)  # HERE
+        replace_head(tiny, nn.Sequential(nn.Linear(32, 99)).bfloat16())  # HERE
+        tie(tiny)  # HERE
+        tiny.head = nn.Linear(32, 99)  # HERE
 
-    events = assert_blames_the_marks(body)
+    events = assert_blames_the_marks(change, tiny)
     assert [e.kind for e in events] == ["split", "joined", "split", "joined", "split"]
     assert "head.weight and wte.weight (99, 32) were one matrix" in events[0].text
     assert not any("config" in event.advice for event in events[:4])  # these changed it, too
@@ -239,14 +239,12 @@ def test_any_two_parameters_are_watched_once_they_have_a_shape(layer):
     model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4), third)
     model[1].weight = model[0].weight
 
-    def body():
-        with guard(model) as watch:
-            model(torch.zeros(1, 4))
-            model[2].weight = model[0].weight  # HERE
-            model[1] = nn.Linear(4, 4)  # HERE
-        return watch
+    def change():
+        model(torch.zeros(1, 4))
+        model[2].weight = model[0].weight  # HERE
+        model[1] = nn.Linear(4, 4)  # HERE
 
-    assert [e.kind for e in assert_blames_the_marks(body)] == ["joined", "split"]
+    assert [e.kind for e in assert_blames_the_marks(change, model)] == ["joined", "split"]
 
 
 # Whose line it is
@@ -562,17 +560,14 @@ def test_a_warning_turned_into_an_error_stops_at_the_line(peer):
 
 
 def test_an_outer_guard_continues_after_an_inner_one_raised(peer, tiny):
-    def body():
-        with guard(peer) as watch:
-            with contextlib.suppress(TieBrokenError):
-                with guard(tiny, action="raise"):
-                    untie(tiny)
-                    raise AssertionError("not reached")
-            peer.lm_head = nn.Linear(32, 97)  # HERE
-            peer.eval()
-        return watch
+    def change():
+        with contextlib.suppress(TieBrokenError):
+            with guard(tiny, action="raise"):
+                untie(tiny)
+                raise AssertionError("not reached")
+        peer.lm_head = nn.Linear(32, 97)  # HERE
 
-    assert_blames_the_marks(body)
+    assert_blames_the_marks(change, peer)
 
 
 def test_unsupported_objects_are_refused(tiny):
@@ -614,10 +609,7 @@ def test_installed_code_is_never_reported_as_the_users(peer, tmp_path: Path, fol
     names: dict[str, object] = {}
     exec(compile(library.read_text(), str(library), "exec"), names)
 
-    def body():
-        with guard(peer) as watch:
-            names["change"](peer, nn.Linear(32, 97))  # HERE
-            peer.eval()
-        return watch
+    def change():
+        names["change"](peer, nn.Linear(32, 97))  # HERE
 
-    assert_blames_the_marks(body)
+    assert_blames_the_marks(change, peer)
