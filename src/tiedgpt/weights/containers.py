@@ -18,10 +18,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
-from safetensors import SafetensorError, safe_open
+from safetensors import safe_open
 
 from tiedgpt.errors import CorruptInputError, UserError
-from tiedgpt.files import beside, read_json
+from tiedgpt.files import beside, read_json, reading
 from tiedgpt.weights.checkpoint import (
     DTYPES,
     Checkpoint,
@@ -98,21 +98,12 @@ class SafetensorsFile:
     @classmethod
     def open(cls, path: Path) -> SafetensorsFile:
         """Read and check the header; raise `CorruptInputError` if it is wrong or cut off."""
-        try:
-            with path.open("rb") as file:
-                length = int.from_bytes(file.read(8), "little")
-                if length > MAX_HEADER:
-                    raise CorruptInputError(
-                        f"{path} is no safetensors file: a header of {length:,} bytes"
-                    )
-                with safe_open(path, framework="numpy"):  # types, sizes, offsets, the file's size
-                    header = json.loads(file.read(length))
-        except OSError as error:
-            raise UserError(f"cannot read {path}: {error.strerror or error}") from None
-        except (SafetensorError, RecursionError, ValueError) as error:
-            if isinstance(error, CorruptInputError):
-                raise
-            raise CorruptInputError(f"{path} is damaged or no safetensors file: {error}") from None
+        with reading(path, "safetensors file"), path.open("rb") as file:
+            length = int.from_bytes(file.read(8), "little")
+            if length > MAX_HEADER:
+                raise ValueError(f"a header of {length:,} bytes")
+            with safe_open(path, framework="numpy"):  # types, sizes, offsets, the file's size
+                header = json.loads(file.read(length))
         metadata = header.pop("__metadata__", None) or {}
         entries: dict[str, StoredTensor] = {}
         for name, entry in header.items():

@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from tiedgpt.errors import UserError
+from tiedgpt.files import reading
 
 if TYPE_CHECKING:
     from torch import nn
@@ -188,11 +189,8 @@ def defer(module: str, name: str) -> Callable[..., Any]:
 
 def head_of(path: Path) -> bytes:
     """Return the first bytes of a file; raise `UserError` if it cannot be read."""
-    try:
-        with path.open("rb") as file:
-            return file.read(HEAD_BYTES)
-    except OSError as error:
-        raise UserError(f"cannot read {path}: {error.strerror}") from None
+    with reading(path, "file"), path.open("rb") as file:
+        return file.read(HEAD_BYTES)
 
 
 def require_package(name: str, purpose: str) -> Any:
