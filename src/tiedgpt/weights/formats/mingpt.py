@@ -33,7 +33,7 @@ def detect_checkpoint(checkpoint: Checkpoint) -> bool:
     """Return whether it has minGPT's masks, biases and two matrices, unlike nanoGPT's."""
     if "model_args" in checkpoint.config or not has_prefix(checkpoint):
         return False
-    tensors = our_tensors(checkpoint.source, checkpoint.tensors)
+    tensors = our_tensors(checkpoint)
     is_masked = len(tensors) < len(checkpoint.tensors)
     apart = is_masked and has_biases(tensors) and has_two_matrices(tensors)
     return apart and has_linear_layout(checkpoint)
@@ -46,7 +46,7 @@ def claim(checkpoint: Checkpoint) -> Claim:
 
 def to_gpt(checkpoint: Checkpoint) -> GPTCheckpoint:
     """Return the GPT."""
-    tensors = our_tensors(checkpoint.source, checkpoint.tensors)
+    tensors = our_tensors(checkpoint)
     logged = checkpoint.config.get("model")
     logged = logged if isinstance(logged, Mapping) else {}
     fields: dict[str, Any] = {"bias": has_biases(tensors)}

@@ -62,7 +62,7 @@ def detect_checkpoint(checkpoint: Checkpoint) -> bool:
 
 def to_gpt(checkpoint: Checkpoint) -> GPTCheckpoint:
     """Return the GPT."""
-    tensors = our_tensors(checkpoint.source, checkpoint.tensors)
+    tensors = our_tensors(checkpoint)
     fields: dict[str, Any] = {"bias": has_biases(tensors)}
     args, beside = _mapping(checkpoint, "model_args"), _mapping(checkpoint, "config")
     for name, value in args.items():

@@ -61,7 +61,7 @@ def claim(checkpoint: Checkpoint) -> Claim | None:
 
 def to_gpt(checkpoint: Checkpoint) -> GPTCheckpoint:
     """Return the GPT."""
-    tensors = our_tensors(checkpoint.source, checkpoint.tensors)
+    tensors = our_tensors(checkpoint)
     norm = "pre" if "ln_f.weight" in tensors else "post"
     return GPTCheckpoint(
         "tiedgpt state dict",

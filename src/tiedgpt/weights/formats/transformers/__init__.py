@@ -143,7 +143,7 @@ def to_gpt(checkpoint: Checkpoint) -> GPTCheckpoint:
     """Return the GPT, without mask buffers."""
     fields, foreign = config_fields(checkpoint.config)
     model_type = MODEL_TYPES[checkpoint.config.get("model_type", GPT2.name)]
-    tensors = our_tensors(checkpoint.source, checkpoint.tensors, model_type)
+    tensors = our_tensors(checkpoint, model_type)
     tensors |= {n: t.transpose() for n, t in tensors.items() if CONV1D.fullmatch(n)}
     notes: tuple[str, ...] = ()
     if fields.get("bias") is False:  # then they are zeros that transformers' classes need
@@ -158,21 +158,19 @@ def to_gpt(checkpoint: Checkpoint) -> GPTCheckpoint:
     return GPTCheckpoint(layout, fields, tensors, assumed, foreign, notes)
 
 
-def our_tensors(
-    source: object, tensors: Mapping[str, StoredTensor], model_type: ModelType = GPT2
-) -> dict[str, StoredTensor]:
+def our_tensors(checkpoint: Checkpoint, model_type: ModelType = GPT2) -> dict[str, StoredTensor]:
     """Return tensors by our names, without the prefix of transformers and nanoGPT, and masks.
 
-    Raises `CorruptInputError`, naming `source`, where a tensor has two names.
+    Raises `CorruptInputError` where a tensor has two names.
     """
     names = {stored: ours for ours, stored in model_type.tensor_names.items()} | {LM_HEAD: HEAD}
     ours: dict[str, StoredTensor] = {}
-    for name, tensor in tensors.items():
+    for name, tensor in checkpoint.tensors.items():
         name = name.removeprefix(BODY_PREFIX)
         name = names.get(name, name)
         if name in ours:
             raise CorruptInputError(
-                f"{source} holds {printable(name)} twice, with and without its prefix"
+                f"{checkpoint.source} holds {printable(name)} twice, with and without its prefix"
             )
         if not MASK_BUFFERS.fullmatch(name):
             ours[name] = tensor
