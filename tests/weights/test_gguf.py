@@ -3,6 +3,7 @@
 import json
 import re
 import struct
+import sys
 import warnings
 from pathlib import Path
 
@@ -89,6 +90,12 @@ def test_a_file_of_llama_cpp_is_read_like_the_gguf_package(kind, tiny, ids, tmp_
     assert model.head is None and model.config.layer_norm_epsilon == 1e-5
     if kind == "F32":
         assert torch.equal(model(ids), tiny(ids))
+
+
+def test_only_quantized_types_need_the_package(tiny, tmp_path, monkeypatch):
+    path = their_file(tmp_path / "a.gguf", tiny, "BF16")
+    monkeypatch.setitem(sys.modules, "gguf", None)
+    assert GPT.from_pretrained(path).config.n_head == 4
 
 
 def test_only_quantized_tensors_are_reported(tiny, tmp_path):

@@ -47,11 +47,16 @@ def save(path: Path, peer: GPT2LMHeadModel, args: dict = ARGS, *, prefix="", zip
     return path
 
 
-def test_a_forks_switch_that_is_off_changes_nothing_and_arguments_cannot_contradict(tmp_path):
+def test_arguments_and_model_args_cannot_contradict_and_a_forks_false_switch_is_ignored(
+    tmp_path,
+):
     path = save(tmp_path / "ckpt.pt", peer_of(), ARGS | {"use_rmsnorm": False})
     assert GPT.from_pretrained(path).config.n_layer == 2
     with pytest.raises(UserError, match="n_head=2 contradicts"):
         GPT.from_pretrained(path, n_head=2)
+    save(path, peer_of(), ARGS | {"bias": True}, bias=False)
+    with pytest.raises(CorruptInputError, match="bias is missing"):
+        GPT.from_pretrained(path)
 
 
 @pytest.mark.parametrize("bias", [False, True])
