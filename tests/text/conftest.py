@@ -10,6 +10,11 @@ from tokenizers import models, normalizers, pre_tokenizers, trainers
 from tiedgpt.text import Tokenizer
 
 
+def rust_of(tokenizer: Tokenizer) -> tokenizers.Tokenizer:
+    """Return the same tokenizer as one of the tokenizers library."""
+    return tokenizers.Tokenizer.from_str(tokenizer.to_json())
+
+
 def write_pair(
     rust: tokenizers.Tokenizer, folder: Path, names: tuple[str, str] = ("vocab.json", "merges.txt")
 ) -> Path:

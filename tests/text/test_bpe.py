@@ -2,6 +2,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from tests.text.conftest import rust_of
 from tiedgpt.errors import UserError
 from tiedgpt.text import Tokenizer
 from tiedgpt.text.bpe import BYTE_ALPHABET, CHUNK, chunks, tiktoken_twin
@@ -57,7 +58,7 @@ def test_training_merges_nothing_across_gpt2_pieces(bpe):
 @settings(max_examples=60, deadline=None)
 @given(texts=st.lists(st.text(st.sampled_from("aab c"), min_size=2)), size=st.integers(257, 280))
 def test_every_trained_tokenizer_can_encode_fast(texts, size):
-    rust = Tokenizer.train(texts, size)._rust
+    rust = rust_of(Tokenizer.train(texts, size))
     twin = tiktoken_twin(rust)
     assert twin is not None
     for text in texts:
@@ -87,7 +88,7 @@ def test_chunks_joined_are_the_text(text):
 def test_text_is_cut_only_between_pieces(bpe, text):
     from tiedgpt.text.bpe import _CUT
 
-    cutter = bpe._rust.pre_tokenizer
+    cutter = rust_of(bpe).pre_tokenizer
     ends = {end for _, (_, end) in cutter.pre_tokenize_str(text)}
     assert {cut.end() for cut in _CUT.finditer(text)} <= ends
 
@@ -99,14 +100,14 @@ LONG = ["a", "^", " ", "0", "\n", "é", "日本", " \n\t", "'", "ab "]
 @pytest.mark.parametrize("end", ["", "x"])
 def test_monotonous_text_has_the_ids_of_tokenizers(bpe, letters, end):
     text = letters * (100_000 // len(letters)) + end
-    assert bpe.encode(text) == bpe._rust.encode(text).ids
+    assert bpe.encode(text) == rust_of(bpe).encode(text).ids
 
 
 def test_a_million_blanks_do_not_stop_the_encoder(bpe):
     text = "before" + " " * (1 << 20) + "after"  # tiktoken alone panics here
     ids = bpe.encode_array(text)
     assert bpe.decode(ids) == text
-    assert ids.tolist() == bpe._rust.encode(text).ids
+    assert ids.tolist() == rust_of(bpe).encode(text).ids
 
 
 def test_gpt2_vocabulary_encodes_as_openais_tiktoken_does(gpt2_folder, corpus, monkeypatch):

@@ -8,6 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from tests.text.conftest import rust_of
 from tiedgpt.errors import UserError
 from tiedgpt.text import Tokenizer
 from tiedgpt.text import bpe as module
@@ -98,18 +99,18 @@ def test_byte_lengths_count_the_decoded_text_and_a_blank_after_the_last_word(gpt
 def test_long_text_is_cut_where_it_changes_no_id(gpt1, text):
     with mock.patch.object(module, "CHUNK", 3):
         cut = gpt1.encode_array(text).tolist()
-    assert cut == gpt1._rust.encode(text).ids
+    assert cut == rust_of(gpt1).encode(text).ids
 
 
 def test_bulk_encoding_gives_the_same_ids(gpt1, corpus):
     text = corpus[:300_000]
     array = gpt1.encode_array(text)
     assert array.dtype == "uint16"
-    assert array.tolist() == gpt1._rust.encode(text).ids
+    assert array.tolist() == rust_of(gpt1).encode(text).ids
 
 
 def test_an_added_token_in_text_is_found_across_any_cut(gpt1):
-    rust = gpt1._rust.from_str(gpt1._rust.to_str())
+    rust = rust_of(gpt1)
     rust.add_tokens(["new york"])
     tokenizer = Tokenizer(rust)
     with mock.patch.object(module, "CHUNK", 3):
