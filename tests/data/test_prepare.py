@@ -22,7 +22,7 @@ import zstandard
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tests.train.trials import Command, Fault
+from tests.train.trials import KILLED, Command, Fault, operations
 from tiedgpt import Tokenizer
 from tiedgpt.cli.main import main
 from tiedgpt.data import (
@@ -40,7 +40,6 @@ from tiedgpt.data import prepare as preparation
 from tiedgpt.errors import CheckFailedError, CorruptInputError, NoRoomError, UserError
 from tiedgpt.files import remove
 
-KILLED = -9
 PREPARE = ("data", "prepare")
 TEXTS = [
     f"Document {n}.\nIt says {n * n} things" + ", and more" * (n % 9) + "." for n in range(800)
@@ -380,10 +379,6 @@ def command(tmp_path) -> tuple:
     arguments = (folder, "--tokenizer", "char", "--workers", "1")
     assert Command(tmp_path / "whole", arguments, verb=PREPARE, fault=Fault(None)).wait() == 0
     return arguments, tmp_path / "whole"
-
-
-def operations(out: Path) -> list[str]:
-    return Path(f"{out}.operations").read_text().splitlines()
 
 
 @pytest.mark.parametrize("moments", [5, pytest.param(40, marks=pytest.mark.slow)])

@@ -6,8 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.train.test_kills import operations
-from tests.train.trials import Command, Fault, left
+from tests.train.trials import KILLED, Command, Fault, left, operations
 from tiedgpt.train.checkpoint import list_checkpoints, verify
 
 
@@ -97,7 +96,9 @@ def stop_in_step_5(run: Path, whole: Path) -> tuple[Path, list[str]]:
     """Kill a run with two checkpoints; return the newest and its files."""
     found = enumerate(operations(whole))
     lines = [n for n, what in found if "open a" in what and "metrics" in what]
-    assert Command(run, fault=Fault(lines[5])).wait() == -9  # steps 1 to 4, an evaluation, step 5
+    assert (
+        Command(run, fault=Fault(lines[5])).wait() == KILLED
+    )  # steps 1 to 4, an evaluation, step 5
     assert [p.name for p in list_checkpoints(run / "checkpoints")] == ["step-000002", "step-000004"]
     newest = run / "checkpoints" / "step-000004"
     return newest, [path.name for path in newest.iterdir()]

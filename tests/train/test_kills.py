@@ -8,19 +8,14 @@ from pathlib import Path
 import pytest
 
 from tests.train.conftest import metrics
-from tests.train.trials import Command, Fault, left
+from tests.train.trials import KILLED, Command, Fault, left, operations
 from tiedgpt.errors import CorruptInputError
 from tiedgpt.train.checkpoint import list_checkpoints, verify
 
-KILLED = -9
 TINY = (
     *("--size", "tiny", "--tokenizer", "char", "--context", "16", "--batch-size", "2"),
     *("--dtype", "fp32"),
 )
-
-
-def operations(run: Path) -> list[str]:
-    return Path(f"{run}.operations").read_text().splitlines()
 
 
 def kill_at(ready: Path, whole: Path, number: int) -> None:

@@ -10,9 +10,8 @@ from pathlib import Path
 import pytest
 
 from tests.train.conftest import CPU, DROPOUT, metrics, reopen_trial
-from tests.train.test_kills import KILLED, operations
 from tests.train.test_parallel import copy_run, go_on, together
-from tests.train.trials import Fault, left
+from tests.train.trials import KILLED, Fault, left, operations
 from tiedgpt.errors import EXIT_INTERRUPTED, NoRoomError
 from tiedgpt.train.checkpoint import list_checkpoints, verify
 from tiedgpt.train.distributed import join_processes

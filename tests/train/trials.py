@@ -30,6 +30,15 @@ SERVER = multiprocessing.get_context("forkserver")
 SERVER.set_forkserver_preload(["pytest", "tests.train.trials"])
 
 
+KILLED = -9
+"""Exit code of a command that was killed."""
+
+
+def operations(run: Path) -> list[str]:
+    """Return the operations under a run's directory that a `Fault` listed."""
+    return Path(f"{run}.operations").read_text().splitlines()
+
+
 class Command:
     """`tiedgpt train ... --out RUN` in a new process; without arguments, the bare loop.
 
