@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+from typing import Any
 
 from tiedgpt.cli.console import bar, console, fact, note, table
 from tiedgpt.cli.train import RunArguments
@@ -18,26 +19,27 @@ def show_plan(options: TrainOptions, args: RunArguments) -> None:
     note("reading the text and measuring this machine")
     with bar("reading text") as progress:
         run = dry_run(options, threads=args.threads, progress=progress)
-    memory = estimate_memory(run.objective.config, run.plan, run.data, run.machine)
-    limit = memory_limit(run.plan, run.machine)
-    units = run.plan.steps * run.plan.batch_size * run.data.row_units
-    seconds = None if run.tokens_per_second is None else units / run.tokens_per_second
+    facts = _list_facts(run)
     if args.format == "json":
-        _print_json(run, memory, limit, units, seconds)
+        print(json.dumps(facts))
     else:
-        _print_plan(run, memory, limit, units, seconds)
+        _print_plan(run, facts)
     if run.problem is not None:
         raise run.problem
 
 
-def _print_json(
-    run: DryRun, memory: dict[str, int], limit: float, units: int, seconds: float | None
-) -> None:
-    plan, data, count = run.plan, run.data, run.objective.config.parameter_count()
+def _list_facts(run: DryRun) -> dict[str, Any]:
+    """Return the numbers of a plan, as --format json prints them."""
+    plan, data, config = run.plan, run.data, run.objective.config
+    memory, limit = (
+        estimate_memory(config, plan, data, run.machine),
+        memory_limit(plan, run.machine),
+    )
+    units, speed = plan.steps * plan.batch_size * data.row_units, run.tokens_per_second
     names = ("steps", "batch_size", "micro_batch", "optimizer", "dtype", "recompute", "threads")
-    values = {
-        "parameters": count,
-        "trained": data.n_trained or count,
+    return {
+        "parameters": config.parameter_count(),
+        "trained": data.n_trained or config.parameter_count(),
         data.unit: units,
         "epochs": plan.steps * plan.batch_size / data.epoch_rows,
         "plan": {name: getattr(plan, name) for name in names},
@@ -45,48 +47,44 @@ def _print_json(
         "memory_bytes": sum(memory.values()),
         "memory_limit_bytes": int(limit) if math.isfinite(limit) else None,
         "fits": run.problem is None,
-        f"{data.unit}_per_second": run.tokens_per_second,
-        "seconds": seconds,
+        f"{data.unit}_per_second": speed,
+        "seconds": None if speed is None else units / speed,
         "warnings": run.warnings,
     }
-    print(json.dumps(values))
 
 
-def _print_plan(
-    run: DryRun, memory: dict[str, int], limit: float, units: int, seconds: float | None
-) -> None:
+def _print_plan(run: DryRun, facts: dict[str, Any]) -> None:
     plan, data, objective = run.plan, run.data, run.objective
-    config = objective.config
     trained = "" if data.n_trained is None else f"; {data.n_trained:,} are trained"
     note(*data.notes, *run.warnings)
     fact(*next(iter(data.description.items())))
     fact("tokens", data.description["tokens"])
-    fact("model", f"{config.parameter_count():,} parameters; {objective.describe(config)}{trained}")
+    about = objective.describe(objective.config)
+    fact("model", f"{facts['parameters']:,} parameters; {about}{trained}")
     if plan.reason:
         fact("chosen", plan.reason)
-    if run.problem is None:
+    if facts["fits"]:
         fact(
             "training",
             f"{format_count(plan.steps, 'step')} of {plan.batch_size} x {data.row_units} "
-            f"{data.unit}: {units:,} {data.unit}, "
-            f"{plan.steps * plan.batch_size / data.epoch_rows:,.2f} epochs",
+            f"{data.unit}: {facts[data.unit]:,} {data.unit}, {facts['epochs']:,.2f} epochs",
         )
     mode = ", blocks recomputed in backward" if plan.recompute == "blocks" else ""
     fact(
         "computed", f"in {plan.dtype}, {format_count(plan.micro_batch, 'sequence')} at a time{mode}"
     )
-    total = format_bytes(sum(memory.values()))
-    rows = [(name, format_bytes(n_bytes)) for name, n_bytes in memory.items()]
+    total = format_bytes(facts["memory_bytes"])
+    rows = [(name, format_bytes(n_bytes)) for name, n_bytes in facts["memory"].items()]
     rows.append(("together", total))
     console().print()
     table(("memory", ">bytes"), rows, bold=[len(rows) - 1])
     console().print()
-    fits = "fits in" if run.problem is None else "does not fit in"
-    fact("memory", f"{total} {fits} {format_bytes(limit)}")
-    if seconds is not None:
+    fits = "fits in" if facts["fits"] else "does not fit in"
+    fact("memory", f"{total} {fits} {format_bytes(memory_limit(plan, run.machine))}")
+    if facts["seconds"] is not None:
         fact(
             "time",
-            f"{format_seconds(seconds)} at {run.tokens_per_second:,.0f} {data.unit}/s, "
+            f"{format_seconds(facts['seconds'])} at {run.tokens_per_second:,.0f} {data.unit}/s, "
             "measured here; evaluations not counted",
         )
 
