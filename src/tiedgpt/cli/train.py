@@ -117,10 +117,11 @@ def show_run(options: TrainOptions, args: RunArguments, verb: str, arguments: li
     gc.enable()
     display = Display(args, began, silent=not is_main())
     tracker = open_tracker(args.track) if args.track is not None and is_main() else None
-    stop, trackings = threading.Event(), list[Tracking]()
+    stop = threading.Event()
+    tracking: Tracking | None = None
 
     def track(line: Mapping[str, Any]) -> None:
-        for tracking in trackings:
+        if tracking is not None:
             tracking.log(line)
 
     with contextlib.ExitStack() as stack:
@@ -144,7 +145,7 @@ def show_run(options: TrainOptions, args: RunArguments, verb: str, arguments: li
                     tracking = Tracking(
                         args.track or "", tracker, run.path, run.read_record(), warn=display.say
                     )
-                    trackings.append(stack.enter_context(tracking))
+                    stack.enter_context(tracking)
                 stack.enter_context(display.training(event.plan))
             display.event(event)
     assert isinstance(event, Ended | AlreadyFinished)
