@@ -10,7 +10,7 @@ from dataclasses import MISSING, dataclass, make_dataclass
 from inspect import signature
 from pathlib import Path
 from textwrap import fill
-from typing import TYPE_CHECKING, Any, Literal
+from typing import Any, Literal
 
 from tiedgpt.cli.console import bar, fact, note, waiting
 from tiedgpt.cli.options import HELP_WIDTH, UsageError, parse
@@ -19,9 +19,6 @@ from tiedgpt.errors import UserError
 from tiedgpt.inspect.registry import INSPECTIONS, Inspection
 from tiedgpt.options import argument, option
 from tiedgpt.plots.figure import require_figures, save_figure
-
-if TYPE_CHECKING:
-    from tiedgpt.inspect.results import Result
 
 EXAMPLE = '--text "Once upon a time"'
 
@@ -106,7 +103,9 @@ def _inspect(inspection: Inspection, arguments: list[str]) -> None:
             options["progress"] = progress
         result = inspection.function(*_model(args, source), **options)
     if args.plot is not None:
-        _draw(result, args.plot)
+        title, panels = result.figure()
+        columns = 1 if len(panels) < 3 else 2 if len(panels) < 6 else 4
+        save_figure(panels, args.plot, title, columns=columns)
     if args.format == "json":
         print(result.to_json())
         return
@@ -173,9 +172,3 @@ def _model(args: Any, source: str) -> tuple[Any, Any]:
     return GPT.from_pretrained(source, **args.loading), args.tokenizer or (
         None if has_ids else source
     )
-
-
-def _draw(result: Result, path: Path) -> None:
-    """Write the figure of a result."""
-    title, panels = result.figure()
-    save_figure(panels, path, title, columns=1 if len(panels) < 3 else 2 if len(panels) < 6 else 4)
