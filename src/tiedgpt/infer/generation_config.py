@@ -147,7 +147,10 @@ class GenerationConfig:
             self._set(name, choices[choices.index(getattr(self, name))])  # True for 1
         if not isinstance(self.prompt_logprobs, bool):
             self._set("prompt_logprobs", _integer("prompt_logprobs", self.prompt_logprobs))
-        self._set("stop", _texts("stop", self.stop))
+        stop = (self.stop,) if isinstance(self.stop, str) else self.stop
+        if not isinstance(stop, Sequence) or not all(isinstance(t, str) and t for t in stop):
+            raise _refusal("stop", "a list of strings that are not empty", stop)
+        self._set("stop", tuple(stop))
         self._set("stop_ids", _ids("stop_ids", self.stop_ids))
         if not isinstance(self.processors, Sequence) or not all(map(callable, self.processors)):
             raise _refusal("processors", "a list of functions", self.processors)
@@ -306,13 +309,6 @@ def _number(name: str, value: Any, low: float, high: float) -> float | None:
         bounds = [f" >= {low:g}"] * (low > -math.inf) + [f" <= {high:g}"] * (high < math.inf)
         raise _refusal(name, f"a finite number{' and'.join(bounds)}", value)
     return number
-
-
-def _texts(name: str, texts: Any) -> tuple[str, ...]:
-    texts = (texts,) if isinstance(texts, str) else texts
-    if not isinstance(texts, Sequence) or not all(isinstance(t, str) and t for t in texts):
-        raise _refusal(name, "a list of strings that are not empty", texts)
-    return tuple(texts)
 
 
 def _ids(name: str, ids: Any) -> tuple[int, ...]:
