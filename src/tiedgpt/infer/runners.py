@@ -51,15 +51,9 @@ class BackendOptions:
     threads: int | None
 
     def __post_init__(self) -> None:
-        if self.precision not in PRECISIONS:
-            raise UserError(
-                f"must be one of {', '.join(PRECISIONS)}, got {self.precision!r}",
-                option="precision",
-            )
-        if self.backend not in BACKENDS:
-            raise UserError(
-                f"must be one of {', '.join(BACKENDS)}, got {self.backend!r}", option="backend"
-            )
+        for name, choices in (("precision", PRECISIONS), ("backend", BACKENDS)):
+            if (value := getattr(self, name)) not in choices:
+                raise UserError(f"must be one of {', '.join(choices)}, got {value!r}", option=name)
         if self.backend == "torch" and self.precision in QUANTIZED:
             raise UserError(
                 f"torch does not compute {self.precision}: backend='kernels' does, on the CPU"
