@@ -208,24 +208,22 @@ def _cache(model: PackedModel, n_slots: int, capacity: int) -> Cache:
 def _weights(model: PackedModel) -> Weights:
     """Return a model's arrays as kernels take them."""
     config, a = model.config, model.arrays
-    none = np.zeros(padded(config.vocab_size), np.float32)
-    wte = Matrix(a["wte.weights"], a["wte.scales"], none)
-    tied = config.tie_word_embeddings
-    head = wte if tied else Matrix(a["head.weights"], a["head.scales"], a["head.bias"])
 
-    def stack(name: str) -> Matrix:
+    def matrix(name: str) -> Matrix:
         return Matrix(a[f"{name}.weights"], a[f"{name}.scales"], a[f"{name}.bias"])
 
+    no_bias = np.zeros(padded(config.vocab_size), np.float32)
+    wte = Matrix(a["wte.weights"], a["wte.scales"], no_bias)
     longest = config.n_positions
     windows = [min(config.window(layer) or 0, longest) for layer in range(config.n_layer)]
     return Weights(
         wte=wte,
         wpe=a["wpe"],
-        head=head,
-        c_attn=stack("c_attn"),
-        attn_proj=stack("attn_proj"),
-        c_fc=stack("c_fc"),
-        mlp_proj=stack("mlp_proj"),
+        head=wte if config.tie_word_embeddings else matrix("head"),
+        c_attn=matrix("c_attn"),
+        attn_proj=matrix("attn_proj"),
+        c_fc=matrix("c_fc"),
+        mlp_proj=matrix("mlp_proj"),
         norms=a["norms"],
         ln_f=a["ln_f"],
         windows=np.array(windows, np.int64),
