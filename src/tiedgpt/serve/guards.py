@@ -208,9 +208,10 @@ class Guard:
 
     async def _body(self, headers: Headers, receive: Receive) -> bytes:
         """Read the whole body, which is small; raise `APIError` if it is large or slow."""
-        declared = headers.get("content-length", "0")
-        if declared.isdigit() and len(declared) < 20 and int(declared) > self.limits.body:
-            raise self._too_large()
+        limit, declared = self.limits.body, headers.get("content-length", "0")
+        too_large = APIError(413, f"a body may have {limit:,} bytes", code="body_too_large")
+        if declared.isdigit() and len(declared) < 20 and int(declared) > limit:
+            raise too_large
         body = bytearray()
         try:
             async with asyncio.timeout(self.limits.body_seconds):
@@ -219,8 +220,8 @@ class Guard:
                     if message["type"] == "http.disconnect":
                         raise APIError(CLIENT_LEFT, "the client disconnected", code="cancelled")
                     body += message.get("body", b"")
-                    if len(body) > self.limits.body:
-                        raise self._too_large()
+                    if len(body) > limit:
+                        raise too_large
                     if not message.get("more_body", False):
                         return bytes(body)
         except TimeoutError:
@@ -242,9 +243,6 @@ class Guard:
                 while n_left > 0 and (message := await receive()).get("more_body"):
                     n_left -= len(message["body"])
         await respond({**body, "body": b"", "more_body": False})
-
-    def _too_large(self) -> APIError:
-        return APIError(413, f"a body may have {self.limits.body:,} bytes", code="body_too_large")
 
 
 def headers_too_large(limits: Limits) -> APIError:

@@ -78,7 +78,7 @@ class TokenNames:
 def completion_logprobs(entries: Sequence[Entry], names: TokenNames, n_top: int) -> dict[str, Any]:
     """Return the `logprobs` of a choice of /v1/completions."""
     tops = [_with_own(entry) if n_top else [] for entry in entries]
-    columns: dict[str, Any] = {
+    return {
         "tokens": [names.of(entry.id) for entry in entries],
         "token_logprobs": [_finite(entry.logprob) for entry in entries],
         "top_logprobs": [_by_text(top, names) if top else None for top in tops] if n_top else None,
@@ -87,7 +87,6 @@ def completion_logprobs(entries: Sequence[Entry], names: TokenNames, n_top: int)
         "top_token_ids": [[id for id, _ in top] for top in tops],
         "top_token_logprobs": [[_finite(logprob) for _, logprob in top] for top in tops],
     }
-    return columns
 
 
 def chat_logprobs(entries: Sequence[Entry], names: TokenNames) -> dict[str, Any]:
