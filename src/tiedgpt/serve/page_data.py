@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 import tiedgpt
 from tiedgpt.data import Shards
 from tiedgpt.errors import TiedGPTError, UserError
-from tiedgpt.files import format_bytes
+from tiedgpt.files import format_bytes, read_json
 from tiedgpt.inspect.registry import INSPECTIONS, Inspection
 from tiedgpt.plots.panel import smoothed
 from tiedgpt.runtime import to_json_data
@@ -132,10 +132,10 @@ def opening_text(source: Source, tokenizer: Tokenizer | None) -> str | list[int]
 def stored_opening(source: Source) -> str | None:
     """Return the text in opening.json of a run or of a model's directory, if there is one."""
     for directory in (Path(source), Path(source) / "model"):
-        with contextlib.suppress(OSError, ValueError):
-            stored = json.loads((directory / OPENING).read_text(encoding="utf-8"))
-            if isinstance(stored, dict) and isinstance(stored.get("text"), str):
-                return str(stored["text"])
+        with contextlib.suppress(TiedGPTError):
+            text = read_json(directory / OPENING).get("text")
+            if isinstance(text, str):
+                return text
     return None
 
 
