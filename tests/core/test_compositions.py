@@ -569,6 +569,12 @@ def starts_at(index):
     return starts
 
 
+def targets_with(wrong):
+    targets = A[1].clone()
+    targets[1, 3] = wrong
+    return targets
+
+
 ROW = A[0][:1], A[1][:1]
 
 
@@ -579,6 +585,11 @@ ROW = A[0][:1], A[1][:1]
         (A[0][:, :0], A[1][:, :0], None, "1 to 16 tokens"),
         (*A[:1], A[1].double(), None, "targets must be integers"),
         (*A[:1], A[1] > 0, None, "targets must be integers"),
+        (*A[:1], A[1][:, 1:], None, "must have one shape"),
+        *(
+            (A[0], targets_with(wrong), None, f"between 0 and 52, .* got {wrong}")
+            for wrong in (53, -1, -99)
+        ),
         (*ROW, torch.zeros(1, 15).long(), "document_starts must hold an index"),
         (*ROW, torch.zeros(1, 16), "document_starts must hold an index"),
         (*ROW, torch.zeros(1, 16).bool(), "document_starts must hold an index"),

@@ -333,14 +333,6 @@ def locked(trial):
     return run
 
 
-def test_two_trainings_cannot_share_a_directory(locked):
-    with locked.run.lock(), pytest.raises(UserError, match="is in use: process"):
-        with locked.run.lock():
-            pass
-    with locked.run.lock():
-        pass
-
-
 def test_a_foreign_directory_is_refused_as_a_run(tmp_path):
     (tmp_path / "letters").mkdir()
     (tmp_path / "letters" / "dear.txt").write_text("dear")

@@ -46,17 +46,11 @@ def test_the_number_of_threads_changes_no_bit():
 
 
 @pytest.mark.parametrize("dtype", TOLERANCES)
-def test_nan_stays_nan(dtype):
-    z = torch.zeros(32, dtype=dtype)
-    z[5] = torch.nan
-    y, gradient = gelu_and_gradient(gelu, z, torch.ones_like(z))
-    assert y.isnan().tolist() == gradient.isnan().tolist() == z.isnan().tolist()
-
-
-@pytest.mark.parametrize("dtype", TOLERANCES)
-def test_diverged_numbers_have_torchs_value_and_gradient(dtype):
+def test_diverged_numbers_and_nan_have_torchs_value_and_gradient(dtype):
     sizes = torch.tensor([20.0, 1e3, 1e6, 1e12, 1e13, 1e18, 1e38, torch.inf])
-    z = torch.cat([sizes, -sizes]).to(dtype)
+    beside_nan = torch.zeros(16)
+    beside_nan[5] = torch.nan
+    z = torch.cat([sizes, -sizes, beside_nan]).to(dtype)
     expected = gelu_and_gradient(lambda z: F.gelu(z, approximate="tanh"), z, torch.ones_like(z))
     for mine, its in zip(gelu_and_gradient(gelu, z, torch.ones_like(z)), expected, strict=True):
         torch.testing.assert_close(mine, its, rtol=0, atol=1e-30, equal_nan=True)
