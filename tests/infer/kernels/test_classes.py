@@ -8,6 +8,8 @@ import pytest
 from numba import njit, types
 
 from tiedgpt.infer.kernels import simd
+from tiedgpt.infer.kernels.arguments import Matrix, Vectors
+from tiedgpt.infer.kernels.microkernels import microkernel6, wide_microkernel6, widen
 from tiedgpt.infer.kernels.simd import ARRAY, constant, i8, i16, i32, i64, instructions, vector
 
 NEEDS = {
@@ -76,6 +78,29 @@ def test_sums_of_32_products_with_4_bit_weights_fit_into_words():
         np.testing.assert_array_equal(sums, 32 * 15 * x)
 
 
+@pytest.mark.skipif("avx2" not in simd.FEATURES, reason="this CPU has no AVX2")
+def test_weights_widened_beforehand_give_the_same_sums():
+    rng, width = np.random.default_rng(0), 256
+    weights = rng.integers(1, 256, (2, width // 4, 64, 4)).astype(np.uint8)
+    matrix = Matrix(weights, np.ones((2, 64), np.float32), np.zeros(128, np.float32))
+    values = rng.integers(-127, 128, (12, width)).astype(np.int8)
+    values[6], weights[1, :, :2] = 127, 255
+    scales = rng.standard_normal((12, width // 64)).astype(np.float32)
+    x = Vectors(values, scales, values.reshape(12, -1, 32).sum(2, dtype=np.int32))
+    wide = np.zeros((64 + 6) * width, np.int16)
+    sums, expected = np.zeros((2, 6, 64), np.float32)
+
+    @njit
+    def multiply(matrix, x, wide, sums, expected):
+        widen(matrix, 1, 256, wide)
+        wide_microkernel6(wide, x, 6, 256, sums)
+        microkernel6(matrix, 1, x, 6, 256, expected)
+
+    multiply(matrix, x, wide, sums, expected)
+    np.testing.assert_array_equal(sums, expected)
+    assert np.abs(sums).min() > 0
+
+
 ARM_SYSTEMS = [
     ("linux", 1 << 20, 1 << 13, {"dotprod", "i8mm"}),
     ("linux", 1 << 20, 0, {"dotprod"}),
@@ -98,6 +123,8 @@ def getauxval(number): return words[number]
 ctypes.CDLL = lambda name: types.SimpleNamespace(getauxval=getauxval)
 platform.machine, sys.platform = lambda: "aarch64", "{system}"
 from tiedgpt.infer.kernels import simd
+from tiedgpt.infer.kernels.arguments import Matrix, Vectors
+from tiedgpt.infer.kernels.microkernels import microkernel6, wide_microkernel6, widen
 print(*sorted(simd.FEATURES & {{"dotprod", "i8mm"}}))
 """
     done = subprocess.run(

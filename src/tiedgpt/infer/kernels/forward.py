@@ -45,7 +45,7 @@ def _layer_of(stack, layer):
 def _layer(control, phase, layer, model, buffers, cache, batch):
     """Add attention and the MLP of one layer to h."""
     n, post, norms = len(batch.ids), model.post, model.norms
-    x, sums = buffers.x, buffers.sums[control.me]
+    x = buffers.x
     if post:
         before = norms[layer - 1, 1] if layer else norms[0, 1]
         mode = int(REPLACE) if layer else int(UNCHANGED)
@@ -53,20 +53,20 @@ def _layer(control, phase, layer, model, buffers, cache, batch):
     else:
         phase = _normalize(control, phase, model, buffers, norms[layer, 0], n, int(NORM))
     c_attn = _layer_of(model.c_attn, layer)
-    phase = gemm(control, phase, c_attn, x, n, sums, store, buffers.qkv)
+    phase = gemm(control, phase, c_attn, x, n, buffers, store, buffers.qkv)
     phase = _attention(control, phase, layer, model, buffers, cache, batch)
     for token in claim_chunks(control, phase, n):
         quantize(buffers.attention[token], 0, x.values.shape[1], row_of(x, token))
     attn_proj = _layer_of(model.attn_proj, layer)
-    phase = gemm(control, phase + 1, attn_proj, x, n, sums, accumulate, buffers.h)
+    phase = gemm(control, phase + 1, attn_proj, x, n, buffers, accumulate, buffers.h)
     if post:
         phase = _normalize(control, phase, model, buffers, norms[layer, 0], n, int(REPLACE))
     else:
         phase = _normalize(control, phase, model, buffers, norms[layer, 1], n, int(NORM))
     hidden = Activated(buffers.mlp, model.activation)
     c_fc, mlp_proj = _layer_of(model.c_fc, layer), _layer_of(model.mlp_proj, layer)
-    phase = gemm(control, phase, c_fc, x, n, sums, store_activated, hidden)
-    return gemm(control, phase, mlp_proj, buffers.mlp, n, sums, accumulate, buffers.h)
+    phase = gemm(control, phase, c_fc, x, n, buffers, store_activated, hidden)
+    return gemm(control, phase, mlp_proj, buffers.mlp, n, buffers, accumulate, buffers.h)
 
 
 @njit(error_model="numpy")
@@ -127,8 +127,7 @@ def _logits(control, phase, model, buffers, batch):
         norm = model.norms[layers - 1, 1] if model.post else model.ln_f
         layer_norm(h, model.n_embd, norm[0], norm[1], model.epsilon, out)
         quantize(out, 0, padded, row_of(buffers.x, m))
-    sums = buffers.sums[control.me]
-    return gemm(control, phase + 1, model.head, buffers.x, n, sums, store, buffers.logits)
+    return gemm(control, phase + 1, model.head, buffers.x, n, buffers, store, buffers.logits)
 
 
 @njit(error_model="numpy")

@@ -19,7 +19,7 @@ from numba.extending import overload
 
 from tiedgpt.infer.kernels import simd
 from tiedgpt.infer.kernels import vectors as vec
-from tiedgpt.infer.kernels.arguments import LANES, Matrix, Vectors
+from tiedgpt.infer.kernels.arguments import LANES, VECTORS, Matrix, Vectors
 from tiedgpt.infer.kernels.quantize import GROUP
 from tiedgpt.infer.kernels.simd import ARRAY, constant, f32, i8, i16, i32, i64, instructions, vector
 
@@ -52,6 +52,70 @@ def _microkernel(n: int) -> Any:
                     simd.store(builder, values, builder.gep(out, [i64(m * PANEL + block * LANES)]))
 
     return microkernel
+
+
+@instructions(types.void, ARRAY, types.intp, types.intp, ARRAY)
+def widen(builder, matrix, panel, width, wide):
+    """Write a panel of int8 weights to `wide` as int16 (4, K/4, 2, 16, 2).
+
+    Of 4 numbers, the first lies beside the third and the second beside the fourth.
+    """
+    weights = builder.gep(matrix.weights, [builder.mul(panel, builder.mul(width, i64(PANEL)))])
+    with cgutils.for_range(builder, builder.lshr(width, i64(2))) as loop:
+        row = builder.gep(weights, [builder.mul(loop.index, i64(4 * PANEL))])
+        _prefetch_ahead(builder, row, range(PARTS), 64)
+        for block in range(PARTS):
+            numbers = simd.load(builder, builder.gep(row, [i64(64 * block)]), i8, 64)
+            signed = builder.xor(numbers, constant(i8, -128, 64))
+            odd, eight = builder.bitcast(signed, vector(i16, 32)), constant(i16, 8, 32)
+            at = builder.add(
+                builder.mul(width, i64(block * LANES)), builder.shl(loop.index, i64(6))
+            )
+            for half, words in enumerate((builder.shl(odd, eight), odd)):
+                target = builder.gep(wide, [builder.add(at, i64(32 * half))])
+                simd.store(builder, builder.ashr(words, eight), target)
+
+
+@instructions(types.void, ARRAY, ARRAY, types.intp, types.intp, ARRAY)
+def wide_microkernel6(builder, wide, x, first, width, out):
+    """Do `microkernel6` with the panel that `widen` wrote; the vectors are widened behind it."""
+    n, vectors = VECTORS, _vectors_from(builder, x, width, first)
+    behind = builder.gep(wide, [builder.mul(width, i64(PANEL))])
+    order = ir.Constant(vector(i32, 32), [4 * k + i for k in range(8) for i in (0, 2, 1, 3)])
+    with cgutils.for_range(builder, builder.lshr(builder.mul(width, i64(n)), i64(5))) as loop:
+        at = builder.shl(loop.index, i64(5))
+        numbers = simd.load(builder, builder.gep(vectors.values, [at]), i8, 32)
+        numbers = builder.shuffle_vector(numbers, numbers, order)
+        simd.store(builder, builder.sext(numbers, vector(i16, 32)), builder.gep(behind, [at]))
+    words, pairs = builder.bitcast(behind, i32.as_pointer()), builder.lshr(width, i64(1))
+    starts = [builder.mul(pairs, i64(m)) for m in range(n)]
+    for block in range(PARTS):
+        rows = builder.gep(wide, [builder.mul(width, i64(block * LANES))])
+        sums = zero_sums(builder, n, 1)
+        totals = _variables(builder, n, 1, vector(i32))
+        with cgutils.for_range(builder, builder.lshr(width, i64(6))) as outer:
+            for (slot,) in totals:
+                builder.store(ir.Constant(vector(i32), None), slot)
+            with cgutils.for_range(builder, i64(GROUP // 2)) as inner:
+                step = builder.add(builder.mul(outer.index, i64(GROUP // 2)), inner.index)
+                row = builder.gep(rows, [builder.mul(step, i64(32))])
+                twos = [builder.load(builder.gep(words, [builder.add(s, step)])) for s in starts]
+                add_products(builder, totals, [simd.load(builder, row, i16, 32)], twos, _add_wide)
+            for m in range(n):
+                x_row = builder.mul(builder.lshr(width, i64(6)), i64(m))
+                at = builder.add(x_row, outer.index)
+                x_scale = builder.load(builder.gep(vectors.scales, [at]))
+                product = builder.sitofp(builder.load(totals[m][0]), vector(f32))
+                total = add_scaled(builder, builder.load(sums[m][0]), product, x_scale)
+                builder.store(total, sums[m][0])
+        for m, (values,) in enumerate(load_sums(builder, sums)):
+            simd.store(builder, values, builder.gep(out, [i64(m * PANEL + block * LANES)]))
+
+
+def _add_wide(builder: Any, totals: Any, weights: Any, two: Any) -> Any:
+    """Add to 16 sums 2 products of words each."""
+    x = builder.bitcast(simd.splat(builder, two), vector(i16, 32))
+    return builder.add(totals, simd.multiply_words(builder, weights, x))
 
 
 def _vectors_from(builder: Any, x: Vectors, width: Any, first: Any) -> Vectors:

@@ -245,8 +245,12 @@ def multiply_pairs(builder: Any, unsigned: Any, signed: Any) -> Any:
 
 def add_pairs(builder: Any, words: Any) -> Any:
     """Return the 16 sums of two neighbouring words each (AVX2's `vpmaddwd`)."""
-    ones = constant(i16, 1, 32)
-    return _call_on_parts(builder, "llvm.x86.avx2.pmadd.wd", vector(i32, 8), [words, ones])
+    return multiply_words(builder, words, constant(i16, 1, 32))
+
+
+def multiply_words(builder: Any, words: Any, x: Any) -> Any:
+    """Return the 16 sums of 2 products of words in 32 bits (AVX2's `vpmaddwd`)."""
+    return _call_on_parts(builder, "llvm.x86.avx2.pmadd.wd", vector(i32, 8), [words, x])
 
 
 def _arm(builder: Any, sums: Any, weights: Any, x: Any, name: str) -> Any:
