@@ -64,8 +64,12 @@ class Attention(nn.Module):
 
         `mask` (B, 1, T, T) bool narrows that to a document's own positions; not with a cache.
         """
-        n_new = x.shape[1]
-        q, k, v = self.c_attn(x).unflatten(-1, (3, self.n_head, -1)).unbind(2)
+        return self.c_proj(self.mix(self.c_attn(x), layer, past, mask))
+
+    def mix(self, qkv: Tensor, layer: int, past: KVCache | None, mask: Tensor | None) -> Tensor:
+        """(B, T, 3D) -> (B, T, D): each head's attention, side by side."""
+        n_new = qkv.shape[1]
+        q, k, v = qkv.unflatten(-1, (3, self.n_head, -1)).unbind(2)
         q, k, v = (t.transpose(1, 2) for t in (q, k, v))  # (B, H, T, D/H)
         if past is not None:
             k, v = past.append(layer, k, v)
@@ -74,8 +78,7 @@ class Attention(nn.Module):
         elif mask is not None and self.window is not None:
             mask = mask & torch.ones_like(mask).triu(1 - self.window)
         causal = mask is None and (past is None or bool(n_new > 1))
-        y = self.attend(q, k, v, mask, causal)
-        return self.c_proj(y.transpose(1, 2).flatten(2))
+        return self.attend(q, k, v, mask, causal).transpose(1, 2).flatten(2)
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, causal: bool) -> Tensor:
         """(B, H, T, D/H) thrice -> (B, H, T, D/H): softmax(q k^T / sqrt(D/H)) v, masked."""

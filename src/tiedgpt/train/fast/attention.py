@@ -1,23 +1,46 @@
-"""Causal attention of sequences and of packed documents in bf16 on a CPU, by batched matmuls.
+"""Causal attention on a CPU: of short sequences by our kernels, else in bf16 by batched matmuls.
 
-A block of queries is multiplied with the keys that it sees; in packed documents, these begin with
-the first document of the block. Scores and softmax are fp32, so that the error is that of torch's
-kernel or less. All of it is plain autograd.
+The kernels (`attention_kernels.py`) read Q, K and V where c_attn wrote them, skip hidden positions,
+and write the gradient in the same layout. No scores are kept: the backward pass computes them
+again.
 
-Gain: a step of a 5M-parameter model at 8 x 128 takes 0.75x the time, one of GPT-2 124M 0.95x at
-4 x 512 (and 6 % more memory) and 0.92x at 2 x 1024 (13 % more). Forward and backward of
-packed attention take, of the CPU time of torch's kernel with a mask, 0.38x (4 x 512, documents of
-about 100 tokens), 0.59x (of about 400), 0.32x (2 x 1024, of 200) and 0.82x (8 x 256, of 80).
+Gain of the kernels in CPU time of a core of Zen 4, 128 to 512 positions: forward and backward of
+attention take 0.50x to 0.60x the time of torch's kernel in fp32 and 0.60x to 0.71x that of the
+batched matmuls in bf16; limited to AVX2, 0.56x to 0.64x and less. A step of `tiny` or `little`
+takes 0.95x in fp32 and 0.97x in bf16. With 1,024 positions AVX2 would take 1.15x.
+
+Longer sequences in bf16 and packed documents are computed by batched matmuls. A block of queries is
+multiplied with the keys that it sees; in packed documents, these begin with the first document of
+the block. Scores and softmax are fp32, so that the error is that of torch's kernel or less. All of
+it is plain autograd.
+
+Gain of the batched matmuls: a step of GPT-2 124M takes 0.95x the time at 4 x 512 (and 6 % more
+memory) and 0.92x at 2 x 1024 (13 % more). Forward and backward of packed attention take, of the CPU
+time of torch's kernel with a mask, 0.38x (4 x 512, documents of about 100 tokens), 0.59x (of about
+400), 0.32x (2 x 1024, of 200) and 0.82x (8 x 256, of 80).
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from typing import Any
+
 import torch
 from torch import Tensor
 
+from tiedgpt.core.cache import KVCache
 from tiedgpt.core.layers import Attention
+from tiedgpt.core.loss import is_plain_autograd
+from tiedgpt.infer.kernels.compile_cache import Kernel
 from tiedgpt.train.fast.substitute import Substitute
+from tiedgpt.train.fast.threads import are_available, run
 
+FORWARD = Kernel("tiedgpt.train.fast.attention_kernels", "attention")
+GRADIENT = Kernel("tiedgpt.train.fast.attention_kernels", "attention_gradient")
+TILE = 32
+"""Divisor of the positions, and of the size of a head, that the kernels take."""
+MAX_KERNEL_POSITIONS = 512
+"""Maximum length of a sequence for the kernels: scores of a longer one leave a core's cache."""
 BLOCK = 128
 """Queries in a block."""
 MAX_POSITIONS = 1024
@@ -25,7 +48,30 @@ MAX_POSITIONS = 1024
 
 
 class BlockedAttention(Substitute, Attention):
-    """Attention in blocks of queries for training in bf16 on a CPU without dropout."""
+    """Attention for training on a CPU, without dropout of attention weights."""
+
+    def mix(self, qkv: Tensor, layer: int, past: KVCache | None, mask: Tensor | None) -> Tensor:
+        """(B, T, 3D) -> (B, T, D)."""
+        can_run = (
+            past is None
+            and mask is None
+            and not (self.training and self.attn_pdrop > 0)
+            and type(qkv) is Tensor
+            and qkv.device.type == "cpu"
+            and qkv.dtype in (torch.float32, torch.bfloat16)
+            and qkv.requires_grad
+            and torch.is_grad_enabled()
+            and is_plain_autograd(qkv)
+            and are_available()
+        )
+        if can_run and self._suits_kernels(qkv.shape[1], qkv.shape[2] // (3 * self.n_head)):
+            return attention(qkv, self.n_head)
+        return super().mix(qkv, layer, past, mask)
+
+    def _suits_kernels(self, n_positions: int, head_size: int) -> bool:
+        is_dense = self.window is None or self.window >= n_positions
+        is_whole = n_positions % TILE == head_size % TILE == 0
+        return is_dense and is_whole and n_positions <= MAX_KERNEL_POSITIONS
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, causal: bool) -> Tensor:
         """(B, H, T, D/H) thrice -> (B, H, T, D/H)."""
@@ -44,6 +90,52 @@ class BlockedAttention(Substitute, Attention):
         ):
             return blocked_attention(q, k, v, mask)
         return super().attend(q, k, v, mask, causal)
+
+
+class _Attention(torch.autograd.Function):
+    """Causal attention of qkv (B, T, 3D) with H heads by our kernels."""
+
+    @staticmethod
+    def forward(ctx: Any, qkv: Tensor, n_head: int) -> Tensor:
+        qkv = qkv.contiguous()
+        n_sequences, n_positions, width = qkv.shape
+        shape, size = (n_sequences, n_positions, n_head), width // (3 * n_head)
+        moments = torch.empty(n_sequences, n_head, n_positions, 2)
+        scratch = torch.empty(torch.get_num_threads(), n_positions, 8 + 4 * size)
+        y = qkv.new_empty(n_sequences, n_positions, n_head * size)
+        run(FORWARD, *shape, size, qkv, moments, scratch, y)
+        ctx.save_for_backward(qkv, moments)
+        ctx.shape, ctx.size = shape, size
+        return y
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+        qkv, moments = ctx.saved_tensors
+        (_, n_positions, n_head), size = ctx.shape, ctx.size
+        if torch.is_grad_enabled() or not is_plain_autograd(grad):
+            return _plain_gradient(qkv, n_head, grad), None
+        numbers = 2 * n_positions + 6 * size
+        scratch = torch.empty(torch.get_num_threads(), n_positions, numbers)
+        out = torch.empty_like(qkv)
+        run(GRADIENT, *ctx.shape, size, qkv, moments, grad.contiguous(), scratch, out)
+        return out, None
+
+
+attention: Callable[[Tensor, int], Tensor] = _Attention.apply
+"""Causal attention (B, T, 3D) -> (B, T, D) in fp32 or bf16; T and D/H are multiples of 32."""
+
+
+def _plain_gradient(qkv: Tensor, n_head: int, grad: Tensor) -> Tensor:
+    """Return the gradient by operations that can be differentiated again or vectorized."""
+    is_differentiated_again = torch.is_grad_enabled()
+    with torch.enable_grad():
+        qkv = qkv if is_differentiated_again else qkv.detach().requires_grad_()
+        q, k, v = qkv.unflatten(-1, (3, n_head, -1)).transpose(1, 3).unbind(2)
+        hidden = torch.full((q.shape[2], q.shape[2]), -torch.inf, dtype=q.dtype).triu(1)
+        scores = q @ k.mT * q.shape[-1] ** -0.5 + hidden
+        y = (scores.softmax(-1) @ v).transpose(1, 2).flatten(2)
+    (result,) = torch.autograd.grad(y, qkv, grad, create_graph=is_differentiated_again)
+    return result
 
 
 def blocked_attention(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None = None) -> Tensor:

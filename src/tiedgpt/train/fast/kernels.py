@@ -27,11 +27,11 @@ def _store_bf16(builder, array, offset, a):
     store(builder, builder.trunc(rounded, vector(i16)), builder.gep(array, [offset]))
 
 
-def _write(array, at, a):
+def write(array, at, a):
     """Write 16 numbers to a float32 or a bf16 (uint16) array."""
 
 
-@overload(_write, inline="always")
+@overload(write, inline="always")
 def _typed_write(array, at, a):
     if array.dtype == types.uint16:
         return lambda array, at, a: _store_bf16(array, at, a)
@@ -58,7 +58,7 @@ def gelu(control, z, y):
     while start < n:
         for at in range(start, min(n, start + CHUNK), LANES):
             v = vec.load(z, at)
-            _write(y, at, vec.multiply(v, _sigmoid(v)))
+            write(y, at, vec.multiply(v, _sigmoid(v)))
         start = add(control.counters, 0, CHUNK)
 
 
@@ -76,5 +76,5 @@ def gelu_gradient(control, z, grad, out):
             slope = vec.add(two_c, vec.multiply(cubic, vec.multiply(v, v)))
             rest = vec.multiply(vec.shift(s, np.float32(1.0), np.float32(-1.0)), slope)
             derivative = vec.add(s, vec.multiply(vec.multiply(v, s), rest))
-            _write(out, at, vec.multiply(vec.load(grad, at), derivative))
+            write(out, at, vec.multiply(vec.load(grad, at), derivative))
         start = add(control.counters, 0, CHUNK)

@@ -24,19 +24,23 @@ def are_available() -> bool:
     return is_fast and not os.environ.get("NUMBA_DISABLE_JIT")
 
 
-def run(kernel: Kernel, *tensors: Tensor) -> None:
-    """Call a kernel with contiguous tensors as flat arrays; bf16 is passed as uint16.
+def run(kernel: Kernel, *arguments: Tensor | int) -> None:
+    """Call a kernel with numbers, and contiguous tensors as flat arrays; bf16 is passed as uint16.
 
     Each thread calls it, and claims chunks by the first counter of its control.
     """
-    flat = (tensor.detach().view(-1) for tensor in tensors)
-    arrays = (t.view(torch.uint16) if t.dtype == torch.bfloat16 else t for t in flat)
-    step = Step(kernel, 0, 1, tuple(array.numpy() for array in arrays))
+    step = Step(kernel, 1, 1, tuple(a if isinstance(a, int) else _flat(a) for a in arguments))
     parallel, threads = _parallel(), torch.get_num_threads()
     if parallel is None or threads == 1:
         step(0)
     else:  # the function's second argument, the number of the thread, is not read
         parallel(step.function, step.address, threads, 0)
+
+
+def _flat(tensor: Tensor) -> Any:
+    """Return a tensor's numbers as a NumPy array without copying them."""
+    flat = tensor.detach().view(-1)
+    return (flat.view(torch.uint16) if flat.dtype == torch.bfloat16 else flat).numpy()
 
 
 @cache

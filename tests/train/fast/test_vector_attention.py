@@ -1,0 +1,125 @@
+"""Attention of short sequences by our kernels equals torch's, in fp32 and in bf16."""
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+from tiedgpt import GPT, GPTConfig
+from tiedgpt.train import fast_training
+from tiedgpt.train.fast import attention as module
+from tiedgpt.train.fast.attention import attention
+
+TOLERANCES = {torch.float32: 1e-5, torch.bfloat16: 3e-2}
+
+
+def torchs(qkv, n_head):
+    q, k, v = qkv.unflatten(-1, (3, n_head, -1)).transpose(1, 3).unbind(2)
+    return F.scaled_dot_product_attention(q, k, v, is_causal=True).transpose(1, 2).flatten(2)
+
+
+def drawn(length, n_head=2, size=32, scale=1.0):
+    g = torch.Generator().manual_seed(length)
+    qkv = scale * torch.randn(3, length, 3 * n_head * size, generator=g)
+    return qkv, torch.randn(3, length, n_head * size, generator=g)
+
+
+def value_and_gradient(attend, qkv, n_head, grad):
+    qkv = qkv.clone().requires_grad_()
+    y = attend(qkv, n_head)
+    y.backward(grad)
+    return y.detach(), qkv.grad
+
+
+@pytest.mark.parametrize("dtype", TOLERANCES)
+@pytest.mark.parametrize(
+    ("length", "n_head", "size"), [(32, 1, 32), (96, 3, 32), (256, 2, 64), (512, 1, 32)]
+)
+@pytest.mark.parametrize("scale", [1.0, 6.0])
+def test_value_and_gradient_are_torchs(dtype, length, n_head, size, scale):
+    qkv, grad = (t.to(dtype) for t in drawn(length, n_head, size, scale))
+    ours = value_and_gradient(attention, qkv, n_head, grad)
+    exact = value_and_gradient(torchs, qkv.double(), n_head, grad.double())
+    for mine, right in zip(ours, exact, strict=True):
+        assert mine.dtype == dtype and mine.shape == right.shape
+        assert (mine.double() - right).norm() <= TOLERANCES[dtype] * right.norm()
+
+
+def test_later_tokens_change_no_bit():
+    qkv, _ = drawn(128)
+    changed = qkv.clone()
+    changed[:, 77:] = 5.0
+    assert torch.equal(attention(changed, 2)[:, :77], attention(qkv, 2)[:, :77])
+
+
+def test_the_number_of_threads_changes_no_bit():
+    qkv, grad = drawn(64)
+    before, results = torch.get_num_threads(), []
+    try:
+        for threads in (1, 2, 3):
+            torch.set_num_threads(threads)
+            results.append(value_and_gradient(attention, qkv, 2, grad))
+    finally:
+        torch.set_num_threads(before)
+    for y, gradient in results[1:]:
+        assert torch.equal(y, results[0][0])
+        assert torch.equal(gradient, results[0][1])
+
+
+@pytest.mark.parametrize("matrix", [0, 1, 2], ids=["query", "key", "value"])
+@pytest.mark.parametrize("number", [torch.nan, torch.inf])
+def test_numbers_that_are_not_finite_reach_value_and_gradient(matrix, number):
+    qkv, grad = drawn(32, n_head=1)
+    qkv[0, 5, 32 * matrix] = number
+    for result in value_and_gradient(attention, qkv, 1, grad):
+        assert not result[0].isfinite().all()
+        assert result[1:].isfinite().all()
+
+
+def test_second_and_vectorized_derivatives_are_torchs():
+    (qkv, grad), results = drawn(32), []
+    for attend in (attention, torchs):
+        x = qkv.clone().requires_grad_()
+        with torch.nn.attention.sdpa_kernel(torch.nn.attention.SDPBackend.MATH):
+            (first,) = torch.autograd.grad(attend(x, 2), x, grad, create_graph=True)
+            (second,) = torch.autograd.grad(first.square().sum(), x)
+            both = torch.stack([grad, -2 * grad])
+            (batched,) = torch.autograd.grad(attend(x, 2), x, both, is_grads_batched=True)
+        results.append((first.detach(), second, batched))
+    for mine, its in zip(*results, strict=True):
+        torch.testing.assert_close(mine, its, rtol=1e-3, atol=1e-4)
+
+
+@pytest.mark.parametrize(
+    ("change", "times"),
+    [
+        ({}, 2),
+        ({"attn_pdrop": 0.1}, 0),
+        ({"attention_windows": (0, 4)}, 1),
+        ({"n_positions": 48}, 0),
+        ({"n_positions": 544}, 0),
+        ({"n_head": 4}, 0),
+    ],
+)
+@pytest.mark.parametrize("dtype", [None, torch.bfloat16])
+def test_a_gpt_has_the_plain_loss_and_gradients(change, times, dtype, monkeypatch):
+    calls = []
+    monkeypatch.setattr(module, "attention", lambda *inputs: calls.append(1) or attention(*inputs))
+    torch.manual_seed(0)
+    shape = {"vocab_size": 11, "n_positions": 64, "n_embd": 64, "n_layer": 2, "n_head": 2}
+    dropout = dict.fromkeys(("attn_pdrop", "embd_pdrop", "resid_pdrop"), 0.0)
+    config = GPTConfig(**(shape | dropout | change))
+    model, ids = GPT(config).train(), torch.randint(11, (3, config.n_positions))
+
+    def loss_and_gradients():
+        torch.manual_seed(1)
+        with torch.autocast("cpu", torch.bfloat16, enabled=dtype is not None):
+            loss = model.loss(ids, ids)
+        return loss.detach(), *torch.autograd.grad(loss, list(model.parameters()))
+
+    expected = loss_and_gradients()
+    with fast_training(model):
+        fast = loss_and_gradients()
+    assert len(calls) == times
+    for mine, its in zip(fast, expected, strict=True):
+        tolerance = 1e-4 if dtype is None else 0.1
+        assert (mine - its).norm() <= tolerance * its.norm() + 1e-4
