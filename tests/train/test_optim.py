@@ -5,6 +5,7 @@ import torch
 
 from tests.train.conftest import assert_resumes
 from tiedgpt import GPT
+from tiedgpt.errors import UserError
 from tiedgpt.train.optim import OPTIMIZERS, OptimizerSpec, scale_lr_to_width
 from tiedgpt.train.optim.groups import optimizers, parameter_groups
 from tiedgpt.weights.containers import SafetensorsFile
@@ -89,6 +90,20 @@ def build_lion(groups, lr):
     return Lion(groups, {"lr": lr})
 
 
+class CountingLion(Lion):
+    """Lion that counts its steps in an int."""
+
+    @torch.no_grad()
+    def step(self, closure=None):
+        super().step(closure)
+        for state in self.state.values():
+            state["n_steps"] = state.get("n_steps", 0) + 1
+
+
+def build_counting(groups, lr):
+    return CountingLion(groups, {"lr": lr})
+
+
 def test_a_new_optimizer_is_one_record(trial, monkeypatch):
     home = f"{__name__}:build_lion"
     lion = OptimizerSpec(label="Lion", home=home, moments=1, width_exponent=1.0)
@@ -97,3 +112,11 @@ def test_a_new_optimizer_is_one_record(trial, monkeypatch):
     saved = SafetensorsFile.open(whole.newest("optimizer.safetensors")).entries
     assert {"h.0.mlp.c_fc.weight/momentum", "wte.weight/exp_avg"} < set(saved)
     assert scale_lr_to_width(1e-3, width=128, to=512, optimizer="lion") == 2.5e-4
+
+
+def test_optimizer_state_that_is_no_tensor_is_refused_by_name(trial, monkeypatch):
+    home = f"{__name__}:build_counting"
+    counting = OptimizerSpec(label="Lion", home=home, moments=1, width_exponent=1.0)
+    monkeypatch.setitem(OPTIMIZERS, "lion", counting)
+    with pytest.raises(UserError, match="n_steps"):
+        trial("a", optimizer="lion", lr=1e-3).train()

@@ -23,7 +23,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
-from tiedgpt.errors import CorruptInputError, TiedGPTError
+from tiedgpt.errors import CorruptInputError, TiedGPTError, UserError
 from tiedgpt.files import read_json, reading, remove, replacing, require_room, write_json, writing
 from tiedgpt.train.distributed import Processes
 from tiedgpt.train.objective import Objective
@@ -59,6 +59,12 @@ def save_checkpoint(
     writes, or each process its parts of a sharded model.
     """
     weights, moments = processes.state(objective, model, optimizers)
+    for name, value in moments.items():
+        if not isinstance(value, Tensor):
+            raise UserError(
+                f"optimizer state {name} is {value!r}, and a checkpoint holds tensors",
+                hint="keep it in the optimizer as torch.tensor(...)",
+            )
     tensors = {**moments, **(_random_state(model) if processes.is_main else {})}
     path = checkpoint_path(directory, step)
     with contextlib.ExitStack() as stack:
