@@ -1,6 +1,7 @@
 """An objective in its own file: preferences (DPO) by adapters on a frozen GPT."""
 
 import dataclasses
+import re
 from dataclasses import dataclass
 
 import numpy as np
@@ -12,6 +13,7 @@ from torch.nn.utils import parametrize
 
 from tests.train.conftest import PLAN, Trial, assert_resumes, gradients
 from tiedgpt import GPT, GPTConfig
+from tiedgpt.cli.main import main
 from tiedgpt.train.dataset import Data
 from tiedgpt.train.events import Evaluated, Started
 from tiedgpt.train.objective import Objective
@@ -145,3 +147,119 @@ def test_micro_batches_step_like_the_whole_batch(adapting):
     whole, *others = (gradients(model, batch, size, objective) for size in (4, 3, 1))
     for other in others:
         torch.testing.assert_close(other, whole, atol=1e-6, rtol=1e-4)
+
+
+SCRIPT = """
+import hashlib
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+
+from tiedgpt import GPT
+from tiedgpt.evaluate.perplexity import totals
+from tiedgpt.heads import pad
+from tiedgpt.train.dataset import Data, Sources
+from tiedgpt.train.objective import Objective
+
+
+class Lines(Sources):
+    def __init__(self, paths):
+        self.lines = [line for path in paths for line in Path(path).read_text().splitlines()]
+
+    def digest(self):
+        return hashlib.sha256(repr(self.lines).encode()).hexdigest()
+
+    def texts(self):
+        return self.lines, self.lines
+
+
+@dataclass
+class Score:
+    nats: float
+
+
+class NotAnObjective:
+    def build(self): ...
+
+
+class Partial(Objective):
+    def score(self, model, batches, autocast): ...
+
+
+class Unreadable(Objective):
+    def build(self):
+        return GPT(self.config)
+
+    def score(self, model, batches, autocast):
+        loss, n = totals(
+            model, batches, lambda batch: [float(model.loss(*batch)), 1], autocast=autocast
+        )
+        return Score(loss / n)
+
+
+class Unprepared(Unreadable):
+    @classmethod
+    def open(cls, options):
+        return Lines(options.data)
+
+
+class Own(Unprepared):
+    @classmethod
+    def make(cls, sources, run, options, setup):
+        ids = pad([setup.tokenizer.encode(line) for line in sources.lines])[0].numpy()
+        rows = ids[:, :-1], ids[:, 1:]
+        return cls(*setup), Data(
+            batches=lambda n, seed: lambda step: tuple(array[:n] for array in rows),
+            held_out=lambda n, n_batches: [rows],
+        )
+"""
+
+
+@pytest.fixture
+def train_own(tmp_path, monkeypatch, capfd):
+    """Train a class of SCRIPT from the command line; return the exit code and stderr."""
+    (tmp_path / "own_lines.py").write_text(SCRIPT)
+    (tmp_path / "lines.txt").write_text("one two three\nfour five six\n" * 8)
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.syspath_prepend(tmp_path)
+
+    def train(home, *options):
+        command = ["train", "lines.txt", "--objective", home, "--size", "nano", "--steps", "2"]
+        return main([*command, *options]), capfd.readouterr().err
+
+    return train
+
+
+@pytest.mark.parametrize(
+    "home, says",
+    [
+        ("own_lins:Own", "own_lins"),
+        ("own_lines:Owm", "Owm"),
+        ("own_lines:NotAnObjective", "subclass of Objective"),
+        ("own_lines:Partial", "build"),
+        ("own_lines:Unreadable", r"open\(options\)"),
+        ("own_lines:Unprepared", r"make\(sources, run, options, setup\)"),
+    ],
+)
+def test_an_incomplete_objective_gets_an_error_that_names_what_is_missing(train_own, home, says):
+    code, err = train_own(home)
+    assert code == 1 and re.search(says, err) and "Traceback" not in err
+
+
+def test_an_objective_with_only_what_is_required_trains_and_has_a_dry_run(train_own, tmp_path):
+    code, err = train_own("own_lines:Own", "--dry-run")
+    assert code == 0, err
+    code, err = train_own("own_lines:Own", "-o", "run")
+    assert code == 0 and "trained as Own" in err
+    assert "trained as Own" in (tmp_path / "run/model/README.md").read_text()
+
+
+def test_freezing_without_effect_is_an_error(train_own):
+    code, err = train_own("own_lines:Own", "--freeze", "h.*")
+    assert code == 1 and "--freeze" in err and "build" in err
+
+
+def test_an_objective_and_a_task_exclude_each_other(train_own):
+    code, err = train_own("own_lines:Own", "--task", "classify")
+    assert code == 1 and "--objective" in err

@@ -57,8 +57,8 @@ def _print_plan(run: DryRun, facts: dict[str, Any]) -> None:
     plan, data, objective = run.plan, run.data, run.objective
     trained = "" if data.n_trained is None else f"; {data.n_trained:,} are trained"
     note(*data.notes, *run.warnings)
-    fact(*next(iter(data.description.items())))
-    fact("tokens", data.description["tokens"])
+    for label, text in data.description.items():
+        fact(label, text)
     about = objective.describe(objective.config)
     fact("model", f"{facts['parameters']:,} parameters; {about}{trained}")
     if plan.reason:

@@ -64,11 +64,11 @@ class Display:
         self.say(*data.notes)
         self._unit, self._batch_units = data.unit, plan.batch_size * data.row_units
         objective, config = event.objective, event.objective.config
-        (data_kind, amount), *_ = data.description.items()
+        data_kind, amount = next(iter(data.description.items()), ("data", data.unit))
         source = ", ".join(options.data) or "the documentation inside this Python"
         facts = {
             data_kind: f"{source}: {amount}",
-            "tokens": data.description["tokens"],
+            "tokens": data.description.get("tokens"),
             "model": f"{options.start or plan.size}: "
             + _count_parameters(config, objective)
             + ("" if data.n_trained is None else f"; {data.n_trained:,} are trained"),
@@ -165,10 +165,11 @@ class Display:
                 )
                 self._skipped = f"{event.skipped_in_all:,} skipped  "
             case events.Evaluated():
+                sample = " ".join(event.sample.replace("\ufffd", "").split())
                 line = Text.assemble(
                     (f"step {event.step:>7,}  ", "bold"),
                     f"val {_format_scores(event.metrics, 3)}  ",
-                    ("| " + " ".join(event.sample.replace("\ufffd", "").split()), "dim"),
+                    (f"| {sample}" if sample else "", "dim"),
                 )
                 line.truncate(self.err.width - 1)
                 self.err.print(line)

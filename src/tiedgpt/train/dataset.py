@@ -152,6 +152,11 @@ def prepare(
 
     with torch.device("meta"):
         trainable = count_trainable(trained.build())
+    if options.objective and options.freeze and trainable.moving == trainable.total:
+        raise UserError(
+            f"--freeze {options.freeze}: {options.objective} froze nothing",
+            hint="call tiedgpt.tune.freeze(model, self.frozen) in its build",
+        )
     return trained, replace(data, n_trained=trainable.moving, notes=[*data.notes, str(trainable)])
 
 

@@ -204,8 +204,8 @@ class Objective(Loss, ABC):
     def open(cls, options: TrainOptions) -> Sources:
         """Read the data of the options."""
         raise UserError(
-            f"{cls.__name__} does not say how its data are opened",
-            hint="give it a classmethod `open(options)`, and `make` beside it",
+            f"{cls.__name__} lacks open, which reads its data",
+            hint="define the classmethods open(options) and make(sources, run, options, setup)",
         )
 
     @classmethod
@@ -213,7 +213,10 @@ class Objective(Loss, ABC):
         cls, sources: Any, run: RunDirectory, options: TrainOptions, setup: ModelSetup
     ) -> tuple[Self, Data]:
         """Return the objective, and the rows of the sources from `open`."""
-        raise NotImplementedError
+        raise UserError(
+            f"{cls.__name__} lacks make, which returns the objective and its data",
+            hint="define the classmethod make(sources, run, options, setup)",
+        )
 
     @abstractmethod
     def build(self) -> Any:
@@ -252,7 +255,7 @@ class Objective(Loss, ABC):
 
     def describe(self, config: GPTConfig) -> str:
         """Describe the matrix or head that predicts in a model of this config."""
-        return ""
+        return f"trained as {type(self).__name__}"
 
     @property
     def transformers_class(self) -> str | None:

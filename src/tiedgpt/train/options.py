@@ -447,6 +447,8 @@ class TrainOptions(  # the help lists the options of the last one first
     }
 
     def __post_init__(self) -> None:
+        if self.objective is not None and self.task != "lm":
+            raise UserError("give only one of --task and --objective")
         if self.task not in list_tasks():
             remedy = REMOVED_VALUES.get(("task", self.task), f"use {', '.join(list_tasks())}")
             raise UserError(f"there is no --task {self.task}", hint=remedy)

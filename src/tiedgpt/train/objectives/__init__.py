@@ -82,13 +82,23 @@ def open_objective(options: TrainOptions) -> type[Objective]:
 
 def load_objective(home: str) -> Any:
     """Import the class MODULE:CLASS, of an installed module or of one in the working directory."""
-    module, _, name = home.partition(":")
+    from tiedgpt.train.objective import Objective
+
     if (here := str(Path.cwd())) not in sys.path:
         sys.path.append(here)
     try:
-        return getattr(import_module(module), name)
+        module, _, name = home.partition(":")
+        objective = getattr(import_module(module), name)
     except (ImportError, AttributeError, ValueError) as error:
         raise UserError(
             f"there is no objective {home!r}: {error}",
             hint="give MODULE:CLASS of a file in this directory, as --objective my_module:Mine",
         ) from None
+    if not (isinstance(objective, type) and issubclass(objective, Objective)):
+        raise UserError(
+            f"{home} is not a subclass of Objective",
+            hint="derive it from tiedgpt.train.objective.Objective",
+        )
+    if missing := ", ".join(sorted(objective.__abstractmethods__)):
+        raise UserError(f"{home} must define {missing}")
+    return objective
