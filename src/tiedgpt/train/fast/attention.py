@@ -4,10 +4,10 @@ The kernels (`attention_kernels.py`) read Q, K and V where c_attn wrote them, sk
 and write the gradient in the same layout. No scores are kept: the backward pass computes them
 again.
 
-Gain of the kernels in CPU time of a core of Zen 4, 128 to 512 positions: forward and backward of
+Gain of the kernels in CPU time on one core of Zen 4, 128 to 512 positions: forward and backward of
 attention take 0.50x to 0.60x the time of torch's kernel in fp32 and 0.60x to 0.71x that of the
-batched matmuls in bf16; limited to AVX2, 0.56x to 0.64x and less. A step of `tiny` or `little`
-takes 0.95x in fp32 and 0.97x in bf16. With 1,024 positions AVX2 would take 1.15x.
+batched matmuls in bf16; limited to AVX2, 0.56x to 0.64x and 0.11x to 0.13x. A step of `tiny` or
+`little` takes 0.95x in fp32 and 0.97x in bf16. In fp32 with AVX2, 1,024 positions would take 1.15x.
 
 Longer sequences in bf16 and packed documents are computed by batched matmuls. A block of queries is
 multiplied with the keys that it sees; in packed documents, these begin with the first document of
@@ -38,7 +38,7 @@ from tiedgpt.train.fast.threads import are_available, run
 FORWARD = Kernel("tiedgpt.train.fast.attention_kernels", "attention")
 GRADIENT = Kernel("tiedgpt.train.fast.attention_kernels", "attention_gradient")
 TILE = 32
-"""Divisor of the positions, and of the size of a head, that the kernels take."""
+"""Number that must divide the number of positions and the size of a head for the kernels."""
 MAX_KERNEL_POSITIONS = 512
 """Maximum length of a sequence for the kernels: scores of a longer one leave a core's cache."""
 BLOCK = 128
@@ -100,24 +100,24 @@ class _Attention(torch.autograd.Function):
         qkv = qkv.contiguous()
         n_sequences, n_positions, width = qkv.shape
         shape, size = (n_sequences, n_positions, n_head), width // (3 * n_head)
-        moments = torch.empty(n_sequences, n_head, n_positions, 2)
+        normalizers = torch.empty(n_sequences, n_head, n_positions, 2)
         scratch = torch.empty(torch.get_num_threads(), n_positions, 8 + 4 * size)
         y = qkv.new_empty(n_sequences, n_positions, n_head * size)
-        run(FORWARD, *shape, size, qkv, moments, scratch, y)
-        ctx.save_for_backward(qkv, moments)
+        run(FORWARD, *shape, size, qkv, normalizers, scratch, y)
+        ctx.save_for_backward(qkv, normalizers)
         ctx.shape, ctx.size = shape, size
         return y
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
-        qkv, moments = ctx.saved_tensors
+        qkv, normalizers = ctx.saved_tensors
         (_, n_positions, n_head), size = ctx.shape, ctx.size
         if torch.is_grad_enabled() or not is_plain_autograd(grad):
             return _plain_gradient(qkv, n_head, grad), None
         numbers = 2 * n_positions + 6 * size
         scratch = torch.empty(torch.get_num_threads(), n_positions, numbers)
         out = torch.empty_like(qkv)
-        run(GRADIENT, *ctx.shape, size, qkv, moments, grad.contiguous(), scratch, out)
+        run(GRADIENT, *ctx.shape, size, qkv, normalizers, grad.contiguous(), scratch, out)
         return out, None
 
 
@@ -126,7 +126,7 @@ attention: Callable[[Tensor, int], Tensor] = _Attention.apply
 
 
 def _plain_gradient(qkv: Tensor, n_head: int, grad: Tensor) -> Tensor:
-    """Return the gradient by operations that can be differentiated again or vectorized."""
+    """Return the gradient by torch's operations, for second derivatives and `torch.func.vmap`."""
     is_differentiated_again = torch.is_grad_enabled()
     with torch.enable_grad():
         qkv = qkv if is_differentiated_again else qkv.detach().requires_grad_()
