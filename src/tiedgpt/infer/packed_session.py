@@ -159,7 +159,7 @@ class PackedSession:
             logits=np.zeros((outputs, padded(config.vocab_size)), f32),
             normed=np.zeros((threads, k), f32),
             sums=np.zeros((threads, VECTORS, PANEL), f32),
-            wide=np.zeros((threads, (PANEL + VECTORS) * max(k, inner)), np.int16),
+            widened=np.zeros((threads, (PANEL + VECTORS) * max(k, inner)), np.int16),
             p=np.zeros((threads, QUERIES, padded(self.capacity)), f32),
             mixed=np.zeros((threads, QUERIES, padded(config.head_dim)), f32),
         )

@@ -9,7 +9,7 @@ from numba import njit, types
 
 from tiedgpt.infer.kernels import simd
 from tiedgpt.infer.kernels.arguments import Matrix, Vectors
-from tiedgpt.infer.kernels.microkernels import microkernel6, wide_microkernel6, widen
+from tiedgpt.infer.kernels.microkernels import microkernel6, widen_panel, widened_microkernel6
 from tiedgpt.infer.kernels.simd import ARRAY, constant, i8, i16, i32, i64, instructions, vector
 
 NEEDS = {
@@ -87,16 +87,16 @@ def test_weights_widened_beforehand_give_the_same_sums():
     values[6], weights[1, :, :2] = 127, 255
     scales = rng.standard_normal((12, width // 64)).astype(np.float32)
     x = Vectors(values, scales, values.reshape(12, -1, 32).sum(2, dtype=np.int32))
-    wide = np.zeros((64 + 6) * width, np.int16)
+    widened = np.zeros((64 + 6) * width, np.int16)
     sums, expected = np.zeros((2, 6, 64), np.float32)
 
     @njit
-    def multiply(matrix, x, wide, sums, expected):
-        widen(matrix, 1, 256, wide)
-        wide_microkernel6(wide, x, 6, 256, sums)
+    def multiply(matrix, x, widened, sums, expected):
+        widen_panel(matrix, 1, 256, widened)
+        widened_microkernel6(widened, x, 6, 256, sums)
         microkernel6(matrix, 1, x, 6, 256, expected)
 
-    multiply(matrix, x, wide, sums, expected)
+    multiply(matrix, x, widened, sums, expected)
     np.testing.assert_array_equal(sums, expected)
     assert np.abs(sums).min() > 0
 
@@ -123,8 +123,6 @@ def getauxval(number): return words[number]
 ctypes.CDLL = lambda name: types.SimpleNamespace(getauxval=getauxval)
 platform.machine, sys.platform = lambda: "aarch64", "{system}"
 from tiedgpt.infer.kernels import simd
-from tiedgpt.infer.kernels.arguments import Matrix, Vectors
-from tiedgpt.infer.kernels.microkernels import microkernel6, wide_microkernel6, widen
 print(*sorted(simd.FEATURES & {{"dotprod", "i8mm"}}))
 """
     done = subprocess.run(

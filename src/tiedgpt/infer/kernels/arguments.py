@@ -97,8 +97,8 @@ class Buffers(NamedTuple):
     """(threads, K): this and the following are scratch of each thread."""
     sums: Any
     """(threads, VECTORS, PANEL)."""
-    wide: Any
-    """(threads, (PANEL + VECTORS) x K), int16: a panel of weights and 6 vectors; see `widen`."""
+    widened: Any
+    """(threads, (PANEL + VECTORS) x K), int16: a panel of int8 weights, then 6 vectors."""
     p: Any
     """(threads, QUERIES, C)."""
     mixed: Any

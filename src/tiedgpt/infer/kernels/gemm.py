@@ -14,19 +14,19 @@ from tiedgpt.infer.kernels.microkernels import (
     microkernel2,
     microkernel4,
     microkernel6,
-    wide_microkernel6,
-    widen,
+    widen_panel,
+    widened_microkernel6,
 )
 from tiedgpt.infer.kernels.norms import activate
 from tiedgpt.infer.kernels.quantize import quantize, row_of
 from tiedgpt.infer.kernels.work_stealing import claim_chunks
 
 CHUNK_BYTES = 1 << 17
-"""The weights of a chunk, about: long enough for a core to read ahead."""
+"""Approximate size of a chunk's weights: long enough for a core to read ahead."""
 SHARES = 8
-"""The chunks that a GEMM has at least, if it has as many panels."""
-WIDE_VECTORS = 32
-"""Vectors from which on AVX2 widens a panel of int8 weights once, instead of in each product."""
+"""Minimum number of chunks of a GEMM, if it has as many panels."""
+MIN_WIDENED_VECTORS = 32
+"""Number of vectors from which AVX2 widens a panel of int8 weights once, not for every product."""
 
 
 def scale_rows(out: Any, n: int, scales: Any, panel: int) -> None:
@@ -48,37 +48,37 @@ def _scale_rows(out, n, scales, panel):
 
 
 def multiply6(
-    matrix: Any, panel: int, x: Any, first: int, n: int, width: int, wide: Any, out: Any
+    matrix: Any, panel: int, x: Any, first: int, n: int, width: int, widened: Any, out: Any
 ) -> None:
-    """Multiply a panel with 6 vectors."""
+    """Multiply a panel with 6 of n vectors; `widened` keeps the panel from the first 6 on."""
 
 
 @overload(multiply6, inline="always")
-def _multiply6(matrix, panel, x, first, n, width, wide, out):
+def _multiply6(matrix, panel, x, first, n, width, widened, out):
     weights, scales, _ = matrix.types
     if simd.BYTE_CLASS == "avx2" and weights.dtype == types.uint8 and scales.ndim == 2:
 
-        def widened(matrix, panel, x, first, n, width, wide, out):
-            if n < WIDE_VECTORS:
+        def multiply_widened(matrix, panel, x, first, n, width, widened, out):
+            if n < MIN_WIDENED_VECTORS:
                 microkernel6(matrix, panel, x, first, width, out)
                 return
             if first == 0:
-                widen(matrix, panel, width, wide)
-            wide_microkernel6(wide, x, first, width, out)
+                widen_panel(matrix, panel, width, widened)
+            widened_microkernel6(widened, x, first, width, out)
 
-        return widened
-    return lambda matrix, panel, x, first, n, width, wide, out: microkernel6(
+        return multiply_widened
+    return lambda matrix, panel, x, first, n, width, widened, out: microkernel6(
         matrix, panel, x, first, width, out
     )
 
 
 @njit(inline="always", error_model="numpy")
-def multiply(matrix, panel, x, first, n, wide, out):
+def multiply(matrix, panel, x, first, n, widened, out):
     """Multiply a panel with vectors first .. first + 5 (at most, up to n); return how many."""
     remaining, width = n - first, x.values.shape[1]
     if remaining >= 6:
         done = 6
-        multiply6(matrix, panel, x, first, n, width, wide, out)
+        multiply6(matrix, panel, x, first, n, width, widened, out)
     elif remaining >= 4:
         done = 4
         microkernel4(matrix, panel, x, first, width, out)
@@ -98,7 +98,7 @@ def gemm(control, phase, matrix, x, n, buffers, write, out):
 
     `write` is one of the functions below.
     """
-    sums, wide = buffers.sums[control.me], buffers.wide[control.me]
+    sums, widened = buffers.sums[control.me], buffers.widened[control.me]
     panels = matrix.weights.shape[0]
     panel_bytes = max(1, matrix.weights[0].nbytes)
     step = max(1, min(CHUNK_BYTES // panel_bytes, panels // SHARES))  # the panels of a chunk
@@ -107,7 +107,7 @@ def gemm(control, phase, matrix, x, n, buffers, write, out):
             at, first = panel * PANEL, 0
             bias = matrix.bias[at : at + PANEL]
             while first < n:
-                done = multiply(matrix, panel, x, first, n, wide, sums)
+                done = multiply(matrix, panel, x, first, n, widened, sums)
                 for m in range(done):
                     its = sums[m]
                     for row in range(PANEL):

@@ -55,10 +55,11 @@ def _microkernel(n: int) -> Any:
 
 
 @instructions(types.void, ARRAY, types.intp, types.intp, ARRAY)
-def widen(builder, matrix, panel, width, wide):
-    """Write a panel of int8 weights to `wide` as int16 (4, K/4, 2, 16, 2).
+def widen_panel(builder, matrix, panel, width, widened):
+    """Write a panel of int8 weights to `widened` as int16 (4, K/4, 2, 16, 2).
 
-    Of 4 numbers, the first lies beside the third and the second beside the fourth.
+    Of four neighbours in a row, the first is paired with the third and the second with the fourth,
+    because shifts of 16 bits extract every other byte.
     """
     weights = builder.gep(matrix.weights, [builder.mul(panel, builder.mul(width, i64(PANEL)))])
     with cgutils.for_range(builder, builder.lshr(width, i64(2))) as loop:
@@ -67,30 +68,33 @@ def widen(builder, matrix, panel, width, wide):
         for block in range(PARTS):
             numbers = simd.load(builder, builder.gep(row, [i64(64 * block)]), i8, 64)
             signed = builder.xor(numbers, constant(i8, -128, 64))
-            odd, eight = builder.bitcast(signed, vector(i16, 32)), constant(i16, 8, 32)
+            words, eight = builder.bitcast(signed, vector(i16, 32)), constant(i16, 8, 32)
             at = builder.add(
                 builder.mul(width, i64(block * LANES)), builder.shl(loop.index, i64(6))
             )
-            for half, words in enumerate((builder.shl(odd, eight), odd)):
-                target = builder.gep(wide, [builder.add(at, i64(32 * half))])
-                simd.store(builder, builder.ashr(words, eight), target)
+            for half, shifted in enumerate((builder.shl(words, eight), words)):
+                target = builder.gep(widened, [builder.add(at, i64(32 * half))])
+                simd.store(builder, builder.ashr(shifted, eight), target)
 
 
 @instructions(types.void, ARRAY, ARRAY, types.intp, types.intp, ARRAY)
-def wide_microkernel6(builder, wide, x, first, width, out):
-    """Do `microkernel6` with the panel that `widen` wrote; the vectors are widened behind it."""
+def widened_microkernel6(builder, widened, x, first, width, out):
+    """Do the same as `microkernel6` with the panel that `widen_panel` wrote.
+
+    The vectors are widened, too, and written after the panel in the same order of pairs.
+    """
     n, vectors = VECTORS, _vectors_from(builder, x, width, first)
-    behind = builder.gep(wide, [builder.mul(width, i64(PANEL))])
+    x_words = builder.gep(widened, [builder.mul(width, i64(PANEL))])
     order = ir.Constant(vector(i32, 32), [4 * k + i for k in range(8) for i in (0, 2, 1, 3)])
     with cgutils.for_range(builder, builder.lshr(builder.mul(width, i64(n)), i64(5))) as loop:
         at = builder.shl(loop.index, i64(5))
         numbers = simd.load(builder, builder.gep(vectors.values, [at]), i8, 32)
         numbers = builder.shuffle_vector(numbers, numbers, order)
-        simd.store(builder, builder.sext(numbers, vector(i16, 32)), builder.gep(behind, [at]))
-    words, pairs = builder.bitcast(behind, i32.as_pointer()), builder.lshr(width, i64(1))
-    starts = [builder.mul(pairs, i64(m)) for m in range(n)]
+        simd.store(builder, builder.sext(numbers, vector(i16, 32)), builder.gep(x_words, [at]))
+    x_pairs, n_pairs = builder.bitcast(x_words, i32.as_pointer()), builder.lshr(width, i64(1))
+    starts = [builder.mul(n_pairs, i64(m)) for m in range(n)]
     for block in range(PARTS):
-        rows = builder.gep(wide, [builder.mul(width, i64(block * LANES))])
+        rows = builder.gep(widened, [builder.mul(width, i64(block * LANES))])
         sums = zero_sums(builder, n, 1)
         totals = _variables(builder, n, 1, vector(i32))
         with cgutils.for_range(builder, builder.lshr(width, i64(6))) as outer:
@@ -98,9 +102,9 @@ def wide_microkernel6(builder, wide, x, first, width, out):
                 builder.store(ir.Constant(vector(i32), None), slot)
             with cgutils.for_range(builder, i64(GROUP // 2)) as inner:
                 step = builder.add(builder.mul(outer.index, i64(GROUP // 2)), inner.index)
-                row = builder.gep(rows, [builder.mul(step, i64(32))])
-                twos = [builder.load(builder.gep(words, [builder.add(s, step)])) for s in starts]
-                add_products(builder, totals, [simd.load(builder, row, i16, 32)], twos, _add_wide)
+                row = simd.load(builder, builder.gep(rows, [builder.mul(step, i64(32))]), i16, 32)
+                pairs = [builder.load(builder.gep(x_pairs, [builder.add(s, step)])) for s in starts]
+                add_products(builder, totals, [row], pairs, _add_pairs)
             for m in range(n):
                 x_row = builder.mul(builder.lshr(width, i64(6)), i64(m))
                 at = builder.add(x_row, outer.index)
@@ -112,9 +116,9 @@ def wide_microkernel6(builder, wide, x, first, width, out):
             simd.store(builder, values, builder.gep(out, [i64(m * PANEL + block * LANES)]))
 
 
-def _add_wide(builder: Any, totals: Any, weights: Any, two: Any) -> Any:
-    """Add to 16 sums 2 products of words each."""
-    x = builder.bitcast(simd.splat(builder, two), vector(i16, 32))
+def _add_pairs(builder: Any, totals: Any, weights: Any, pair: Any) -> Any:
+    """Add 2 products of int16 to each of 16 sums."""
+    x = builder.bitcast(simd.splat(builder, pair), vector(i16, 32))
     return builder.add(totals, simd.multiply_words(builder, weights, x))
 
 

@@ -249,7 +249,7 @@ def add_pairs(builder: Any, words: Any) -> Any:
 
 
 def multiply_words(builder: Any, words: Any, x: Any) -> Any:
-    """Return the 16 sums of 2 products of words in 32 bits (AVX2's `vpmaddwd`)."""
+    """Return the 16 sums of the products of two neighbouring words each (AVX2's `vpmaddwd`)."""
     return _call_on_parts(builder, "llvm.x86.avx2.pmadd.wd", vector(i32, 8), [words, x])
 
 
