@@ -125,14 +125,14 @@ OTHER_NAMES: dict[str, dict[str, str]] = {
 def lazy_names(package: str) -> tuple[Callable[[str], Any], Callable[[], list[str]]]:
     """Return a package's `__getattr__` and `__dir__` for public names imported at first use.
 
-    The names, also those of `__all__`, are the imports in the package's source of the form
-    `from tiedgpt.core.model import GPT as GPT`, which type checkers take for public names.
+    The names, which `__all__` lists too, are the imports in the package's source of the form
+    `from tiedgpt.core.model import GPT as GPT`, which make a name public for type checkers.
     """
 
     @functools.cache
     def homes() -> dict[str, str]:
         """Return the module of each name."""
-        import ast  # here, as `import tiedgpt` needs neither of them
+        import ast  # here, because `import tiedgpt` alone needs neither module
         from pkgutil import get_data
 
         tree = ast.parse(get_data(package, "__init__.py") or b"")

@@ -31,10 +31,8 @@ def show_plan(options: TrainOptions, args: RunArguments) -> None:
 def _list_facts(run: DryRun) -> dict[str, Any]:
     """Return the numbers of a plan, as --format json prints them."""
     plan, data, config = run.plan, run.data, run.objective.config
-    memory, limit = (
-        estimate_memory(config, plan, data, run.machine),
-        memory_limit(plan, run.machine),
-    )
+    memory = estimate_memory(config, plan, data, run.machine)
+    limit = memory_limit(plan, run.machine)
     units, speed = plan.steps * plan.batch_size * data.row_units, run.tokens_per_second
     names = ("steps", "batch_size", "micro_batch", "optimizer", "dtype", "recompute", "threads")
     return {

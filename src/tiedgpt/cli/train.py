@@ -1,4 +1,4 @@
-"""`tiedgpt train [DATA...]`: prepares, plans, trains, and shows it."""
+"""`tiedgpt train [DATA...]`: prepare the data, plan, train, and show the progress."""
 
 from __future__ import annotations
 
@@ -100,20 +100,23 @@ def run(arguments: list[str]) -> int:
 
 
 def show_run(options: TrainOptions, args: RunArguments, verb: str, arguments: list[str]) -> int:
-    """Train, and show it; return the exit code. The verb's `arguments` resume the run."""
+    """Train and show the progress; return the exit code.
+
+    The verb and its `arguments` are the command that resumes a stopped run.
+    """
     if args.dry_run:
         from tiedgpt.cli.show_plan import show_plan
 
         show_plan(options, args)
         return EXIT_OK
     began = time.perf_counter()  # importing torch is part of --minutes
-    gc.disable()  # it would visit the 280,000 objects of torch, in a fifth of the time of importing
+    gc.disable()  # torch makes 280,000 objects: visiting them would take a fifth of its import
     from tiedgpt.cli.show_training import Display
     from tiedgpt.train.events import AlreadyFinished, Ended, Planned
     from tiedgpt.train.metrics import Tracking, open_tracker
     from tiedgpt.train.run import train
 
-    gc.freeze()  # later collections leave them out
+    gc.freeze()  # exclude these objects from later collections
     gc.enable()
     display = Display(args, began, silent=not is_main())
     tracker = open_tracker(args.track) if args.track is not None and is_main() else None

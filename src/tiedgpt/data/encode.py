@@ -33,21 +33,21 @@ if TYPE_CHECKING:
 Side = Literal["train", "val"]
 SIDES: tuple[Side, ...] = "train", "val"
 TARGET_SHARE = 0.10
-"""Share of all characters that validates."""
+"""Target share of the validation side, in characters."""
 MIN_SHARE = 0.05
-"""Share below which the last tenth of every document validates instead."""
+"""Share of the validation side below which the last tenth of every document validates instead."""
 MAX_SHARE = 0.20
-"""Share that a single document may not push validation above."""
+"""Maximum share of the validation side with whole documents."""
 SAMPLE_TOKENS = 50_000
 """Number of tokens that `note_split_characters` reads."""
 MAX_SPLIT_SHARE = 0.5
-"""Largest share of split characters that is not noted."""
+"""Share of split characters above which there is a note."""
 MANIFEST = "manifest.json"
 
 
 @dataclass(frozen=True)
 class Threshold:
-    """The set of the lowest digests: a share of all possible ones, chosen without reading."""
+    """The set of the lowest digests: a share of all possible ones, which needs no reading."""
 
     share: float
 
@@ -64,7 +64,7 @@ class Split:
     validation: Corpus | None
     """The corpus that validates; None if a part of `corpus` does."""
     held_out: frozenset[bytes] | Threshold
-    """SHA-256 digests of the texts that are not trained on."""
+    """SHA-256 digests of the texts that are excluded from training."""
     is_cut: bool
     """Whether the last tenth of every document validates."""
     characters: int

@@ -62,7 +62,7 @@ def save_checkpoint(
     for name, value in moments.items():
         if not isinstance(value, Tensor):
             raise UserError(
-                f"optimizer state {name} is {value!r}, and a checkpoint holds tensors",
+                f"optimizer state {name} is {value!r}, but a checkpoint holds only tensors",
                 hint="keep it in the optimizer as torch.tensor(...)",
             )
     tensors = {**moments, **(_random_state(model) if processes.is_main else {})}

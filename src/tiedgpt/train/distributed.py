@@ -103,8 +103,8 @@ class Processes:
                 row for row in singles if all(objective.n_targets(tuple(a[row] for a in batch)))
             )
             again = next(counted, slice(0, 1))
-            most_rows = -(-n_rows // self.size)  # in one process
-            n_parts = -(-most_rows // micro_batch)
+            max_rows = -(-n_rows // self.size)  # of one process
+            n_parts = -(-max_rows // micro_batch)
             parts += [(again, [0.0] * len(totals))] * (n_parts - len(parts))
         tensors = on_device(batch, self.device)
         return [

@@ -214,7 +214,7 @@ class Trainer:
         lr, batch, unit = plan.rate(self.step), self.batch_of(self.step), self.data.unit
         for group in (group for each in self.optimizers for group in each.param_groups):
             group["lr"] = lr
-        if not processes.is_main:  # its dropout depends on no earlier step: a resumed run is equal
+        if not processes.is_main:  # so that a resumed run drops the same elements
             torch.manual_seed(hash((plan.seed, processes.rank, self.step)))
         step = self.step + 1
         units = step * self.batch_units

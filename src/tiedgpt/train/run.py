@@ -144,7 +144,7 @@ class Run:
 def open_sources(
     options: TrainOptions, out: str | Path | None = None
 ) -> tuple[type[Objective], Sources]:
-    """Return the objective of the options, and its data, unless `out` has other options."""
+    """Return the objective of the options and its data; raise `UserError` if `out` has others."""
     if out is not None:
         compare_options(options, out)
     objective = open_objective(options)

@@ -29,7 +29,7 @@ from tiedgpt.runtime import eval_mode
 from tiedgpt.text import Tokenizer
 from tiedgpt.text.bpe import END_OF_TEXT
 from tiedgpt.train.dataset import Data, TextData, TextSources, open_text, open_texts
-from tiedgpt.train.objective import Model, ModelSetup, Objective, Showcase, body_of
+from tiedgpt.train.objective import Model, ModelSetup, Objective, Showcase
 from tiedgpt.train.options import TrainOptions
 from tiedgpt.train.storage import OPENING, RunDirectory
 from tiedgpt.tune import freeze, lora, merge, save_adapter
@@ -40,12 +40,10 @@ SAMPLE_TOKENS = 48
 FINAL_SAMPLE_TOKENS, FINAL_SAMPLE_LINES = 160, 8
 ACCURACY_TOKENS = 2_000
 """Number of held-out tokens in the accuracy."""
-SENTENCES = re.compile(r"(?:[.!?]\s+|\n)([^\W\d_a-z][^\n*.!?]{30,160})")
-MAX_SENTENCES = 100
-HELD_OUT_TOKENS = 20_000
-"""Number of held-out tokens in which sentences are looked for."""
-MIN_CHARACTERS = 30
-"""Length of the shortest text that the page opens with."""
+OPENING_TOKENS, OPENING_SENTENCES = 20_000, 100
+"""Numbers of held-out tokens and sentences that are searched for the page's opening."""
+MIN_OPENING_CHARACTERS = 30
+SENTENCE = re.compile(r"(?:[.!?]\s+|\n)([^\W\d_a-z][^\n*.!?]{30,160})")
 WORD = re.compile(r" [^\W\d_]{3,}")
 
 
@@ -108,7 +106,7 @@ class LanguageModelling(Objective):
         return cls(*setup, adapters=adapters, sample_prompt=prompt), data
 
     def build(self) -> GPT:
-        """Return a GPT with fresh weights; under adapters with those of `start`."""
+        """Return a GPT with fresh weights, or with adapters and the weights of `start`."""
         model = GPT(self.config)
         if self.adapters is None:
             if self.frozen:
@@ -121,9 +119,9 @@ class LanguageModelling(Objective):
         return model
 
     def begin(self, model: Model) -> None:
-        """Before the first step: put the weights of `start` into the model, if `build` has not."""
-        if self.start is not None and self.adapters is None:
-            self.start.put_into(body_of(model))
+        """Put the weights of `start` into the model before the first step, if `build` has not."""
+        if self.adapters is None:
+            super().begin(model)
 
     def state_to_save(self, model: Model) -> Mapping[str, Tensor]:
         """Return all parameters, or the adapters alone."""
@@ -147,7 +145,7 @@ class LanguageModelling(Objective):
         return {"val_loss": score.nats, "val_bits_per_byte": score.bits_per_byte}
 
     def sample(self, model: GPT, data: Any, step: int, seed: int) -> str:
-        """Return how the model begins a text."""
+        """Return the prompt of samples, continued by the model."""
         engine = Engine(self.merge(model), tokenizer=self.tokenizer, slots=1)
         room = max(1, self.config.n_positions - SAMPLE_TOKENS)
         prompt = self.tokenizer.encode(self.sample_prompt)[-room:]
@@ -210,7 +208,7 @@ class LanguageModelling(Objective):
         return [generate, f"export {here} page.html", f"tie show {here}"]
 
     def publish(self, model: GPT, directory: Path) -> None:
-        """Write the merged model, its tokenizer, its template and the adapter."""
+        """Write the merged model, its tokenizer, opening and template, and the adapter."""
         merged = self.merge(model)
         super().publish(merged, directory)
         write_opening(merged, self.tokenizer, directory)
@@ -224,18 +222,19 @@ class LanguageModelling(Objective):
 def write_opening(model: GPT, tokenizer: Tokenizer, directory: Path) -> None:
     """Write opening.json into a run's model directory, or remove it if no text is suitable.
 
-    The text is the beginning of a held-out sentence. The next token is the model's first choice,
-    a whole word if possible; the score is its log probability plus the mean of those before.
+    An opening is the beginning of a held-out sentence whose next token is the model's first choice.
+    The best is followed by a whole word, if any is, and has the highest score: the log probability
+    of the next token plus the mean of those before.
     """
     (directory / OPENING).unlink(missing_ok=True)
     try:
         shards = Shards.in_directory(directory.parent / "data", "val")
-        held_out = shards.read(0, min(len(shards), HELD_OUT_TOKENS))
+        held_out = shards.read(0, min(len(shards), OPENING_TOKENS))
     except (TiedGPTError, OSError):
         return  # the held-out data are no text
-    text = tokenizer.decode(held_out.tolist()).replace(END_OF_TEXT, "\n")
-    best, opening = (False, float("-inf")), None
-    for sentence in SENTENCES.findall(text)[:MAX_SENTENCES]:
+    held_out_text = tokenizer.decode(held_out.tolist()).replace(END_OF_TEXT, "\n")
+    best_score, opening = (False, float("-inf")), None
+    for sentence in SENTENCE.findall(held_out_text)[:OPENING_SENTENCES]:
         ids = tokenizer.encode(sentence)[: model.config.n_positions]
         with eval_mode(model), torch.inference_mode():
             logits = model(torch.tensor([ids], device=model.wte.weight.device))[0, :-1].float()
@@ -243,13 +242,13 @@ def write_opening(model: GPT, tokenizer: Tokenizer, directory: Path) -> None:
         logprobs = logits.log_softmax(-1).gather(-1, targets[:, None])[:, 0].cpu()
         for at in (logits.argmax(-1) == targets).nonzero()[:, 0].tolist():
             text, token = tokenizer.decode(ids[: at + 1]), tokenizer.decode([ids[at + 1]])
-            is_word = (
-                bool(WORD.fullmatch(token)) and not sentence[len(text + token) :][:1].isalnum()
-            )
+            if len(text) < MIN_OPENING_CHARACTERS or tokenizer.encode(text) != ids[: at + 1]:
+                continue
+            rest = sentence[len(text + token) :]
+            is_word = bool(WORD.fullmatch(token)) and not rest[:1].isalnum()
             score = is_word, float(logprobs[at] + logprobs[: max(at, 1)].mean())
-            is_long = len(text) >= MIN_CHARACTERS and tokenizer.encode(text) == ids[: at + 1]
-            if is_long and score > best:
-                best, opening = score, {"text": text, "next": token}
+            if score > best_score:
+                best_score, opening = score, {"text": text, "next": token}
     if opening is not None:
         with replacing(directory / OPENING) as temporary:
             temporary.write_text(json.dumps(opening), encoding="utf-8")
