@@ -1,4 +1,4 @@
-"""An objective in its own file: preferences (DPO) by adapters on a frozen GPT."""
+"""Objectives of user files: DPO with adapters on a frozen GPT, and incomplete objectives."""
 
 import dataclasses
 import re

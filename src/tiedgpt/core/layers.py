@@ -67,7 +67,7 @@ class Attention(nn.Module):
         return self.c_proj(self.mix(self.c_attn(x), layer, past, mask))
 
     def mix(self, qkv: Tensor, layer: int, past: KVCache | None, mask: Tensor | None) -> Tensor:
-        """(B, T, 3D) -> (B, T, D): each head's attention, side by side."""
+        """(B, T, 3D) -> (B, T, D): attention of all heads, concatenated."""
         n_new = qkv.shape[1]
         q, k, v = qkv.unflatten(-1, (3, self.n_head, -1)).unbind(2)
         q, k, v = (t.transpose(1, 2) for t in (q, k, v))  # (B, H, T, D/H)

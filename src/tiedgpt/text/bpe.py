@@ -1,10 +1,9 @@
-"""`Codec`, the base of all vocabularies, and byte-level BPE as GPT-2 has it.
+"""Byte-level BPE as GPT-2 has it, and `Codec`, the base class of all kinds of vocabulary.
 
-A byte-level BPE: text -> UTF-8 bytes -> pieces -> ids.
-
-Any text can be encoded, because the 256 bytes are tokens and merging only joins them (Sennrich et
-al. 2016; on bytes: Radford et al. 2019, "Language Models are Unsupervised Multitask Learners",
-section 2.2). Files write a byte as a printable character: `BYTE_ALPHABET`.
+Byte-level BPE encodes text -> UTF-8 bytes -> pieces -> ids. Any text can be encoded, because the
+256 bytes are tokens and merging only joins them (Sennrich et al. 2016; on bytes: Radford et al.
+2019, "Language Models are Unsupervised Multitask Learners", section 2.2). Files write a byte as a
+printable character: `BYTE_ALPHABET`.
 
 `tokenizers` encodes short texts. tiktoken encodes long ones, several times as fast, where
 `tiktoken_twin` has proved that its ids are the same.

@@ -1,4 +1,4 @@
-"""Attention of short sequences by blocks, in bf16 on a CPU."""
+"""Attention of sequences and of packed documents by batched matmuls, in bf16 on a CPU."""
 
 import pytest
 import torch
@@ -36,7 +36,7 @@ def assert_nearly_as_accurate(ours, theirs, exact):
 
 @pytest.fixture
 def calls(monkeypatch):
-    """A list that grows with every call of the kernel."""
+    """A list that grows with every call of `blocked_attention`."""
     noted = []
     monkeypatch.setattr(
         attention, "blocked_attention", lambda *given: noted.append(1) or blocked_attention(*given)
@@ -47,7 +47,7 @@ def calls(monkeypatch):
 @pytest.mark.parametrize("length", [1, 7, 64, 65, 129, 300])
 @pytest.mark.parametrize("scale", [1.0, 4.0, 9.0, 16.0])
 @pytest.mark.parametrize("width", [16, 48, 64])
-def test_the_kernel_is_nearly_as_accurate_as_torchs(length, scale, width):
+def test_blocks_are_nearly_as_accurate_as_torchs_kernel(length, scale, width):
     """Scores' standard deviation is `scale`; errors are relative to exact attention."""
     tensors = drawn(length, scale, width)
     exact = run(torchs, *(t.double() for t in tensors))
@@ -73,7 +73,7 @@ def test_later_tokens_change_no_bit(monkeypatch):
         ({"n_positions": 1030}, 0),
     ],
 )
-def test_the_kernel_runs_in_bf16_without_dropout_in_dense_layers(change, times, calls):
+def test_blocks_are_used_in_bf16_without_dropout_in_dense_layers(change, times, calls):
     shape = {"vocab_size": 11, "n_positions": 12, "n_embd": 8, "n_layer": 2, "n_head": 2}
     config = GPTConfig(**({**shape, "attn_pdrop": 0.0} | change))
     model, ids = GPT(config), torch.zeros(1, config.n_positions, dtype=torch.long)
