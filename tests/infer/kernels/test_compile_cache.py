@@ -109,6 +109,18 @@ def test_the_cache_file_is_named_after_the_dependencies_of_machine_code(monkeypa
     assert len(digests) == 2
 
 
+def test_a_change_beside_a_kernel_changes_the_name_of_its_cache_file(tmp_path, monkeypatch):
+    package, digests = tmp_path / "kernels_elsewhere", set()
+    package.mkdir()
+    (package / "__init__.py").touch()
+    (package / "kernel.py").write_text("from kernels_elsewhere.helper import write\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    for helper in ("write = abs", "write = round", "write = round"):
+        (package / "helper.py").write_text(helper)
+        digests.add(compile_cache._digest.__wrapped__("kernels_elsewhere.kernel"))
+    assert len(digests) == 2
+
+
 def test_arrays_with_gaps_and_numba_disabled_are_refused(kernel, monkeypatch):
     with pytest.raises(ValueError, match="contiguous"):
         Step(kernel(), 1, 1, (np.zeros((4, 4))[:, ::2],))

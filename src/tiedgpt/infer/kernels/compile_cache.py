@@ -1,9 +1,10 @@
 """Kernels that Numba compiles once; later processes load their machine code, without Numba.
 
-A kernel's file is named by a digest of all that it depends on: the kernels' sources, the types of
-the arguments, the CPU, and the Numba that is installed. It is a shared library where a C compiler
-was there to link it, which loads in a millisecond; else an object file, which LLVM loads (llvmlite:
-40 ms and 40 MB). A file that is damaged or cannot be loaded is ignored, and replaced.
+A kernel's file is named by a digest of all that it depends on: the sources here and beside the
+kernel, the types of the arguments, the CPU, and the Numba that is installed. It is a shared library
+where a C compiler was there to link it, which loads in a millisecond; else an object file, which
+LLVM loads (llvmlite: 40 ms and 40 MB). A file that is damaged or cannot be loaded is ignored, and
+replaced.
 """
 
 from __future__ import annotations
@@ -202,10 +203,9 @@ def _keep(file: str, data: bytes, suffix: str) -> None:
 @cache
 def _digest(module: str) -> int:
     """Return a digest of everything that machine code depends on except the arguments' types."""
-    files = [str(file) for file in sorted(Path(__file__).parent.glob("*.py"))]
-    if (spec := find_spec(module)) and spec.origin:
-        files.append(spec.origin)
-    sources = [Path(file).read_bytes() for file in files]
+    origins = {__file__, getattr(find_spec(module), "origin", None) or __file__}
+    folders = sorted({Path(origin).parent for origin in origins})
+    sources = [file.read_bytes() for folder in folders for file in sorted(folder.glob("*.py"))]
     numba = [(name, os.stat(spec.origin).st_mtime_ns) for name in ("numba", "llvmlite")
              if (spec := find_spec(name)) and spec.origin]  # fmt: skip
     settings = {name: value for name, value in os.environ.items() if name.startswith("NUMBA_")}
