@@ -89,6 +89,14 @@ def test_second_and_vectorized_derivatives_are_torchs():
         torch.testing.assert_close(mine, its, rtol=1e-3, atol=1e-4)
 
 
+def a_gpt(**change):
+    torch.manual_seed(0)
+    shape = {"vocab_size": 11, "n_positions": 64, "n_embd": 64, "n_layer": 2, "n_head": 2}
+    dropout = dict.fromkeys(("attn_pdrop", "embd_pdrop", "resid_pdrop"), 0.0)
+    config = GPTConfig(**(shape | dropout | change))
+    return GPT(config).train(), torch.randint(11, (3, config.n_positions))
+
+
 @pytest.mark.parametrize(
     ("change", "times"),
     [
@@ -104,11 +112,7 @@ def test_second_and_vectorized_derivatives_are_torchs():
 def test_a_gpt_has_the_plain_loss_and_gradients(change, times, dtype, monkeypatch):
     calls = []
     monkeypatch.setattr(module, "attention", lambda *inputs: calls.append(1) or attention(*inputs))
-    torch.manual_seed(0)
-    shape = {"vocab_size": 11, "n_positions": 64, "n_embd": 64, "n_layer": 2, "n_head": 2}
-    dropout = dict.fromkeys(("attn_pdrop", "embd_pdrop", "resid_pdrop"), 0.0)
-    config = GPTConfig(**(shape | dropout | change))
-    model, ids = GPT(config).train(), torch.randint(11, (3, config.n_positions))
+    model, ids = a_gpt(**change)
 
     def loss_and_gradients():
         torch.manual_seed(1)
@@ -123,3 +127,36 @@ def test_a_gpt_has_the_plain_loss_and_gradients(change, times, dtype, monkeypatc
     for mine, its in zip(fast, expected, strict=True):
         tolerance = 1e-4 if dtype is None else 0.1
         assert (mine - its).norm() <= tolerance * its.norm() + 1e-4
+
+
+@pytest.mark.parametrize("default", [torch.float64, torch.bfloat16])
+@pytest.mark.parametrize("length", [64, 48], ids=["kernels", "batched matmuls"])
+def test_the_default_dtype_of_torch_changes_no_gradient(default, length):
+    model, ids = a_gpt()
+    weight = model.h[0].attn.c_attn.weight
+
+    def gradient():
+        with torch.autocast("cpu", torch.bfloat16):
+            return torch.autograd.grad(model.loss(ids[:, :length], ids[:, :length]), weight)[0]
+
+    with fast_training(model):
+        expected = gradient()
+        torch.set_default_dtype(default)
+        try:
+            assert torch.equal(gradient(), expected)
+        finally:
+            torch.set_default_dtype(torch.float32)
+
+
+def test_second_derivatives_pass_through_outputs_of_c_attn_with_other_strides():
+    model, ids = a_gpt()
+    results = []
+    for forward in (lambda module, x, y: None, lambda module, x, y: y.mT.contiguous().mT):
+        hook = model.h[0].attn.c_attn.register_forward_hook(forward)
+        weight = model.h[0].attn.c_attn.weight
+        with fast_training(model):
+            loss = model(ids).square().mean()
+            (first,) = torch.autograd.grad(loss, weight, create_graph=True)
+            results.append(torch.autograd.grad(first.square().sum(), weight)[0])
+        hook.remove()
+    torch.testing.assert_close(*results)

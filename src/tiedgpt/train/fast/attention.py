@@ -65,7 +65,7 @@ class BlockedAttention(Substitute, Attention):
             and are_available()
         )
         if can_run and self._suits_kernels(qkv.shape[1], qkv.shape[2] // (3 * self.n_head)):
-            return attention(qkv, self.n_head)
+            return attention(qkv.contiguous(), self.n_head)
         return super().mix(qkv, layer, past, mask)
 
     def _suits_kernels(self, n_positions: int, head_size: int) -> bool:
@@ -97,11 +97,10 @@ class _Attention(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, qkv: Tensor, n_head: int) -> Tensor:
-        qkv = qkv.contiguous()
         n_sequences, n_positions, width = qkv.shape
         shape, size = (n_sequences, n_positions, n_head), width // (3 * n_head)
-        normalizers = torch.empty(n_sequences, n_head, n_positions, 2)
-        scratch = torch.empty(torch.get_num_threads(), n_positions, 8 + 4 * size)
+        normalizers = _new_floats(qkv, n_sequences, n_head, n_positions, 2)
+        scratch = _new_floats(qkv, torch.get_num_threads(), n_positions, 8 + 4 * size)
         y = qkv.new_empty(n_sequences, n_positions, n_head * size)
         run(FORWARD, *shape, size, qkv, normalizers, scratch, y)
         ctx.save_for_backward(qkv, normalizers)
@@ -115,14 +114,22 @@ class _Attention(torch.autograd.Function):
         if torch.is_grad_enabled() or not is_plain_autograd(grad):
             return _plain_gradient(qkv, n_head, grad), None
         numbers = 2 * n_positions + 6 * size
-        scratch = torch.empty(torch.get_num_threads(), n_positions, numbers)
+        scratch = _new_floats(qkv, torch.get_num_threads(), n_positions, numbers)
         out = torch.empty_like(qkv)
         run(GRADIENT, *ctx.shape, size, qkv, normalizers, grad.contiguous(), scratch, out)
         return out, None
 
 
 attention: Callable[[Tensor, int], Tensor] = _Attention.apply
-"""Causal attention (B, T, 3D) -> (B, T, D) in fp32 or bf16; T and D/H are multiples of 32."""
+"""Causal attention of contiguous (B, T, 3D) -> (B, T, D) in fp32 or bf16.
+
+T and D/H are multiples of 32.
+"""
+
+
+def _new_floats(like: Tensor, *shape: int) -> Tensor:
+    """Return an uninitialized fp32 tensor, also where another dtype or device is the default."""
+    return like.new_empty(shape, dtype=torch.float32)
 
 
 def _plain_gradient(qkv: Tensor, n_head: int, grad: Tensor) -> Tensor:
@@ -131,7 +138,7 @@ def _plain_gradient(qkv: Tensor, n_head: int, grad: Tensor) -> Tensor:
     with torch.enable_grad():
         qkv = qkv if is_differentiated_again else qkv.detach().requires_grad_()
         q, k, v = qkv.unflatten(-1, (3, n_head, -1)).transpose(1, 3).unbind(2)
-        hidden = torch.full((q.shape[2], q.shape[2]), -torch.inf, dtype=q.dtype).triu(1)
+        hidden = q.new_full((q.shape[2], q.shape[2]), -torch.inf).triu(1)
         scores = q @ k.mT * q.shape[-1] ** -0.5 + hidden
         y = (scores.softmax(-1) @ v).transpose(1, 2).flatten(2)
     (result,) = torch.autograd.grad(y, qkv, grad, create_graph=is_differentiated_again)
@@ -155,13 +162,14 @@ def _blocks(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None) -> Tensor:
     blocks = []
     for start in range(0, n_positions, BLOCK):
         end, first = min(start + BLOCK, n_positions), 0
+        queries = q[:, start:end].float()
         if mask is None:
-            hidden = torch.full((end - start, end), -torch.inf).triu(start + 1)
+            hidden = queries.new_full((end - start, end), -torch.inf).triu(start + 1)
         else:
             seen = mask[start:end, :end]
             first = int(seen.any(0).int().argmax())
-            hidden = torch.zeros(seen.shape).masked_fill_(~seen, -torch.inf)[:, first:]
-        queries, keys = q[:, start:end].float(), k[:, first:end].float()
+            hidden = queries.new_zeros(seen.shape).masked_fill_(~seen, -torch.inf)[:, first:]
+        keys = k[:, first:end].float()
         scores = torch.baddbmm(hidden, queries, keys.mT, alpha=width**-0.5)
         blocks.append(torch.bmm(scores.softmax(-1).to(v.dtype), v[:, first:end]))
     return blocks[0] if len(blocks) == 1 else torch.cat(blocks, 1)
