@@ -111,13 +111,14 @@ def show_run(options: TrainOptions, args: RunArguments, verb: str, arguments: li
         return EXIT_OK
     began = time.perf_counter()  # importing torch is part of --minutes
     gc.disable()  # torch makes 280,000 objects: visiting them would take a fifth of its import
-    from tiedgpt.cli.show_training import Display
-    from tiedgpt.train.events import AlreadyFinished, Ended, Planned
-    from tiedgpt.train.metrics import Tracking, open_tracker
-    from tiedgpt.train.run import train
-
-    gc.freeze()  # exclude these objects from later collections
-    gc.enable()
+    try:
+        from tiedgpt.cli.show_training import Display
+        from tiedgpt.train.events import AlreadyFinished, Ended, Planned
+        from tiedgpt.train.metrics import Tracking, open_tracker
+        from tiedgpt.train.run import train
+    finally:
+        gc.freeze()  # exclude these objects from later collections
+        gc.enable()
     display = Display(args, began, silent=not is_main())
     tracker = open_tracker(args.track) if args.track is not None and is_main() else None
     stop = threading.Event()
