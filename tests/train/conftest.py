@@ -253,6 +253,8 @@ def whole(ready_once) -> Path:
     """The same run, uninterrupted, with its list of operations; read-only."""
     from tests.train.trials import Command, Fault
 
+    warm = shutil.copytree(ready_once, ready_once.with_name("warm"))
+    assert Command(warm).wait() == 0  # compiles kernels, whose files would be in the list
     run = shutil.copytree(ready_once, ready_once.with_name("whole"))
     assert Command(run, fault=Fault(None)).wait() == 0
     return run

@@ -91,9 +91,8 @@ def stop_in_step_5(run: Path, whole: Path) -> tuple[Path, list[str]]:
     """Kill a run with two checkpoints; return the newest and its files."""
     found = enumerate(operations(whole))
     lines = [n for n, what in found if "open a" in what and "metrics" in what]
-    assert (
-        Command(run, fault=Fault(lines[5])).wait() == KILLED
-    )  # steps 1 to 4, an evaluation, step 5
+    # steps 1 to 4, an evaluation, step 5
+    assert Command(run, fault=Fault(lines[5])).wait() == KILLED
     assert [p.name for p in list_checkpoints(run / "checkpoints")] == ["step-000002", "step-000004"]
     newest = run / "checkpoints" / "step-000004"
     return newest, [path.name for path in newest.iterdir()]
