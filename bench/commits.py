@@ -3,7 +3,8 @@
     git worktree add ../old COMMIT
     python bench/commits.py ../old [--only load train recipe start generate] [--rounds 9]
 
-Each checkout has one process for each group of works; a round asks both for the same work, in
+A checkout has a process for each group of works, which is started anew three times, because a
+process may be 1.5 times as slow as the next. A round asks both checkouts for the same work, in
 alternating order. "recipe" runs `tiedgpt train` itself, a process each time, and "start" until
 its first step. The ratio is the
 median over rounds of old seconds over new seconds: above 1 the new checkout is faster. Weights are
@@ -22,6 +23,7 @@ import sysconfig
 import tempfile
 import time
 from argparse import ArgumentParser
+from collections import defaultdict
 from collections.abc import Callable
 from contextlib import nullcontext
 from itertools import count
@@ -29,6 +31,8 @@ from pathlib import Path
 
 NEW = Path(__file__).parents[1]
 CHARACTERS = 1_500_000
+PROCESSES = 3
+"""Number of times that a group's processes are started."""
 GPT2 = {"vocab_size": 50257, "n_layer": 12, "n_head": 12, "n_embd": 768, "n_positions": 1024}
 SMALL = {"vocab_size": 2048, "n_layer": 6, "n_head": 8, "n_embd": 256, "n_positions": 128}
 MODELS = {"5M": SMALL, "gpt2": GPT2}
@@ -157,13 +161,20 @@ def seconds_to_first_step(tree: Path, text: Path, out: Path) -> float:
     return seconds
 
 
-def compare(name: str, rounds: int, old: Callable[[], float], new: Callable[[], float]) -> None:
-    """Call both in turn; print the medians and the ratio with its quartiles."""
+def in_pairs(
+    rounds: int, old: Callable[[], float], new: Callable[[], float]
+) -> list[tuple[float, float]]:
+    """Call both in turn; return their results."""
     pairs = []
     for number in range(rounds):
         first, second = (old, new) if number % 2 else (new, old)
         pair = first(), second()
         pairs.append(pair if number % 2 else pair[::-1])
+    return pairs
+
+
+def show(name: str, pairs: list[tuple[float, float]]) -> None:
+    """Print the medians and the ratio with its quartiles."""
     before, after = (statistics.median(side) for side in zip(*pairs, strict=True))
     low, middle, high = statistics.quantiles([a / b for a, b in pairs], n=4)
     print(
@@ -171,6 +182,22 @@ def compare(name: str, rounds: int, old: Callable[[], float], new: Callable[[], 
         f"[{low:.3f}, {high:.3f}]",
         flush=True,
     )
+
+
+def compare_group(group: str, models: Path, old_tree: Path, rounds: int) -> None:
+    """Compare the works of a group, and print them."""
+    found: dict[str, list[tuple[float, float]]] = defaultdict(list)
+    for _ in range(PROCESSES):
+        old, new = (Checkout(tree, group, models) for tree in (old_tree, NEW))
+        for name in new.names:
+            old.seconds(name), new.seconds(name)
+            turns = (lambda name=name, it=it: it.seconds(name) for it in (old, new))
+            found[name] += in_pairs(-(-rounds // PROCESSES), *turns)
+        for checkout in (old, new):
+            checkout.process.kill()
+            checkout.process.wait()
+    for name, pairs in found.items():
+        show(name, pairs)
 
 
 def main() -> None:
@@ -184,16 +211,7 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as folder:
         make_models(Path(folder))
         for group in (group for group in GROUPS if group in only):
-            old, new = (Checkout(tree, group, Path(folder)) for tree in (args.old, NEW))
-            for name in new.names:
-                old.seconds(name), new.seconds(name)
-                compare(
-                    name, args.rounds,
-                    lambda name=name, old=old: old.seconds(name),
-                    lambda name=name, new=new: new.seconds(name),
-                )  # fmt: skip
-            for checkout in (old, new):
-                checkout.process.kill()
+            compare_group(group, Path(folder), args.old, args.rounds)
         for recipe in RECIPES if "recipe" in only else ():
             old, new = (
                 lambda tree=tree, recipe=recipe: seconds_a_token(
@@ -201,7 +219,8 @@ def main() -> None:
                 )
                 for tree in (args.old, NEW)
             )
-            compare("recipe {} {}, a token".format(*recipe), max(2, args.rounds // 3), old, new)
+            pairs = in_pairs(max(2, args.rounds // 3), old, new)
+            show("recipe {} {}, a token".format(*recipe), pairs)
         if "start" in only:
             old, new = (
                 lambda tree=tree: seconds_to_first_step(
@@ -209,7 +228,7 @@ def main() -> None:
                 )
                 for tree in (args.old, NEW)
             )
-            compare("train, to the first step", args.rounds, old, new)
+            show("train, to the first step", in_pairs(args.rounds, old, new))
 
 
 def make_models(folder: Path) -> None:
