@@ -32,7 +32,7 @@ from tiedgpt.train import fast_training
 from tiedgpt.train.distributed import Processes
 from tiedgpt.train.events import Ended
 from tiedgpt.train.loop import Trainer
-from tiedgpt.train.machine import SpeedMeasurement, measure_machine, resize, training_device
+from tiedgpt.train.machine import measure_machine, measure_speed, resize, training_device
 from tiedgpt.train.options import TrainOptions
 from tiedgpt.train.planning import (
     MAX_AUTO_EPOCHS,
@@ -99,13 +99,16 @@ def choice(name: str, minutes: float, speeds: dict[str, float], scratch: Path) -
     assert text_tokens is not None
     processes = Processes(training_device())
     machine, _ = measure_machine(options, objective, text, processes)
-    measure = SpeedMeasurement(objective, text, processes, MEASURED_SECONDS, None, fast_training)
     expected, asked = {}, {}
     for size in candidate_sizes(text_tokens):
         whole = with_choices(replace(options, dropout=0.0), size, float("inf"), text_tokens)
         if size not in speeds:
             config, sized_facts = apply_size(whole, objective.config, text)
-            speeds[size] = measure(config, draft_plan(whole, config, sized_facts, machine))
+            plan = draft_plan(whole, config, sized_facts, machine)
+            speeds[size] = measure_speed(
+                *resize(objective, text, config), plan, processes, MEASURED_SECONDS,
+                accelerate=fast_training,
+            )  # fmt: skip
         tokens = min(60 * minutes * speeds[size], MAX_AUTO_EPOCHS * text_tokens)
         expected[size] = expected_loss(size, tokens, text_tokens)
         sized = with_choices(options, size, tokens, text_tokens)

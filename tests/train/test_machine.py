@@ -1,6 +1,7 @@
 """The machine: measured speed, memory and gradients, threads, and what `--dry-run` shows."""
 
 import dataclasses
+import itertools
 import json
 import os
 import re
@@ -13,7 +14,7 @@ import torch
 import torch.nn.functional as F
 from torch.autograd import profiler
 
-from tests.train.conftest import CPU, PLAN, assert_resumes
+from tests.train.conftest import CONFIG, CPU, PLAN, assert_resumes
 from tiedgpt import GPT, GPTConfig
 from tiedgpt.cli.main import main
 from tiedgpt.errors import NoRoomError
@@ -81,35 +82,28 @@ def test_minutes_become_steps_by_a_measurement(trial):
     assert plan.steps > 10 and plan.minutes == 0.5
 
 
-def test_a_busy_machine_trains_with_the_faster_number_of_threads(trial):
-    class TwoSpeeds(SpeedMeasurement):
-        def _measure(self, config, plan):
-            return {1: 900.0}.get(torch.get_num_threads(), 300.0)
+def test_a_busy_machine_trains_with_the_faster_number_of_threads():
+    def measure(config, plan):
+        return {1: 900.0}.get(torch.get_num_threads(), 300.0)
 
-    run, threads = trial(), torch.get_num_threads()
+    threads = torch.get_num_threads()
     try:
         torch.set_num_threads(2)
-        speed = TwoSpeeds(
-            run.objective, run.data, Processes(CPU), 0.1, load=6.4, compares_threads=True
-        )
-        assert speed(run.objective.config, run.plan) == 900.0
+        speed = SpeedMeasurement(measure, "tokens", load=6.4, compares_threads=True)
+        assert speed(CONFIG, PLAN) == 900.0
     finally:
         torch.set_num_threads(threads)
     assert speed.threads == 1
     assert "1 thread, at 900 tokens/s instead of 300 with 2; --threads" in speed.notes[0]
-    another = dataclasses.replace(run.plan, seed=run.plan.seed + 1)
-    assert speed(run.objective.config, another) == 900.0, "measured with the chosen threads"
+    another = dataclasses.replace(PLAN, seed=PLAN.seed + 1)
+    assert speed(CONFIG, another) == 900.0, "measured with the chosen threads"
 
 
-def test_the_speed_of_a_plan_is_measured_once(trial):
-    class CountedSpeed(SpeedMeasurement):
-        def _measure(self, config, plan):
-            return float(len(self.measured))
-
-    run = trial()
-    speed = CountedSpeed(run.objective, run.data, Processes(CPU), 0.1, load=None)
-    plans = run.plan, dataclasses.replace(run.plan, batch_size=1, micro_batch=1), run.plan
-    assert [speed(run.objective.config, plan) for plan in plans] == [0.0, 1.0, 0.0]
+def test_the_speed_of_a_plan_is_measured_once():
+    numbers = itertools.count()
+    speed = SpeedMeasurement(lambda config, plan: float(next(numbers)), "tokens", load=None)
+    plans = PLAN, dataclasses.replace(PLAN, batch_size=1, micro_batch=1), PLAN
+    assert [speed(CONFIG, plan) for plan in plans] == [0.0, 1.0, 0.0]
 
 
 @pytest.mark.skipif(not hasattr(os, "getloadavg"), reason="the system tells no load")

@@ -127,10 +127,13 @@ def measure_machine(
     load = measure_load() if processes.size == 1 and device.type == "cpu" else None
     minutes = options.duration.amount if options.duration.unit == "minutes" else DEFAULT_MINUTES
     seconds = min(MAX_MEASURE_SECONDS, 60 * MEASURE_TIME_SHARE * minutes)
-    speed = SpeedMeasurement(
-        objective, data, processes, seconds, load, accelerate,
-        compares_threads=load is not None and threads is None and torch.get_num_threads() > 1,
-    )  # fmt: skip
+
+    def measure(config: GPTConfig, plan: Plan) -> float:
+        resized = resize(objective, data, config)
+        return measure_speed(*resized, plan, processes, seconds, load, accelerate)
+
+    compares_threads = load is not None and threads is None and torch.get_num_threads() > 1
+    speed = SpeedMeasurement(measure, data.unit, load, compares_threads=compares_threads)
     free, used = processes.broadcast((free_memory(device), used_memory(device)))
     if device.type == "cpu":
         free = None if free is None else (free - LIBRARY_BYTES) // processes.n_local
@@ -151,16 +154,12 @@ def measure_machine(
 
 @dataclass
 class SpeedMeasurement:
-    """Tokens per second of a config and a plan, by a few steps of a model with fresh weights."""
+    """Tokens (or examples) per second of a config and a plan; each plan is measured once."""
 
-    objective: Objective
-    data: Data
-    processes: Processes
-    seconds: float
-    """Duration of one measurement."""
+    measure: Callable[[GPTConfig, Plan], float]
+    unit: str
     load: float | None
     """Number of processes that want to run on a busy machine."""
-    accelerate: Accelerate = nullcontext
     compares_threads: bool = field(default=False, kw_only=True)
     """Whether the first measurement compares one thread with the default number."""
     threads: int | None = field(default=None, init=False)
@@ -169,7 +168,7 @@ class SpeedMeasurement:
     measured: list[tuple[GPTConfig, Plan, float]] = field(default_factory=list, init=False)
 
     def __call__(self, config: GPTConfig, plan: Plan) -> float:
-        """Return the tokens (or examples) per second of all processes; measure each plan once."""
+        """Return the speed of all processes together."""
         for known_config, known_plan, speed in self.measured:
             if (known_config, known_plan) == (config, plan):
                 return speed
@@ -185,61 +184,69 @@ class SpeedMeasurement:
                     "the measured speed may not last, and the plan follows the clock"
                 )
             with cpu_threads(self.threads):
-                return self._measure(config, plan)
+                return self.measure(config, plan)
         self.compares_threads = False
         speeds = {}
         for threads in (1, torch.get_num_threads()):
             with cpu_threads(threads):
-                speeds[threads] = self._measure(config, plan)
+                speeds[threads] = self.measure(config, plan)
         self.threads = max(speeds, key=lambda threads: speeds[threads])
         (other,) = speeds.keys() - {self.threads}
         self.notes.append(
             f"this machine is busy ({self.load:.1f} processes on {count_cores()} cores): training "
             f"with {format_count(self.threads, 'thread')}, at {speeds[self.threads]:,.0f} "
-            f"{self.data.unit}/s instead of {speeds[other]:,.0f} with {other}; --threads N decides "
+            f"{self.unit}/s instead of {speeds[other]:,.0f} with {other}; --threads N decides "
             "otherwise"
         )
         return speeds[self.threads]
 
-    def _measure(self, config: GPTConfig, plan: Plan) -> float:
-        """Train for some seconds; return the speed of a typical step.
 
-        The lower quartile ignores moments in which another program ran. On a busy machine these
-        are typical, and the median counts.
-        """
-        processes, seconds = self.processes, list[float]()
-        objective, data = resize(self.objective, self.data, config)
-        row_flops = 6.0 * config.parameter_count() * data.row_tokens
-        rows = min(plan.batch_size, max(processes.size, int(MEASURED_FLOPS / row_flops)))
-        plan = replace(plan, batch_size=rows, micro_batch=min(plan.micro_batch, rows))
-        model = processes.place(prepare_blocks(objective.build().train(), plan))
-        is_sharded = processes.n_shards > 1
-        slow = replace(plan, lr=1e-5)
-        _, optimizers = make_optimizers(objective, model, slow, is_sharded=is_sharded)
-        batch_of = data.batches(plan.batch_size, plan.seed)
+def measure_speed(
+    objective: Objective,
+    data: Data,
+    plan: Plan,
+    processes: Processes,
+    seconds: float,
+    load: float | None = None,
+    accelerate: Accelerate = nullcontext,
+) -> float:
+    """Train a model with fresh weights for some seconds; return the speed of a typical step.
 
-        def is_enough() -> bool:
-            if len(seconds) == 1:
-                return seconds[0] > SLOW_FACTOR * self.seconds + COMPILE_SECONDS
-            spent = sum(seconds[1:])
-            if spent > SLOW_FACTOR * self.seconds:
-                return True
-            is_typical = spent >= self.seconds and len(seconds) >= MIN_MEASURED_STEPS
-            return is_typical or len(seconds) >= MAX_MEASURED_STEPS
+    The lower quartile ignores moments in which another program ran. On a busy machine, which has
+    a `load`, these are typical, and the median counts.
+    """
+    durations = list[float]()
+    row_flops = 6.0 * objective.config.parameter_count() * data.row_tokens
+    rows = min(plan.batch_size, max(processes.size, int(MEASURED_FLOPS / row_flops)))
+    plan = replace(plan, batch_size=rows, micro_batch=min(plan.micro_batch, rows))
+    model = processes.place(prepare_blocks(objective.build().train(), plan))
+    is_sharded = processes.n_shards > 1
+    slow = replace(plan, lr=1e-5)
+    _, optimizers = make_optimizers(objective, model, slow, is_sharded=is_sharded)
+    batch_of = data.batches(plan.batch_size, plan.seed)
 
-        while not seconds or not is_enough():
-            began = time.perf_counter()
-            batch = batch_of(len(seconds))
-            with self.accelerate(model):
-                train_step(model, optimizers, batch, plan, processes, objective=objective)
-            if processes.device.type == "cuda":
-                torch.cuda.synchronize()
-            seconds.append(processes.broadcast(time.perf_counter() - began))
-        later = seconds[1:] or seconds
-        step = statistics.median(later)
-        if self.load is None and len(later) > 2:
-            step = statistics.quantiles(later, n=4)[0]
-        return plan.batch_size * data.row_units / step
+    def is_enough() -> bool:
+        if len(durations) == 1:
+            return durations[0] > SLOW_FACTOR * seconds + COMPILE_SECONDS
+        spent = sum(durations[1:])
+        if spent > SLOW_FACTOR * seconds:
+            return True
+        is_typical = spent >= seconds and len(durations) >= MIN_MEASURED_STEPS
+        return is_typical or len(durations) >= MAX_MEASURED_STEPS
+
+    while not durations or not is_enough():
+        began = time.perf_counter()
+        batch = batch_of(len(durations))
+        with accelerate(model):
+            train_step(model, optimizers, batch, plan, processes, objective=objective)
+        if processes.device.type == "cuda":
+            torch.cuda.synchronize()
+        durations.append(processes.broadcast(time.perf_counter() - began))
+    later = durations[1:] or durations
+    step = statistics.median(later)
+    if load is None and len(later) > 2:
+        step = statistics.quantiles(later, n=4)[0]
+    return plan.batch_size * data.row_units / step
 
 
 def resize(objective: Objective, data: Data, config: GPTConfig) -> tuple[Objective, Data]:
