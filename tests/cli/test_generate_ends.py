@@ -11,7 +11,6 @@ import pytest
 
 from tiedgpt.cli.main import main
 from tiedgpt.infer import packed_session
-from tiedgpt.infer.kernels import compile_cache
 
 INTERRUPTIBLE = """
 import signal, sys
@@ -75,10 +74,10 @@ def test_a_prompt_is_read_from_standard_input(packed, monkeypatch, capsys, stdin
     assert says in err and out.startswith("the" if not code else "")
 
 
-def test_kernels_that_cannot_be_compiled_are_reported(packed, monkeypatch, capsys):
+def test_kernels_that_cannot_be_compiled_are_reported(packed, tmp_path, monkeypatch, capsys):
     monkeypatch.setattr("numba.config.DISABLE_JIT", 1)
     monkeypatch.setattr(packed_session.forward, "functions", {})
-    monkeypatch.setattr(compile_cache, "_load", lambda file: None)
+    monkeypatch.setenv("NUMBA_CACHE_DIR", str(tmp_path))
     assert main(["generate", packed, "--prompt", "the"]) == 1
     assert "NUMBA_DISABLE_JIT is set" in capsys.readouterr().err
     monkeypatch.undo()

@@ -10,17 +10,12 @@ import tiktoken
 import tokenizers
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from tiktoken_ext.openai_public import r50k_pat_str
 from tokenizers import models
 
 from tiedgpt.errors import UserError
 from tiedgpt.text import Tokenizer
-from tiedgpt.text.bpe import (
-    _GPT2_PIECES,
-    BYTE_ALPHABET,
-    LONG_TEXT,
-    byte_level_tokenizer,
-    tiktoken_twin,
-)
+from tiedgpt.text.bpe import BYTE_ALPHABET, LONG_TEXT, byte_level_tokenizer, tiktoken_twin
 
 Merges = list[tuple[str, str]]
 
@@ -43,7 +38,7 @@ def naive_ids(state: dict[str, Any], text: str) -> list[int]:
         for token, id in state["model"]["vocab"].items()
     }
     encoding = tiktoken.Encoding(
-        "naive", pat_str=_GPT2_PIECES, mergeable_ranks=ranks, special_tokens={}
+        "naive", pat_str=r50k_pat_str, mergeable_ranks=ranks, special_tokens={}
     )
     return encoding.encode_ordinary(text)
 
