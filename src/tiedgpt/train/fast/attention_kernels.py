@@ -64,7 +64,7 @@ def _copy(array, at, stride, n, size, factor, scratch, out):
 
 
 @njit(inline="always", error_model="numpy")
-def _copy_transposed(array, at, stride, n, size, scratch, out, buffer):
+def _transpose(array, at, stride, n, size, scratch, out, buffer):
     """Copy n rows of `size` numbers to `scratch` as columns."""
     _copy(array, at, stride, n, size, np.float32(1.0), scratch, buffer)
     for i in range(n):
@@ -146,7 +146,7 @@ def attention(control, n_sequences, n_positions, n_head, size, qkv, normalizers,
         row, head = item // n_head * n, item % n_head * size
         start = row * stride + head
         _copy(qkv, start, stride, n, size, scale, scratch, q)
-        _copy_transposed(qkv, start + width, stride, n, size, scratch, k_t, buffer)
+        _transpose(qkv, start + width, stride, n, size, scratch, k_t, buffer)
         _copy(qkv, start + 2 * width, stride, n, size, one, scratch, v)
         for i in range(0, n, ROWS):
             n_columns = i // COLUMNS * COLUMNS + COLUMNS
@@ -176,9 +176,9 @@ def attention_gradient(
         row, head = item // n_head * n, item % n_head * size
         start = row * stride + head
         _copy(qkv, start, stride, n, size, scale, scratch, q)
-        _copy_transposed(qkv, start + width, stride, n, size, scratch, k_t, buffer)
+        _transpose(qkv, start + width, stride, n, size, scratch, k_t, buffer)
         _copy(qkv, start + width, stride, n, size, scale, scratch, k)
-        _copy_transposed(qkv, start + 2 * width, stride, n, size, scratch, v_t, buffer)
+        _transpose(qkv, start + 2 * width, stride, n, size, scratch, v_t, buffer)
         _copy(grad, row * width + head, width, n, size, one, scratch, dy)
         for i in range(0, n, ROWS):
             n_columns, q_i, dy_i = i // COLUMNS * COLUMNS + COLUMNS, q + i * size, dy + i * size
