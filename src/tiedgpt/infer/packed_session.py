@@ -62,8 +62,8 @@ class PackedSession:
     def __init__(
         self, model: PackedModel, weights: Record, n_slots: int, capacity: int, threads: int
     ) -> None:
-        self._cache = _cache(model, n_slots, capacity)
-        self.position_bytes = -(-sum(a.nbytes for a in self._cache) // (n_slots * capacity))
+        self.cache = _cache(model, n_slots, capacity)
+        self.position_bytes = -(-sum(a.nbytes for a in self.cache) // (n_slots * capacity))
         self.config, self.n_slots, self.capacity = model.config, n_slots, capacity
         self.lengths = [0] * n_slots
         self._model, self._weights = model, weights
@@ -71,7 +71,7 @@ class PackedSession:
         self._dtype = np.dtype(DTYPES[model.precision])
         self._buffers: Buffers | None = None
         self._buffers_record: Record | None = None
-        self._cache_record = Record(self._cache)
+        self._cache_record = Record(self.cache)
 
     def read(
         self,
@@ -174,7 +174,7 @@ class PackedSession:
         """Copy the contents of a slot to another slot."""
         self._pool.finish_step()  # an interrupted step must not write to the target later
         n = padded(self.lengths[source])
-        c = self._cache
+        c = self.cache
         c.keys[:, target, :, : n // BLOCK] = c.keys[:, source, :, : n // BLOCK]
         for array in (c.values, c.key_scales, c.value_scales):
             array[:, target, :, :n] = array[:, source, :, :n]

@@ -26,7 +26,7 @@ def logits(packed, ids=IDS):
 def test_former_contents_of_a_cache_do_not_matter(form, changes):
     packed = pack_gpt(made(attention_windows=(0, 3), **changes), form)
     session = PackedRunner(packed, threads=2).session(n_slots=2, capacity=24)
-    for array in session._cache:
+    for array in session.cache:
         array.view(np.uint8)[...] = 0xFF
     got = session.read([0, 1], [IDS, IDS[:5]], all_logits=[0, 1])
     np.testing.assert_array_equal(got[0], logits(packed))

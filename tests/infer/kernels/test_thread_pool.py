@@ -102,8 +102,8 @@ def test_a_helper_that_fails_serves_the_next_step(runner, expected, monkeypatch)
     names = set()
 
     def call(step, me):
-        if step.arguments[2] is not session._cache_record:  # a late helper of another session's
-            return compiled(step, me)
+        if getattr(step.arguments[2], "arguments", None) is not session.cache:
+            return compiled(step, me)  # a late helper of another session's
         if threading.current_thread() is main:
             waited = failed if not failed.is_set() else served
             assert waited.wait(20)

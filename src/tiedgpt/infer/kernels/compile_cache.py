@@ -59,7 +59,7 @@ class Kernel:
         """
         if kinds not in self.functions:
             types = zlib.crc32(repr(kinds).encode())
-            file = f"{self.name}-{types:08x}-{_digest(self.module):08x}"
+            file = f"{self.name}-{types:08x}-{digest(self.module):08x}"
             self.functions[kinds] = _load(file) or self._compile(file, arguments)
         return self.functions[kinds]
 
@@ -201,7 +201,7 @@ def _keep(file: str, data: bytes, suffix: str) -> None:
 
 
 @cache
-def _digest(module: str) -> int:
+def digest(module: str) -> int:
     """Return a digest of everything that machine code depends on except the arguments' types."""
     origins = {__file__, getattr(find_spec(module), "origin", None) or __file__}
     folders = sorted({Path(origin).parent for origin in origins})
