@@ -20,6 +20,7 @@ import torch._dynamo  # which the optimizers import when they are made
 
 import tiedgpt.cli.main
 import tiedgpt.cli.show_training
+import tiedgpt.cli.train
 import tiedgpt.train.dataset
 import tiedgpt.train.run
 from tests.train.conftest import metrics, reopen_trial
@@ -86,8 +87,8 @@ def _main(arguments: list[str], run: Path, log: Path, fault: "Fault | None") -> 
     if fault is not None:
         fault(run)
     if not arguments:
-        tiedgpt.cli.main._run = lambda _arguments: _loop(RunDirectory(run))
-    sys.exit(tiedgpt.cli.main.main(arguments))
+        tiedgpt.cli.train.run = lambda _arguments: _loop(RunDirectory(run))
+    sys.exit(tiedgpt.cli.main.main(arguments or ["train"]))
 
 
 def _loop(run: RunDirectory) -> int:
