@@ -6,11 +6,10 @@ from dataclasses import replace
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 
 from tiedgpt import GPT
 from tiedgpt.cli.main import main
-from tiedgpt.cli.tie import _group_layers
-from tiedgpt.tie.ledgers import Row
 
 
 @pytest.fixture
@@ -82,24 +81,19 @@ def test_bad_requests_get_one_line(saved, capfd, arguments, code, says):
     assert says in err and err.startswith("error: ") and err.count("\n") <= 2
 
 
-def test_names_with_several_numbers_keep_all_their_rows():
-    def row(name, n):
-        return Row((name,), (n, n), "float32", 4 * n * n, n * n, True, n * n)
-
-    rows = [row(f"down.{i}.block.{j}.weight", 4 + 4 * i) for i in range(2) for j in range(3)]
-    rows.append(row("top.weight", 2))
-    shown = _group_layers(rows)
-    assert [name for name, _ in shown] == [
-        "down.0.block.0-2.weight",
-        "down.1.block.0-2.weight",
-        "top.weight",
+def test_names_with_several_numbers_keep_all_their_rows(tmp_path, capfd):
+    sizes = {f"down.{i}.block.{j}.weight": 4 + 4 * i for i in range(2) for j in range(3)}
+    sizes["top.weight"] = 2
+    save_file({name: torch.ones(n, n) for name, n in sizes.items()}, tmp_path / "all.safetensors")
+    assert main(["tie", "show", str(tmp_path / "all.safetensors")]) == 0
+    assert re.findall(r"(\S+weight) +(.+?)  ", capfd.readouterr().out) == [
+        ("down.0.block.0-2.weight", "3 x 4 x 4"),
+        ("down.1.block.0-2.weight", "3 x 8 x 8"),
+        ("top.weight", "2 x 2"),
     ]
-    assert sum(len(members) for _, members in shown) == 7
 
 
 def test_generate_says_that_two_equal_matrices_were_tied(saved, tiny, capfd):
-    from safetensors.torch import load_file, save_file
-
     from tiedgpt import Tokenizer
 
     state = load_file("sound/model.safetensors")
