@@ -115,7 +115,8 @@ def python() -> str:
 def find(module: str, name: str) -> Found:
     """Return the definition of a public name, by the imports that lead to it."""
     path = SOURCE.joinpath(*module.split(".")[1:])
-    file = path / "__init__.py" if path.is_dir() else path.with_suffix(".py")
+    files = path / "__init__.pyi", path / "__init__.py", path.with_suffix(".py")
+    file = next(file for file in files if file.exists())
     for node in ast.walk(ast.parse(file.read_text())):
         if isinstance(node, (ast.FunctionDef, ast.ClassDef)) and node.name == name:
             return Found(name, file, node)

@@ -46,7 +46,8 @@ def imports(tree: ast.Module):
 
 
 def files():
-    return [path for path in SOURCE.rglob("*.py") if len(path.relative_to(SOURCE).parts) > 1]
+    paths = [*SOURCE.rglob("*.py"), *SOURCE.rglob("*.pyi")]
+    return [path for path in paths if len(path.relative_to(SOURCE).parts) > 1]
 
 
 def test_imports_go_strictly_down():

@@ -2,6 +2,7 @@
 
 import copy
 import importlib
+import os
 import pickle
 import pkgutil
 import pydoc
@@ -9,6 +10,8 @@ import re
 import rlcompleter
 import subprocess
 import sys
+import zipfile
+from pathlib import Path
 
 import pytest
 import torch
@@ -39,6 +42,20 @@ def test_packages_follow_from_import_tiedgpt_alone():
     )
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
     assert done.stdout.split() == ["Engine", "train", "Token", "tie", "lens", "lora"], done.stderr
+
+
+def test_names_are_found_in_a_zip_of_compiled_modules(tmp_path):
+    source = Path(tiedgpt.__file__).parent
+    with zipfile.PyZipFile(str(tmp_path / "all.zip"), "w") as archive:
+        archive.writepy(str(source))
+        for stub in source.rglob("*.pyi"):
+            archive.write(stub, stub.relative_to(source.parent))
+    program = "import tiedgpt; print(tiedgpt.__file__, tiedgpt.GPTConfig.__name__, tiedgpt.train)"
+    environment = os.environ | {"PYTHONPATH": str(tmp_path / "all.zip")}
+    done = subprocess.run(
+        [sys.executable, "-c", program], capture_output=True, text=True, env=environment
+    )
+    assert re.match(r"\S+\.zip/tiedgpt/__init__\.pyc GPTConfig <module", done.stdout), done.stderr
 
 
 @pytest.mark.parametrize("name", PACKAGES[1:])

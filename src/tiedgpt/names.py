@@ -1,7 +1,7 @@
 """Lazy imports of public names, and error messages for the names of other libraries.
 
-A package names its exports once, as imports under `if TYPE_CHECKING:`, and imports them at first
-use by `__getattr__, __dir__ = lazy_names(__name__)`.
+A package names its exports once, as imports in its `__init__.pyi`, and imports them at first use by
+`__getattr__, __dir__ = lazy_names(__name__)`.
 
 `OTHER_NAMES` maps names of transformers, nanoGPT, peft and vLLM to the names here; the error for
 such a name ends with the name to use. The errors stay `AttributeError` and `TypeError`, so
@@ -125,24 +125,19 @@ OTHER_NAMES: dict[str, dict[str, str]] = {
 def lazy_names(package: str) -> tuple[Callable[[str], Any], Callable[[], list[str]]]:
     """Return a package's `__getattr__` and `__dir__` for public names imported at first use.
 
-    The names, which `__all__` lists too, are the imports in the package's source of the form
+    The names, which `__all__` lists too, are the imports in the package's stub of the form
     `from tiedgpt.core.model import GPT as GPT`, which make a name public for type checkers.
     """
 
     @functools.cache
     def homes() -> dict[str, str]:
         """Return the module of each name."""
-        import ast  # here, because `import tiedgpt` alone needs neither module
+        import re  # here, because `import tiedgpt` alone needs neither module
         from pkgutil import get_data
 
-        tree = ast.parse(get_data(package, "__init__.py") or b"")
-        imports = (node for node in ast.walk(tree) if isinstance(node, ast.ImportFrom))
-        return {
-            alias.name: str(node.module)
-            for node in imports
-            for alias in node.names
-            if alias.asname == alias.name
-        }
+        stub = (get_data(package, "__init__.pyi") or b"").decode()
+        imports = re.findall(r"from (\S+) import\W+(\w+) as", stub)
+        return {name: module for module, name in imports}
 
     def get(name: str) -> Any:
         if name == "__all__":

@@ -11,14 +11,6 @@ For example:
     model.loss(ids[:, :-1], ids[:, 1:]).backward()  # W gets the gradients of both sides
 """
 
-from typing import TYPE_CHECKING
-
 from tiedgpt.names import lazy_names
-
-if TYPE_CHECKING:
-    from tiedgpt.core.cache import KVCache as KVCache
-    from tiedgpt.core.config import GPTConfig as GPTConfig
-    from tiedgpt.core.embedding import TiedEmbedding as TiedEmbedding
-    from tiedgpt.core.model import GPT as GPT
 
 __getattr__, __dir__ = lazy_names(__name__)

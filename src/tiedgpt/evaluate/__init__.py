@@ -10,14 +10,6 @@ For example:
     print(score.perplexity, score.bits_per_byte)
 """
 
-from typing import TYPE_CHECKING
-
 from tiedgpt.names import lazy_names
-
-if TYPE_CHECKING:
-    from tiedgpt.evaluate.examples import read_examples as read_examples
-    from tiedgpt.evaluate.examples import score_examples as score_examples
-    from tiedgpt.evaluate.texts import TextScore as TextScore
-    from tiedgpt.evaluate.texts import score_text as score_text
 
 __getattr__, __dir__ = lazy_names(__name__)

@@ -14,24 +14,10 @@ prints as a table, and has `.to_json()` and `.figure()`. Logits are held for 64 
 used.
 """
 
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from tiedgpt.inspect.registry import INSPECTIONS
 from tiedgpt.names import lazy_names
-
-if TYPE_CHECKING:
-    from tiedgpt.inspect.gradients import gradient_split as gradient_split
-    from tiedgpt.inspect.layers import ablate as ablate
-    from tiedgpt.inspect.layers import attention as attention
-    from tiedgpt.inspect.layers import lens as lens
-    from tiedgpt.inspect.patching import patch as patch
-    from tiedgpt.inspect.predictions import dot as dot
-    from tiedgpt.inspect.predictions import positions as positions
-    from tiedgpt.inspect.rows import vocabulary as vocabulary
-    from tiedgpt.inspect.similarity import neighbours as neighbours
-    from tiedgpt.inspect.steering import direction as direction
-    from tiedgpt.inspect.steering import steer as steer
-    from tiedgpt.inspect.untied import random_head as random_head
 
 __all__ = [*INSPECTIONS, "steer"]
 _get_other, _ = lazy_names(__name__)

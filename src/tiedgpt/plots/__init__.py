@@ -10,15 +10,6 @@ For example:
     save_figure([panel], Path("loss.svg"), "Training")  # needs tiedgpt[plot]
 """
 
-from typing import TYPE_CHECKING
-
 from tiedgpt.names import lazy_names
-
-if TYPE_CHECKING:
-    from tiedgpt.plots.figure import save_figure as save_figure
-    from tiedgpt.plots.panel import Grid as Grid
-    from tiedgpt.plots.panel import Line as Line
-    from tiedgpt.plots.panel import Panel as Panel
-    from tiedgpt.plots.terminal import print_panels as print_panels
 
 __getattr__, __dir__ = lazy_names(__name__)

@@ -11,14 +11,6 @@
 The names are imported when they are first used.
 """
 
-from typing import TYPE_CHECKING
-
 from tiedgpt.names import lazy_names
-
-if TYPE_CHECKING:
-    from tiedgpt.train.fast import fast_training as fast_training
-    from tiedgpt.train.loop import Trainer as Trainer
-    from tiedgpt.train.options import TrainOptions as TrainOptions
-    from tiedgpt.train.run import train as train
 
 __getattr__, __dir__ = lazy_names(__name__)

@@ -1,0 +1,12 @@
+from tiedgpt.tie.audits import audit as audit
+from tiedgpt.tie.fixes import fix as fix
+from tiedgpt.tie.guards import TieBrokenError as TieBrokenError
+from tiedgpt.tie.guards import TieWarning as TieWarning
+from tiedgpt.tie.guards import guard as guard
+from tiedgpt.tie.ledgers import ledger as ledger
+from tiedgpt.tie.surgery import replace_head as replace_head
+from tiedgpt.tie.surgery import tie as tie
+from tiedgpt.tie.surgery import untie as untie
+from tiedgpt.tie.vocabulary import add_tokens as add_tokens
+from tiedgpt.tie.vocabulary import prune as prune
+from tiedgpt.tie.vocabulary import resize_vocab as resize_vocab
