@@ -186,17 +186,17 @@ def show(name: str, pairs: list[tuple[float, float]]) -> None:
 
 def compare_group(group: str, models: Path, old_tree: Path, rounds: int) -> None:
     """Compare the works of a group, and print them."""
-    found: dict[str, list[tuple[float, float]]] = defaultdict(list)
+    results: dict[str, list[tuple[float, float]]] = defaultdict(list)
     for _ in range(PROCESSES):
         old, new = (Checkout(tree, group, models) for tree in (old_tree, NEW))
         for name in new.names:
             old.seconds(name), new.seconds(name)
             turns = (lambda name=name, it=it: it.seconds(name) for it in (old, new))
-            found[name] += in_pairs(-(-rounds // PROCESSES), *turns)
+            results[name] += in_pairs(-(-rounds // PROCESSES), *turns)
         for checkout in (old, new):
             checkout.process.kill()
             checkout.process.wait()
-    for name, pairs in found.items():
+    for name, pairs in results.items():
         show(name, pairs)
 
 
