@@ -25,6 +25,7 @@ from tiedgpt.train.events import Note, Replanned, Stepped
 from tiedgpt.train.machine import (
     GradientNorms,
     SpeedMeasurement,
+    cpu_threads,
     describe,
     measure_load,
     measure_machine,
@@ -86,13 +87,9 @@ def test_a_busy_machine_trains_with_the_faster_number_of_threads():
     def measure(config, plan):
         return {1: 900.0}.get(torch.get_num_threads(), 300.0)
 
-    threads = torch.get_num_threads()
-    try:
-        torch.set_num_threads(2)
-        speed = SpeedMeasurement(measure, "tokens", load=6.4, compares_threads=True)
+    speed = SpeedMeasurement(measure, "tokens", load=6.4, compares_threads=True)
+    with cpu_threads(2):
         assert speed(CONFIG, PLAN) == 900.0
-    finally:
-        torch.set_num_threads(threads)
     assert speed.threads == 1
     assert "1 thread, at 900 tokens/s instead of 300 with 2; --threads" in speed.notes[0]
     another = dataclasses.replace(PLAN, seed=PLAN.seed + 1)
@@ -109,15 +106,12 @@ def test_the_speed_of_a_plan_is_measured_once():
 @pytest.mark.skipif(not hasattr(os, "getloadavg"), reason="the system tells no load")
 def test_a_run_by_steps_compares_threads_on_a_busy_machine(options, tmp_path, monkeypatch):
     monkeypatch.setattr(os, "getloadavg", lambda: (99.0, 99.0, 99.0))
-    threads, notes = torch.get_num_threads(), []
-    try:
-        torch.set_num_threads(2)
+    notes = []
+    with cpu_threads(2):
         for event in train(dataclasses.replace(options, steps=100), tmp_path / "run"):
             notes += [event.text] if isinstance(event, Note) else []
             if isinstance(event, Stepped):
                 break
-    finally:
-        torch.set_num_threads(threads)
     (note,) = (note for note in notes if "busy" in note)
     chosen = int(re.search(r"training with (\d) thread", note)[1])
     record = tomllib.loads((tmp_path / "run/run.toml").read_text())

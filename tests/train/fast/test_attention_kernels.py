@@ -8,6 +8,7 @@ from tiedgpt import GPT, GPTConfig
 from tiedgpt.train import fast_training
 from tiedgpt.train.fast import attention as module
 from tiedgpt.train.fast.attention import attention
+from tiedgpt.train.machine import cpu_threads
 
 TOLERANCES = {torch.float32: 1e-5, torch.bfloat16: 3e-2}
 
@@ -53,13 +54,10 @@ def test_later_tokens_change_no_bit():
 
 def test_the_number_of_threads_changes_no_bit():
     qkv, grad = drawn(64)
-    before, results = torch.get_num_threads(), []
-    try:
-        for threads in (1, 2, 3):
-            torch.set_num_threads(threads)
+    results = []
+    for threads in (1, 2, 3):
+        with cpu_threads(threads):
             results.append(value_and_gradient(attention, qkv, 2, grad))
-    finally:
-        torch.set_num_threads(before)
     for y, gradient in results[1:]:
         assert torch.equal(y, results[0][0])
         assert torch.equal(gradient, results[0][1])

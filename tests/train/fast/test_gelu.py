@@ -7,6 +7,7 @@ import torch.nn.functional as F
 from tiedgpt import GPTConfig
 from tiedgpt.core.layers import MLP
 from tiedgpt.train.fast.gelu import VectorMLP, gelu
+from tiedgpt.train.machine import cpu_threads
 
 TOLERANCES = {torch.float32: (1e-5, 1e-6), torch.bfloat16: (1e-2, 1e-2)}
 
@@ -33,13 +34,10 @@ def test_value_and_gradient_are_torchs(dtype, size):
 
 def test_the_number_of_threads_changes_no_bit():
     z, grad = torch.randn(2, 1 << 17, generator=torch.Generator().manual_seed(1))
-    before, results = torch.get_num_threads(), []
-    try:
-        for threads in (1, 2, 3):
-            torch.set_num_threads(threads)
+    results = []
+    for threads in (1, 2, 3):
+        with cpu_threads(threads):
             results.append(gelu_and_gradient(gelu, z, grad))
-    finally:
-        torch.set_num_threads(before)
     for y, gradient in results[1:]:
         assert torch.equal(y, results[0][0])
         assert torch.equal(gradient, results[0][1])
