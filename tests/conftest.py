@@ -67,12 +67,15 @@ def kept_for_backward(module: torch.nn.Module, compute: Callable[[], object]) ->
 TEXT = "the cat sat on the mat. the dog ate the hat — naïve café, 日本語. " * 20
 
 
-def opinionated(tokenizer: Tokenizer, n_positions: int = 48) -> GPT:
-    """Return a model on random weights strong enough to have opinions."""
+def opinionated(tokenizer: Tokenizer, n_positions: int = 48, n_unnamed: int = 0) -> GPT:
+    """Return a model on random weights strong enough to have opinions.
+
+    Its last `n_unnamed` ids have no token.
+    """
     torch.manual_seed(5)
     config = GPTConfig(
-        vocab_size=len(tokenizer), n_positions=n_positions, n_embd=32, n_layer=2, n_head=2,
-        eos_token_id=tokenizer.eos_token_id, bos_token_id=tokenizer.bos_token_id,
+        vocab_size=len(tokenizer) + n_unnamed, n_positions=n_positions, n_embd=32, n_layer=2,
+        n_head=2, eos_token_id=tokenizer.eos_token_id, bos_token_id=tokenizer.bos_token_id,
     )  # fmt: skip
     model = GPT(config).eval()
     with torch.no_grad():

@@ -6,8 +6,9 @@ import re
 import pytest
 import torch
 
+from tests.conftest import opinionated
 from tests.infer.conftest import beams
-from tiedgpt import GPT, GPTConfig, Tokenizer
+from tiedgpt import Tokenizer
 from tiedgpt.errors import UserError
 from tiedgpt.infer import Engine
 
@@ -17,16 +18,7 @@ TEXT = '{"name": "the cat", "age": 12} the dog sat on the mat, 2026-01-31. '
 @pytest.fixture(scope="module")
 def engine():
     tokenizer = Tokenizer.train([TEXT * 3], 300)
-    torch.manual_seed(5)
-    config = GPTConfig(
-        vocab_size=len(tokenizer) + 3, n_positions=64, n_embd=32, n_layer=2, n_head=2,
-        eos_token_id=tokenizer.eos_token_id, bos_token_id=tokenizer.bos_token_id,
-    )  # fmt: skip
-    model = GPT(config).eval()
-    with torch.no_grad():
-        for parameter in model.parameters():
-            parameter.add_(0.1 * torch.randn_like(parameter))
-    return Engine(model, tokenizer=tokenizer)
+    return Engine(opinionated(tokenizer, 64, n_unnamed=3), tokenizer=tokenizer)
 
 
 def text_of(engine, completion):
