@@ -114,13 +114,8 @@ class Cache(NamedTuple):
     value_scales: Any
 
 
-class HeadCache(NamedTuple):
+class HeadCache(Cache):
     """One head of one slot: keys (C/64, D/H, 64), values (C, D/H), scales (C,) or empty."""
-
-    keys: Any
-    values: Any
-    key_scales: Any
-    value_scales: Any
 
 
 class Queries(NamedTuple):
