@@ -155,6 +155,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
+import torch
 
 from tiedgpt import GPT
 from tiedgpt.evaluate.perplexity import totals
@@ -213,6 +214,61 @@ class Own(Unprepared):
             batches=lambda n, seed: lambda step: tuple(array[:n] for array in rows),
             held_out=lambda n, n_batches: [rows],
         )
+
+
+class OpensNothing(Own):
+    @classmethod
+    def open(cls, options): ...
+
+
+class MakesNothing(Own):
+    @classmethod
+    def make(cls, sources, run, options, setup): ...
+
+
+class MakesNoData(Own):
+    @classmethod
+    def make(cls, sources, run, options, setup):
+        return super().make(sources, run, options, setup)[0], sources
+
+
+class BuildsNothing(Own):
+    def build(self): ...
+
+
+class BuildsAnother(Own):
+    def build(self):
+        return torch.nn.Linear(2, 2)
+
+
+class LossOfEachRow(Own):
+    def loss(self, model, batch):
+        return super().loss(model, batch).expand(2)
+
+
+class LossWithoutGradient(Own):
+    def loss(self, model, batch):
+        return super().loss(model, batch).detach()
+
+
+class LossAndMore(Own):
+    def loss(self, model, batch):
+        loss = super().loss(model, batch)
+        return loss, loss
+
+
+class ScoresNothing(Own):
+    def score(self, model, batches, autocast): ...
+
+
+class ScoresANumber(Own):
+    def score(self, model, batches, autocast):
+        return 3.0
+
+
+class ScoresATensor(Own):
+    def score(self, model, batches, autocast):
+        return Score(torch.tensor(3.0))
 """
 
 
@@ -240,11 +296,29 @@ def train_own(tmp_path, monkeypatch, capfd):
         ("own_lines:Partial", "build"),
         ("own_lines:Unreadable", r"open\(options\)"),
         ("own_lines:Unprepared", r"make\(sources, run, options, setup\)"),
+        ("own_lines:OpensNothing", "OpensNothing.open .* None"),
+        ("own_lines:MakesNothing", "MakesNothing.make .* None"),
+        ("own_lines:MakesNoData", "MakesNoData.make .* tuple"),
+        ("own_lines:BuildsNothing", "BuildsNothing.build .* None"),
+        ("own_lines:BuildsAnother", "BuildsAnother.build .* Linear"),
+        ("own_lines:LossOfEachRow", r"LossOfEachRow.loss .* scalar .*\(2,\)"),
+        ("own_lines:LossWithoutGradient", "LossWithoutGradient.loss .* gradient"),
+        ("own_lines:LossAndMore", "LossAndMore.loss .* n_targets.* tuple"),
+        ("own_lines:ScoresNothing", "ScoresNothing.score .* nats .* None"),
+        ("own_lines:ScoresANumber", "ScoresANumber.score .* nats .* float"),
+        ("own_lines:ScoresATensor", "ScoresATensor.score .* nats .* Score"),
+        ("raising:Own", "division by zero, in line 2 of .*raising.py"),
+        ("unparsed:Own", "unparsed.py, line 1"),
     ],
 )
-def test_an_incomplete_objective_gets_an_error_that_names_what_is_missing(train_own, home, says):
-    code, err = train_own(home)
-    assert code == 1 and re.search(says, err) and "Traceback" not in err
+def test_an_incomplete_objective_gets_an_error_that_names_what_is_missing(
+    train_own, tmp_path, home, says
+):
+    (tmp_path / "raising.py").write_text("\n1 / 0\n")
+    (tmp_path / "unparsed.py").write_text("class Own(\n")
+    code, err = train_own(home, "-o", "run")
+    assert code == 1 and re.search(says, " ".join(err.split())) and "Traceback" not in err
+    assert not (tmp_path / "run").exists()
 
 
 def test_an_objective_with_only_what_is_required_trains_and_has_a_dry_run(train_own, tmp_path):

@@ -53,7 +53,7 @@ from tiedgpt.files import PREPARED, remove
 from tiedgpt.runtime import count_cores
 from tiedgpt.text import Tokenizer
 from tiedgpt.text.bpe import END_OF_TEXT
-from tiedgpt.train.objective import Arrays, ModelSetup, Objective, Pretrained
+from tiedgpt.train.objective import Arrays, ModelSetup, Objective, Pretrained, check_result
 from tiedgpt.train.options import AUTO, READING, TUNE_DROPOUT, TrainOptions, format_count
 from tiedgpt.train.planning import Facts, choose_vocabulary_size
 from tiedgpt.train.storage import RunDirectory
@@ -145,7 +145,11 @@ def prepare(
             f"must be from 1 to the width {config.n_embd}, got {options.lora}", option="lora"
         )
     setup = ModelSetup(config, tokenizer, start, options.freeze or "")
-    trained, data = objective.make(sources, run, options, setup)
+    pair: Any = objective.make(sources, run, options, setup)
+    is_pair = isinstance(pair, tuple) and len(pair) == 2
+    is_valid = is_pair and isinstance(pair[0], Objective) and isinstance(pair[1], Data)
+    check_result(objective, "make", pair, "an objective and its Data", is_valid)
+    trained, data = pair
     if options.chooses or not (options.freeze or options.lora):
         return trained, data
     from tiedgpt.tune.freezing import count_trainable

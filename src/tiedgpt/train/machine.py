@@ -33,7 +33,7 @@ from tiedgpt.errors import UserError
 from tiedgpt.runtime import count_cores, free_memory, has_bf16
 from tiedgpt.train.dataset import Data
 from tiedgpt.train.distributed import Processes
-from tiedgpt.train.objective import Model, Objective, body_of, predicts_tokens
+from tiedgpt.train.objective import Model, Objective, body_of, predicts_tokens, try_objective
 from tiedgpt.train.optim.groups import make_optimizers
 from tiedgpt.train.options import DEFAULT_MINUTES, TrainOptions, format_count
 from tiedgpt.train.planning import Dtype, Machine, Plan
@@ -149,6 +149,8 @@ def measure_machine(
         n_processes=processes.size,
         n_shards=processes.n_shards,
     )
+    if options.objective is not None:
+        processes.on_main(try_objective, objective, data, device)
     return machine, speed
 
 

@@ -271,3 +271,31 @@ class Objective(Loss, ABC):
         model.save_pretrained(directory)
         if self.tokenizer is not None:
             save_tokenizer(self.tokenizer, body_of(model).config, directory)
+
+
+def check_result(objective: type, method: str, result: Any, expected: str, is_valid: bool) -> None:
+    """Raise `UserError` if a method of an objective returned something else than `expected`."""
+    if not is_valid:
+        shape = f" of shape {tuple(result.shape)}" if isinstance(result, Tensor) else ""
+        actual = "None" if result is None else f"a {type(result).__name__}{shape}"
+        raise UserError(f"{objective.__name__}.{method} must return {expected}, not {actual}")
+
+
+def try_objective(objective: Objective, data: Data, device: torch.device) -> None:
+    """Build a model, compute a loss and a score; raise `UserError` for an invalid result."""
+    check = functools.partial(check_result, type(objective))
+    model = objective.build()
+    is_model = isinstance(model, GPT) or isinstance(getattr(model, "gpt", None), GPT)
+    check("build", model, "a GPT or a module with one as gpt", is_model)
+    objective.begin(model.to(device).train())
+    rows = tuple(array[:1] for array in data.batches(1, 0)(0))
+    loss, counts = objective.loss(model, on_device(rows, device)), objective.n_targets(rows)
+    terms = loss if isinstance(loss, tuple) else (loss,)
+    are_terms = len(terms) == len(counts) and all(
+        isinstance(term, Tensor) and term.shape == () and (term.requires_grad or count == 0)
+        for term, count in zip(terms, counts, strict=True)
+    )
+    check("loss", loss, "a scalar tensor with a gradient, or one for each of n_targets", are_terms)
+    score = objective.score(model, data.held_out(1, 1), None)
+    is_score = isinstance(getattr(score, "nats", None), float | int)
+    check("score", score, "an object whose nats is the mean loss, a float", is_score)

@@ -31,7 +31,7 @@ from tiedgpt.train.events import AlreadyFinished, Event, Note, Planned
 from tiedgpt.train.fast import fast_training
 from tiedgpt.train.loop import Trainer
 from tiedgpt.train.machine import cpu_threads, measure_machine, resize, training_device
-from tiedgpt.train.objective import Objective
+from tiedgpt.train.objective import Objective, check_result
 from tiedgpt.train.objectives import open_objective
 from tiedgpt.train.options import DURATIONS, TrainOptions
 from tiedgpt.train.planning import (
@@ -148,7 +148,9 @@ def open_sources(
     if out is not None:
         compare_options(options, out)
     objective = open_objective(options)
-    return objective, objective.open(options)
+    sources = objective.open(options)
+    check_result(objective, "open", sources, "Sources", isinstance(sources, Sources))
+    return objective, sources
 
 
 @contextlib.contextmanager

@@ -8,6 +8,7 @@ objective, data = objective.make(sources, run, options, setup)
 from __future__ import annotations
 
 import sys
+import traceback
 from dataclasses import dataclass
 from importlib import import_module
 from pathlib import Path
@@ -86,14 +87,18 @@ def load_objective(home: str) -> Any:
 
     if (here := str(Path.cwd())) not in sys.path:
         sys.path.append(here)
+    module, _, name = home.partition(":")
     try:
-        module, _, name = home.partition(":")
         objective = getattr(import_module(module), name)
-    except (ImportError, AttributeError, ValueError) as error:
+    except Exception as error:  # the module may raise anything
+        frames = traceback.extract_tb(error.__traceback__)
+        inside = [f for f in frames if "importlib" not in f.filename and f.filename != __file__]
+        line = f", in line {inside[0].lineno} of {inside[0].filename}" if inside else ""
+        remedy = "give MODULE:CLASS of a file in this directory, as --objective my_module:Mine"
         raise UserError(
-            f"there is no objective {home!r}: {error}",
-            hint="give MODULE:CLASS of a file in this directory, as --objective my_module:Mine",
-        ) from None
+            f"the objective {home!r} cannot be imported: {type(error).__name__}: {error}{line}",
+            hint=None if line or isinstance(error, SyntaxError) else remedy,
+        ) from error
     if not (isinstance(objective, type) and issubclass(objective, Objective)):
         raise UserError(
             f"{home} is not a subclass of Objective",
