@@ -269,6 +269,25 @@ class ScoresANumber(Own):
 class ScoresATensor(Own):
     def score(self, model, batches, autocast):
         return Score(torch.tensor(3.0))
+
+
+class NeverFinite(Own):
+    def loss(self, model, batch):
+        return super().loss(model, batch) * float("nan")
+
+
+class EndsInfinite(Own):
+    calls = 1  # a resumed run has done a step
+
+    def begin(self, model):
+        self.calls = 0
+
+    def loss(self, model, batch):
+        loss = super().loss(model, batch)
+        self.calls += 1
+        if self.calls == 2:
+            model.ln_f.weight.data.fill_(float("inf"))
+        return loss
 """
 
 
@@ -319,6 +338,17 @@ def test_an_incomplete_objective_gets_an_error_that_names_what_is_missing(
     code, err = train_own(home, "-o", "run")
     assert code == 1 and re.search(says, " ".join(err.split())) and "Traceback" not in err
     assert not (tmp_path / "run").exists()
+
+
+@pytest.mark.parametrize(
+    "name, says", [("NeverFinite", "no step"), ("EndsInfinite", "ln_f.weight")]
+)
+def test_a_run_without_finite_losses_or_weights_publishes_no_model(train_own, tmp_path, name, says):
+    for _ in range(2):  # resumed, too
+        code, err = train_own(f"own_lines:{name}", "-o", "run")
+        assert code == 5 and says in err and "Traceback" not in err
+        assert not (tmp_path / "run/model").exists()
+        assert [*(tmp_path / "run/checkpoints").glob("step-*")]
 
 
 def test_an_objective_with_only_what_is_required_trains_and_has_a_dry_run(train_own, tmp_path):

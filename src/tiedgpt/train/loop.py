@@ -110,8 +110,8 @@ class Trainer:
         """Train to the end of the plan, from the newest checkpoint of the run's directory.
 
         A step whose loss or gradient is not finite is skipped. Raises `DivergedError` for too many
-        skipped steps, a loss that grows, and weights that are not finite; the last checkpoint
-        stays.
+        skipped steps, a run of skipped steps alone, a loss that grows, and weights that are not
+        finite; the last checkpoint stays.
         """
         try:
             yield from self._begin()
@@ -122,6 +122,8 @@ class Trainer:
                 self.state.require_sound(self.step)
                 yield from self._pause()
             self._save()
+            if self._is_done() and self.state.first_loss is None:
+                raise DivergedError("no step had a finite loss and gradient, and the run ended")
             yield self._finish() if self._is_done() else self._stop()
         except DivergedError as error:
             raise self._diagnose(error) from None
@@ -314,8 +316,8 @@ class Trainer:
         return self.step >= self.plan.steps or self.state.is_over(self.plan)
 
     def _stop(self) -> Ended:
-        """Publish the current weights of a run that was asked to stop."""
-        if self.step:
+        """Publish the current weights of a run that was asked to stop, if they were trained."""
+        if self.state.first_loss is not None:
             self._publish()
         return Ended(self.step, finished=False, score=None)
 
@@ -420,7 +422,10 @@ class Trainer:
         saved = "nothing was saved yet"
         if self.saved_at:
             saved = f"the state after step {self.saved_at} is kept in {run.checkpoints}"
+        remedy = "train again with a lower --lr in another --out"
+        if self.state.first_loss is None:  # the weights are those of the beginning
+            remedy = "check the data, the weights of --start and the loss of --objective"
         return DivergedError(
             f"{error} at step {self.step}{where}; learning rate {lr:.3g}, {self.state}; {saved}",
-            hint="train again with a lower --lr in another --out",
+            hint=remedy,
         )
