@@ -24,7 +24,7 @@ from numba.extending import intrinsic
 from tiedgpt.errors import UserError
 from tiedgpt.infer.kernels.arguments import Control
 from tiedgpt.infer.kernels.compile_cache import Record
-from tiedgpt.infer.kernels.simd import FEATURE_LIST, f32, i32, i64
+from tiedgpt.infer.kernels.simd import CPU_NAME, FEATURE_LIST, f32, i32, i64
 
 LINKER = "cc"
 """The program that links shared libraries, if it is installed."""
@@ -73,8 +73,7 @@ def machine_code(callback: Any, symbol: str) -> tuple[bytes, str]:
     entry = module.get_function(callback.native_name)
     entry.name, entry.linkage = symbol, "external"
     machine = llvm.Target.from_default_triple().create_target_machine(
-        cpu=getattr(numba.config, "CPU_NAME", None) or llvm.get_host_cpu_name(),
-        features=FEATURE_LIST, opt=3, reloc="pic", codemodel="default",
+        cpu=CPU_NAME, features=FEATURE_LIST, opt=3, reloc="pic", codemodel="default",
     )  # fmt: skip
     data = machine.emit_object(module)
     with suppress(OSError, subprocess.SubprocessError), tempfile.TemporaryDirectory() as folder:

@@ -154,7 +154,7 @@ def _prefetch_ahead(builder: Any, row: Any, parts: range, size: int) -> None:
 
     The later passes find their parts in the cache, so that memory is read in order.
     """
-    if parts.start == 0:
+    if parts.start == 0 and not (simd.IS_ZEN and len(parts) == PARTS):
         for number in range(AHEAD_ROWS * PARTS, (AHEAD_ROWS + 1) * PARTS):
             simd.prefetch(builder, builder.gep(row, [i64(size * number)]))
 

@@ -74,6 +74,9 @@ def byte_class(features: set[str]) -> str:
     return "arm-dotprod" if "dotprod" in features else "plain"
 
 
+CPU_NAME: str = getattr(config, "CPU_NAME", None) or llvm.get_host_cpu_name()
+IS_ZEN = CPU_NAME.startswith("znver")
+"""Whether this is one of AMD's Zen CPUs, which prefetch rows that are read whole by themselves."""
 HAS_WIDE_REGISTERS = "avx512f" in FEATURES
 """Whether a register holds 16 float32; 4 accumulators of 16 numbers fit for each of 6 vectors."""
 HAS_DOT16 = {"avx512bf16", "avx512f"} <= FEATURES
