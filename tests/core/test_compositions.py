@@ -21,7 +21,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.nn.utils import parametrize
 from torch.utils.checkpoint import checkpoint
 
-from tests.conftest import kept_for_backward
+from tests.conftest import kept_for_backward, random_gpt
 from tiedgpt import GPT, GPTConfig
 from tiedgpt.core import loss as loss_module
 from tiedgpt.core.embedding import TiedEmbedding
@@ -45,12 +45,7 @@ def small_chunks(monkeypatch):
 
 
 def drawn_model() -> GPT:
-    torch.manual_seed(11)
-    model = GPT(CONFIG).double()
-    with torch.no_grad():
-        for name, parameter in model.named_parameters():
-            parameter.normal_(1.0 if "ln_" in name and "weight" in name else 0.0, 0.2)
-    return model
+    return random_gpt(11, **vars(CONFIG)).train().double()
 
 
 @pytest.fixture(params=[nullcontext, fast_training], ids=["plain", "fast"])

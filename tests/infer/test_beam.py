@@ -5,6 +5,7 @@ import pytest
 import torch
 import transformers
 
+from tests.conftest import random_gpt
 from tests.infer.conftest import beams
 from tiedgpt import GPT, GPTConfig
 from tiedgpt.infer.torch_session import TorchRunner
@@ -25,14 +26,9 @@ SETTINGS = [
 @pytest.fixture(scope="module", params=[0, 2, 4])
 def twins(request, tmp_path_factory):
     """A GPT that likes to end its texts, and the same in transformers."""
-    torch.manual_seed(request.param)
-    config = GPTConfig(
-        vocab_size=61, n_positions=32, n_embd=32, n_layer=2, n_head=2, eos_token_id=0
-    )
-    model = GPT(config).eval()
+    shape = {"vocab_size": 61, "n_positions": 32, "n_layer": 2, "n_head": 2}
+    model = random_gpt(request.param, **shape, eos_token_id=0)
     with torch.no_grad():
-        for name, parameter in model.named_parameters():
-            parameter.normal_(1.0 if "ln_" in name and "weight" in name else 0.0, 0.2)
         model.wte.weight[0] *= 3
     directory = tmp_path_factory.mktemp("model")
     model.save_pretrained(directory)

@@ -5,8 +5,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from tests.conftest import save_model
-from tiedgpt import GPT, GPTConfig, Tokenizer
+from tests.conftest import random_gpt, save_model
+from tiedgpt import GPT, Tokenizer
 
 TEXT = "the cat sat on the mat, and the cat sat"
 
@@ -15,16 +15,10 @@ def random_model(
     *, norm="pre", tied=True, bias=True, windows=None, dtype=torch.float32, seed=0, vocab_size=97
 ) -> GPT:
     """A model whose weights are large enough that mistakes show."""
-    config = GPTConfig(
-        vocab_size=vocab_size, n_positions=80, n_embd=16, n_layer=2, n_head=2, norm=norm,
-        tie_word_embeddings=tied, bias=bias, attention_windows=windows,
-    )  # fmt: skip
-    torch.manual_seed(seed)
-    model = GPT(config).eval()
-    with torch.no_grad():
-        for name, parameter in model.named_parameters():
-            parameter.normal_(1.0 if "ln_" in name and "weight" in name else 0.0, 0.3)
-    return model.to(dtype)
+    return random_gpt(
+        seed, 0.3, vocab_size=vocab_size, n_positions=80, n_embd=16, n_layer=2, n_head=2,
+        norm=norm, tie_word_embeddings=tied, bias=bias, attention_windows=windows,
+    ).to(dtype)  # fmt: skip
 
 
 def random_ids(n: int = 70, seed: int = 0, vocab_size: int = 97) -> torch.Tensor:

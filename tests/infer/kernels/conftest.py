@@ -3,11 +3,11 @@
 import pytest
 import torch
 
-from tiedgpt import GPT, GPTConfig
+from tests.conftest import random_gpt
+from tiedgpt import GPT
 from tiedgpt.weights.formats.packed import STACKS, PackedModel, stack_sizes
 from tiedgpt.weights.formats.packed.panels import Panels, unpack
 
-TINY = {"vocab_size": 97, "n_positions": 24, "n_embd": 32, "n_layer": 2, "n_head": 4}
 ARCHITECTURES = {
     "GPT-2": {},
     "banded": {"attention_windows": (0, 5), "n_layer": 3},
@@ -25,12 +25,7 @@ ARCHITECTURES = {
 
 def made(**changes) -> GPT:
     """A model whose weights are large enough that mistakes show."""
-    torch.manual_seed(7)
-    model = GPT(GPTConfig(**(TINY | changes))).eval()
-    with torch.no_grad():
-        for name, parameter in model.named_parameters():
-            parameter.normal_(1.0 if "ln_" in name and "weight" in name else 0.0, 0.15)
-    return model
+    return random_gpt(std=0.15, **{"n_layer": 2, **changes})
 
 
 def stood_for(model: GPT, packed: PackedModel) -> GPT:
