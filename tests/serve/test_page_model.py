@@ -12,9 +12,9 @@ import pytest
 import torch
 
 import tiedgpt
-from tests.conftest import TEXT, opinionated
+from tests.conftest import TEXT, opinionated, random_gpt
 from tests.serve.page_run import HOSTILE
-from tiedgpt import GPT, GPTConfig, Tokenizer, inspect
+from tiedgpt import Tokenizer, inspect
 from tiedgpt.data.templates import TEMPLATES, encode_pieces
 from tiedgpt.errors import UserError
 from tiedgpt.serve.page_model import pack_model, page_tensors, round_weights
@@ -71,14 +71,8 @@ class InNode:
 
 def small(tokenizer=None, **options):
     """Return a model with large weights, so that its predictions are confident."""
-    torch.manual_seed(0)
-    options = {"vocab_size": 261 if tokenizer is None else len(tokenizer)} | options
-    shape = {"n_positions": 48, "n_embd": 32, "n_layer": 2, "n_head": 4} | options
-    model = GPT(GPTConfig(**shape)).eval()
-    with torch.no_grad():
-        for parameter in model.parameters():
-            parameter.add_(0.2 * torch.randn_like(parameter))
-    return model
+    shape = {"vocab_size": 261 if tokenizer is None else len(tokenizer), "n_layer": 2}
+    return random_gpt(0, **{**shape, "n_positions": 48, **options})
 
 
 @pytest.fixture(scope="module")
