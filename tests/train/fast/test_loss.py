@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+import torch.nn.functional as F
 from hypothesis import given, settings
 
 from tests.core.test_compositions import CHANGES, A, drawn_model
@@ -25,6 +26,65 @@ def small_chunks(monkeypatch):
 @given(loss_inputs())
 def test_equals_cross_entropy_of_the_full_logits(inputs):
     assert_equals_cross_entropy(one_pass_cross_entropy, *inputs)
+
+
+def fast_loss_and_gradients(h, weight, targets, is_narrow):
+    with torch.autocast("cpu", torch.bfloat16, enabled=is_narrow):
+        loss = one_pass_cross_entropy(h, weight, targets)
+    return loss.detach(), *torch.autograd.grad(loss, (h, weight))
+
+
+@pytest.fixture(params=[False, True], ids=["fp32", "bf16"])
+def narrow_inputs(request):
+    """Whether products are in bf16; h, W and targets, some not counted."""
+    g = torch.Generator().manual_seed(3)
+    h = torch.randn(75, 32, generator=g).requires_grad_()
+    weight = torch.randn(1024, 32, generator=g).requires_grad_()
+    targets = torch.randint(1024, (75,), generator=g)
+    targets[::9] = -100
+    return request.param, h, weight, targets
+
+
+@pytest.mark.parametrize("vocab_size", [16, 48, 1024])
+def test_the_kernel_computes_the_loss_and_its_gradients(vocab_size, narrow_inputs, monkeypatch):
+    runs = []
+    run = fast_loss.run
+    monkeypatch.setattr(fast_loss, "run", lambda *inputs: runs.append(1) or run(*inputs))
+    is_narrow, h, weight, targets = narrow_inputs
+    weight = weight[:vocab_size].detach().requires_grad_()
+    targets = torch.where(targets < 0, targets, targets % vocab_size)
+    ours = fast_loss_and_gradients(h, weight, targets, is_narrow)
+    assert runs
+    exact = F.cross_entropy(h.double() @ weight.double().T, targets)
+    expected = exact, *torch.autograd.grad(exact, (h, weight))
+    for mine, right in zip(ours, expected, strict=True):
+        assert mine.dtype == torch.float32
+        assert (mine - right).norm() <= (2e-2 if is_narrow else 1e-5) * right.norm()
+
+
+@pytest.mark.parametrize("number", [torch.nan, torch.inf])
+def test_numbers_that_are_not_finite_reach_the_same_gradients(number, narrow_inputs, monkeypatch):
+    is_narrow, h, weight, targets = narrow_inputs
+    with torch.no_grad():
+        h[[0, 5]] = number  # the first is not counted
+    ours = fast_loss_and_gradients(h, weight, targets, is_narrow)
+    monkeypatch.setattr(fast_loss, "are_available", lambda: False)
+    expected = fast_loss_and_gradients(h, weight, targets, is_narrow)
+    assert ours[0].isnan()
+    for mine, its in zip(ours, expected, strict=True):
+        assert torch.equal(mine.isfinite(), its.isfinite())
+
+
+def test_the_number_of_threads_changes_no_bit(narrow_inputs):
+    is_narrow, *inputs = narrow_inputs
+    before, results = torch.get_num_threads(), []
+    try:
+        for threads in (1, 2, 3):
+            torch.set_num_threads(threads)
+            results.append(fast_loss_and_gradients(*inputs, is_narrow))
+    finally:
+        torch.set_num_threads(before)
+    assert all(torch.equal(result[0], results[0][0]) for result in results)
 
 
 def calls(monkeypatch) -> list[int]:

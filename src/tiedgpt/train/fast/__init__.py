@@ -9,8 +9,7 @@ gradient as the core, or falls back to the core; only dropout draws other random
 a file and its line in `SUBSTITUTES` leaves everything working, only slower.
 
 Tried without gain: W's gradient from reading in sparse layout (5 % longer steps), and computing
-GELU again in the backward pass (140 MB less for GPT-2 124M at 4 x 512, and 10 % more time). A
-kernel for the loss's softmax and its gradient gains 1 % of a step of `tiny` in fp32, 3 % in bf16.
+GELU again in the backward pass (140 MB less for GPT-2 124M at 4 x 512, and 10 % more time).
 """
 
 from __future__ import annotations

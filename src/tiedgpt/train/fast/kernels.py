@@ -1,6 +1,8 @@
-"""Kernels for the numbers between matmuls, compiled by Numba: GELU, its gradient, and dropout."""
+"""Kernels for the numbers between matmuls, compiled by Numba: GELU, dropout and softmax."""
 
 from __future__ import annotations
+
+import math
 
 import numpy as np
 from numba import njit, types
@@ -8,13 +10,15 @@ from numba.extending import overload
 
 from tiedgpt.infer.kernels import simd
 from tiedgpt.infer.kernels import vectors as vec
-from tiedgpt.infer.kernels.arguments import LANES
+from tiedgpt.infer.kernels.arguments import LANES, LINE
 from tiedgpt.infer.kernels.simd import ARRAY, constant, i16, i32, instructions, store, vector
 from tiedgpt.infer.kernels.vectors import F16
 from tiedgpt.infer.kernels.work_stealing import add
 
 CHUNK = 1 << 14
 """Numbers that a thread claims at a time."""
+ROWS = 8
+"""Rows of logits that a thread claims at a time."""
 
 
 @instructions(types.void, ARRAY, types.intp, F16)
@@ -113,3 +117,40 @@ def dropout(control, x, y, seed, threshold, scale):
             scales = _draw_scales(vec.count_from(at + seed), seed, threshold, scale)
             write(y, at, vec.multiply(vec.load(x, at), scales))
         start = add(control.counters, 0, CHUNK)
+
+
+@njit(error_model="numpy")
+def softmax_gradient(control, width, logits, answers, shares, scratch, losses):
+    """Replace logits (N, width) by the gradient of their loss, share (softmax - onehot).
+
+    `losses` receives each row's loss times its share. The width is a multiple of 16; `scratch` has
+    `width` numbers for each thread.
+    """
+    n_rows = shares.shape[0]
+    buffer = add(control.counters, LINE, 1) * width  # the second counter numbers threads
+    start = add(control.counters, 0, ROWS)
+    while start < n_rows:
+        for row in range(start, min(n_rows, start + ROWS)):
+            at, share, answer = row * width, shares[row], answers[row]
+            top = vec.load(logits, at)
+            for d in range(0, width, LANES):
+                v = vec.load(logits, at + d)
+                vec.store(scratch, buffer + d, v)
+                top = vec.larger(top, v)
+            largest, total = vec.largest(top), vec.splat(np.float32(0.0))
+            loss = largest - scratch[buffer + answer]
+            for d in range(0, width, LANES):
+                v = vec.shift(vec.load(scratch, buffer + d), largest, np.float32(1.0))
+                e = vec.exp(v)
+                vec.store(scratch, buffer + d, e)
+                total = vec.add(total, e)
+            nan_if_diverged = largest - largest  # `vec.exp` of NaN is a number
+            exponentials = vec.total(total) + nan_if_diverged
+            losses[row] = np.float32(0.0)
+            if share != 0:
+                losses[row] = (loss + np.float32(math.log(exponentials))) * share
+            scratch[buffer + answer] -= exponentials
+            factor = vec.splat(share / exponentials)
+            for d in range(0, width, LANES):
+                write(logits, at + d, vec.multiply(vec.load(scratch, buffer + d), factor))
+        start = add(control.counters, 0, ROWS)

@@ -5,6 +5,10 @@ W at once, so that forward and backward cost the three matmuls of the plain comp
 logits, and one chunk is held. On a CPU the softmax takes a few rows at a time, which stay in its
 cache, and W is cast a block of rows at a time: no copy of it is held. Where gradients are taken in
 any other way than by one backward pass, the plain loss is used.
+
+If V is a multiple of 16, our kernel replaces softmax and its gradient by torch. Gain: steps of
+`tiny` and `little` take 0.97x and 0.98x the time in bf16, 0.99x in fp32 (two cores of Zen 4). The
+first run on a machine compiles it in half a second.
 """
 
 from __future__ import annotations
@@ -26,10 +30,14 @@ from tiedgpt.core.loss import (
     require_targets,
 )
 from tiedgpt.core.model import GPT
+from tiedgpt.infer.kernels.arguments import LANES
+from tiedgpt.infer.kernels.compile_cache import Kernel
 from tiedgpt.train.fast.matmul import IMAGES, add_weight_gradient, is_onednn_faster, linear
 from tiedgpt.train.fast.substitute import Substitute
+from tiedgpt.train.fast.threads import are_available, run
 from tiedgpt.weights.parameters import head_matrix
 
+KERNEL = Kernel("tiedgpt.train.fast.kernels", "softmax_gradient")
 CACHED_BYTES = 3 << 20
 """Bytes of fp32 logits that fit a CPU's cache: 16 rows of V = 50,257."""
 BLOCK = 2048
@@ -137,7 +145,11 @@ def _loss_and_gradients(
     vocab_size, on_cpu = weight.shape[0], h.device.type == "cpu"
     n_rows = chunk_rows(h.shape[0], vocab_size, dtype)
     n_rows -= n_rows % IMAGES if n_rows > IMAGES else 0
-    few = max(1, CACHED_BYTES // (sums_in.itemsize * vocab_size)) if on_cpu else n_rows
+    suits_kernel = on_cpu and sums_in == torch.float32 and dtype != torch.float16
+    suits_kernel = suits_kernel and vocab_size % LANES == 0 and are_available()
+    turn = _turn_by_kernel if suits_kernel else _turn_into_gradient
+    few = max(1, CACHED_BYTES // (sums_in.itemsize * vocab_size))
+    few = few if on_cpu and not suits_kernel else n_rows
     weight_dtype = weight.dtype
     weight = weight if on_cpu else weight.to(dtype)
     by_blocks = on_cpu and (weight.dtype != dtype or is_onednn_faster())
@@ -158,7 +170,7 @@ def _loss_and_gradients(
             linear(h_c, narrow(block), out=z[:, block])
         parts = (tensor.split(few) for tensor in (z, answers[rows], share[rows]))
         for some, answer, scale in zip(*parts, strict=True):
-            total += _turn_into_gradient(some, answer, scale)
+            total += turn(some, answer, scale)
         if grad_h is not None:
             grad_h[rows] = sum(linear(z[:, b], narrow(b).T).to(sums_in) for b in blocks)
         if grad_w is not None:
@@ -181,6 +193,14 @@ def _turn_into_gradient(logits: Tensor, answers: Tensor, share: Tensor) -> Tenso
     z.scatter_add_(1, answers, -share)
     logits.copy_(z)
     return ((sums.log() - z_answer) * share).masked_fill_(share == 0, 0.0).sum()
+
+
+def _turn_by_kernel(logits: Tensor, answers: Tensor, share: Tensor) -> Tensor:
+    """Do the same in fp32 or bf16 on a CPU; V is a multiple of 16."""
+    scratch = share.new_empty(torch.get_num_threads(), logits.shape[1])
+    losses = torch.empty_like(share)
+    run(KERNEL, logits.shape[1], logits, answers, share, scratch, losses)
+    return losses.sum()
 
 
 def _shares(targets: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor]:
