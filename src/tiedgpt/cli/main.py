@@ -69,7 +69,7 @@ def main(arguments: list[str] | None = None) -> int:
     except KeyboardInterrupt:
         hint = None
         if arguments and arguments[0] in ("train", "tune"):
-            hint = "progress is saved: run the same command to resume"
+            hint = "saved progress is kept: run the same command to resume"
         if arguments and arguments[:2] == ["data", "prepare"]:
             hint = "encoded parts are kept: run the same command to resume"
         return _fail(TiedGPTError("interrupted", hint=hint), EXIT_INTERRUPTED)
