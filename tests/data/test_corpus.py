@@ -241,5 +241,7 @@ def test_an_encoding_can_be_named(write, tmp_path):
         for name in (path, "a.csv", "a.jsonl"):
             with pytest.raises(UserError, match=r"--encoding .*no such encoding"):
                 documents([name], encoding=unknown)
-    with pytest.raises(CorruptInputError, match="nor in ascii"):
-        list(documents([path], encoding="ascii"))
+    for encoding, says in (("ascii", "UTF-8, nor in ascii"), ("utf-8", "UTF-8")):
+        with pytest.raises(CorruptInputError) as error:
+            list(documents([path], encoding=encoding))
+        assert error.value.message.endswith(says)

@@ -317,7 +317,8 @@ class FileCorpus:
                 f"{name} contains {location}, so it is taken for a binary file",
                 hint="remove the byte if it is text, or give its --encoding (utf-8 or utf-16)",
             )
-        nor = "" if self.encoding == "auto" else f", nor in {self.encoding}"
+        is_other = self.encoding.lower() not in ("auto", "utf-8", "utf8")
+        nor = f", nor in {self.encoding}" if is_other else ""
         raise CorruptInputError(
             f"{name} is not text in UTF-8{nor}",
             hint="name text files, or their --encoding (often cp1252 or utf-16)",
