@@ -82,7 +82,7 @@ def test_a_changed_text_under_the_same_name_is_noticed(text, capfd):
 
 def test_data_may_come_through_a_pipe(text):
     done = tiedgpt("train", "-", *QUICK, "--tokenizer", "char", input=text.read_text())
-    assert done.returncode == 0, done.stderr
+    assert done.returncode == 0 and "standard input: 1 document" in done.stderr, done.stderr
     assert Path("runs/stdin-tiny-1/model/model.safetensors").exists()
 
 

@@ -65,7 +65,8 @@ class Display:
         self._unit, self._batch_units = data.unit, plan.batch_size * data.row_units
         objective, config = event.objective, event.objective.config
         data_kind, amount = next(iter(data.description.items()), ("data", data.unit))
-        source = ", ".join(options.data) or "the documentation inside this Python"
+        names = ("standard input" if name == "-" else name for name in options.data)
+        source = ", ".join(names) or "the documentation inside this Python"
         facts = {
             data_kind: f"{source}: {amount}",
             "tokens": data.description.get("tokens"),

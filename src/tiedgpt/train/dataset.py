@@ -49,7 +49,7 @@ from tiedgpt.data.prepare import (
     is_begun,
 )
 from tiedgpt.errors import CorruptInputError, UserError
-from tiedgpt.files import PREPARED, remove
+from tiedgpt.files import PREPARED, format_bytes, remove
 from tiedgpt.runtime import count_cores
 from tiedgpt.text import Tokenizer
 from tiedgpt.text.bpe import END_OF_TEXT
@@ -326,7 +326,7 @@ def open_text(
     counts, n_held_out = encoded.train, encoded.val.documents
     held_out = f"{format_count(n_held_out, 'document')}, " if counts.documents > 1 else ""
     description = {
-        "text": f"{format_count(counts.documents, 'document')}, {counts.utf8_bytes / 1e6:.2f} MB, "
+        "text": f"{format_count(counts.documents, 'document')}, {format_bytes(counts.utf8_bytes)}, "
         f"{counts.tokens:,} tokens; to validate on: {held_out}{encoded.val.tokens:,} tokens",
         "tokens": f"{tokenizer.kind} vocabulary of {len(tokenizer):,}, "
         f"{counts.utf8_bytes / max(1, len(train)):.2f} bytes a token",
