@@ -33,7 +33,7 @@ from tiedgpt.core.layers import Attention
 from tiedgpt.core.loss import is_plain_autograd
 from tiedgpt.infer.kernels.compile_cache import Kernel
 from tiedgpt.train.fast.substitute import Substitute
-from tiedgpt.train.fast.threads import are_available, run
+from tiedgpt.train.fast.threads import can_run, run
 
 FORWARD = Kernel("tiedgpt.train.fast.attention_kernels", "attention")
 GRADIENT = Kernel("tiedgpt.train.fast.attention_kernels", "attention_gradient")
@@ -52,19 +52,9 @@ class BlockedAttention(Substitute, Attention):
 
     def mix(self, qkv: Tensor, layer: int, past: KVCache | None, mask: Tensor | None) -> Tensor:
         """(B, T, 3D) -> (B, T, D)."""
-        can_run = (
-            past is None
-            and mask is None
-            and not (self.training and self.attn_pdrop > 0)
-            and type(qkv) is Tensor
-            and qkv.device.type == "cpu"
-            and qkv.dtype in (torch.float32, torch.bfloat16)
-            and qkv.requires_grad
-            and torch.is_grad_enabled()
-            and is_plain_autograd(qkv)
-            and are_available()
-        )
-        if can_run and self._suits_kernels(qkv.shape[1], qkv.shape[2] // (3 * self.n_head)):
+        is_fast = past is None and mask is None and not (self.training and self.attn_pdrop > 0)
+        is_fast = is_fast and can_run(qkv)
+        if is_fast and self._suits_kernels(qkv.shape[1], qkv.shape[2] // (3 * self.n_head)):
             return attention(qkv.contiguous(), self.n_head)
         return super().mix(qkv, layer, past, mask)
 

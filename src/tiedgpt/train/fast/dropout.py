@@ -22,7 +22,7 @@ from tiedgpt.core.loss import is_plain_autograd
 from tiedgpt.infer.kernels.arguments import LANES
 from tiedgpt.infer.kernels.compile_cache import Kernel
 from tiedgpt.train.fast.substitute import Substitute
-from tiedgpt.train.fast.threads import are_available, run
+from tiedgpt.train.fast.threads import can_run, run
 
 KERNEL = Kernel("tiedgpt.train.fast.kernels", "dropout")
 
@@ -32,20 +32,8 @@ class HashedDropout(Substitute, nn.Dropout):
 
     def forward(self, x: Tensor) -> Tensor:
         """Return x with elements dropped in training, in the same shape."""
-        is_fast = (
-            self.training
-            and not self.inplace
-            and 0 < self.p < 1
-            and type(x) is Tensor
-            and x.device.type == "cpu"
-            and x.dtype in (torch.float32, torch.bfloat16)
-            and x.is_contiguous()
-            and x.numel() % LANES == 0
-            and x.requires_grad
-            and torch.is_grad_enabled()
-            and is_plain_autograd(x)
-            and are_available()
-        )
+        is_fast = self.training and not self.inplace and 0 < self.p < 1
+        is_fast = is_fast and can_run(x) and x.is_contiguous() and x.numel() % LANES == 0
         return dropout(x, self.p) if is_fast else super().forward(x)
 
 

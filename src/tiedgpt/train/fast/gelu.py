@@ -21,7 +21,7 @@ from tiedgpt.core.loss import is_plain_autograd
 from tiedgpt.infer.kernels.arguments import LANES
 from tiedgpt.infer.kernels.compile_cache import Kernel
 from tiedgpt.train.fast.substitute import Substitute
-from tiedgpt.train.fast.threads import are_available, run
+from tiedgpt.train.fast.threads import can_run, run
 
 GELU = ACTIVATION_FUNCTIONS["gelu_new"]
 VALUE = Kernel("tiedgpt.train.fast.kernels", "gelu")
@@ -34,17 +34,8 @@ class VectorMLP(Substitute, MLP):
     def forward(self, x: Tensor) -> Tensor:
         """(B, T, D) -> (B, T, D)."""
         z = self.c_fc(x)
-        is_fast = (
-            self.activation is GELU
-            and type(z) is Tensor
-            and z.device.type == "cpu"
-            and z.dtype in (torch.float32, torch.bfloat16)
-            and z.is_contiguous()
-            and z.numel() % LANES == 0
-            and z.requires_grad
-            and is_plain_autograd(z)
-            and are_available()
-        )
+        is_fast = self.activation is GELU and can_run(z)
+        is_fast = is_fast and z.is_contiguous() and z.numel() % LANES == 0
         return self.c_proj(gelu(z) if is_fast else self.activation(z))
 
 

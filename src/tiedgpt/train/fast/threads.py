@@ -16,6 +16,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from tiedgpt.core.loss import is_plain_autograd
 from tiedgpt.infer.kernels.compile_cache import Kernel, Step
 
 
@@ -23,6 +24,22 @@ def are_available() -> bool:
     """Return whether kernels can be compiled and are faster than torch's operations."""
     is_fast = _parallel() is not None or torch.get_num_threads() <= 3
     return is_fast and not os.environ.get("NUMBA_DISABLE_JIT")
+
+
+def can_run(x: Tensor) -> bool:
+    """Return whether kernels can compute a function of x and its gradient.
+
+    x is in fp32 or bf16 on a CPU, and only ordinary backward passes differentiate it.
+    """
+    return (
+        type(x) is Tensor
+        and x.device.type == "cpu"
+        and x.dtype in (torch.float32, torch.bfloat16)
+        and x.requires_grad
+        and torch.is_grad_enabled()
+        and is_plain_autograd(x)
+        and are_available()
+    )
 
 
 def run(kernel: Kernel, *arguments: Tensor | int | np.float32) -> None:
