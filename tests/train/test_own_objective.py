@@ -299,8 +299,8 @@ def train_own(tmp_path, monkeypatch, capfd):
     monkeypatch.chdir(tmp_path)
     monkeypatch.syspath_prepend(tmp_path)
 
-    def train(home, *options):
-        command = ["train", "lines.txt", "--objective", home, "--size", "nano", "--steps", "2"]
+    def train(home, *options, duration=("--steps", "2")):
+        command = ["train", "lines.txt", "--objective", home, "--size", "nano", *duration]
         return main([*command, *options]), capfd.readouterr().err
 
     return train
@@ -349,6 +349,11 @@ def test_a_run_without_finite_losses_or_weights_publishes_no_model(train_own, tm
         assert code == 5 and says in err and "Traceback" not in err
         assert not (tmp_path / "run/model").exists()
         assert [*(tmp_path / "run/checkpoints").glob("step-*")]
+
+
+def test_a_loss_that_is_not_finite_is_diagnosed_in_a_run_by_minutes(train_own, tmp_path):
+    code, err = train_own("own_lines:NeverFinite", "-o", "run", duration=("--minutes", "0.02"))
+    assert code == 5 and "first not finite" in err and (tmp_path / "run/run.toml").exists()
 
 
 def test_an_objective_with_only_what_is_required_trains_and_has_a_dry_run(train_own, tmp_path):

@@ -29,7 +29,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from tiedgpt.core.config import GPTConfig
-from tiedgpt.errors import UserError
+from tiedgpt.errors import DivergedError, UserError
 from tiedgpt.runtime import count_cores, free_memory, has_bf16
 from tiedgpt.train.dataset import Data
 from tiedgpt.train.distributed import Processes
@@ -239,7 +239,7 @@ def measure_speed(
     while not durations or not is_enough():
         began = time.perf_counter()
         batch = batch_of(len(durations))
-        with accelerate(model):
+        with contextlib.suppress(DivergedError), accelerate(model):  # a run skips the step, too
             train_step(model, optimizers, batch, plan, processes, objective=objective)
         if processes.device.type == "cuda":
             torch.cuda.synchronize()
