@@ -99,7 +99,7 @@ TORCHRUN = (
     "--rdzv-backend --rdzv-endpoint"
 )
 SLURM = "--nodes --ntasks-per-node --gpus-per-node --requeue --signal --wrap"
-BENCH = "--class --classes --batch --busy --tokens"
+BENCH = "--class --classes --batch --busy --peers --tokens"
 OTHER_PROGRAMS = {
     **{f"bench/{name}.py": BENCH for name in ("batch", "decode", "generate", "prefill", "serve")},
     "torchrun": TORCHRUN, "#SBATCH": SLURM, "sbatch": SLURM, "hf": "--local-dir --repo-type",
