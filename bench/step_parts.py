@@ -34,13 +34,13 @@ PARTS = {"attention": Attention, "GELU": MLP, "linear layers": nn.Linear, "dropo
 @contextmanager
 def leave_out(name: str | None) -> Iterator[None]:
     """Leave out a part inside the block."""
-    substitutes, are_available = dict(SUBSTITUTES), loss.are_available
+    substitutes, suits_kernels = dict(SUBSTITUTES), loss.suits_kernels
     SUBSTITUTES.pop(PARTS.get(name), None)
     if name == SOFTMAX:
-        loss.are_available = lambda: False
+        loss.suits_kernels = lambda logits: False
     yield
     SUBSTITUTES.update(substitutes)
-    loss.are_available = are_available
+    loss.suits_kernels = suits_kernels
 
 
 def main() -> None:

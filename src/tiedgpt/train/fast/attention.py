@@ -52,15 +52,14 @@ class BlockedAttention(Substitute, Attention):
 
     def mix(self, qkv: Tensor, layer: int, past: KVCache | None, mask: Tensor | None) -> Tensor:
         """(B, T, 3D) -> (B, T, D)."""
-        is_fast = past is None and mask is None and not (self.training and self.attn_pdrop > 0)
-        is_fast = is_fast and can_run(qkv)
-        if is_fast and self._suits_kernels(qkv.shape[1], qkv.shape[2] // (3 * self.n_head)):
+        is_plain = past is None and mask is None and not (self.training and self.attn_pdrop > 0)
+        if is_plain and can_run(qkv) and self._suits_kernels(qkv.shape[1], qkv.shape[2]):
             return attention(qkv.contiguous(), self.n_head)
         return super().mix(qkv, layer, past, mask)
 
-    def _suits_kernels(self, n_positions: int, head_size: int) -> bool:
+    def _suits_kernels(self, n_positions: int, width: int) -> bool:
         is_dense = self.window is None or self.window >= n_positions
-        is_whole = n_positions % TILE == head_size % TILE == 0
+        is_whole = n_positions % TILE == width // (3 * self.n_head) % TILE == 0
         return is_dense and is_whole and n_positions <= MAX_KERNEL_POSITIONS
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, causal: bool) -> Tensor:

@@ -12,6 +12,7 @@ in 0.8 s in bf16.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -19,7 +20,6 @@ import torch
 from torch import Tensor, nn
 
 from tiedgpt.core.loss import is_plain_autograd
-from tiedgpt.infer.kernels.arguments import LANES
 from tiedgpt.infer.kernels.compile_cache import Kernel
 from tiedgpt.train.fast.substitute import Substitute
 from tiedgpt.train.fast.threads import can_run, run
@@ -32,34 +32,29 @@ class HashedDropout(Substitute, nn.Dropout):
 
     def forward(self, x: Tensor) -> Tensor:
         """Return x with elements dropped in training, in the same shape."""
-        is_fast = self.training and not self.inplace and 0 < self.p < 1
-        is_fast = is_fast and can_run(x) and x.is_contiguous() and x.numel() % LANES == 0
-        return dropout(x, self.p) if is_fast else super().forward(x)
-
-
-def dropout(x: Tensor, p: float) -> Tensor:
-    """Return x with each element dropped with probability p, and the others scaled by 1 / (1 - p).
-
-    x is contiguous, in fp32 or bf16; its size is a multiple of 16.
-    """
-    seed = int(torch.randint(1 << 62, (), device="cpu"))
-    return _Dropout.apply(x, p, seed)  # type: ignore[no-untyped-call]
+        is_fast = self.training and not self.inplace and 0 < self.p < 1 and can_run(x)
+        return dropout(x.contiguous(), self.p) if is_fast else super().forward(x)
 
 
 class _Dropout(torch.autograd.Function):
-    """Dropout by a seed."""
+    """Dropout by a hash of a seed."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, p: float, seed: int) -> Tensor:
+    def forward(ctx: Any, x: Tensor, p: float) -> Tensor:
+        seed = int(torch.randint(1 << 62, (), device="cpu"))
         ctx.shape, ctx.p, ctx.seed = x.shape, p, seed
         return _drop(x, p, seed)
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
         if torch.is_grad_enabled() or not is_plain_autograd(grad):
             ones = torch.ones(ctx.shape, dtype=grad.dtype, device="cpu")
-            return grad * _drop(ones, ctx.p, ctx.seed), None, None
-        return _drop(grad.contiguous(), ctx.p, ctx.seed), None, None
+            return grad * _drop(ones, ctx.p, ctx.seed), None
+        return _drop(grad.contiguous(), ctx.p, ctx.seed), None
+
+
+dropout: Callable[[Tensor, float], Tensor] = _Dropout.apply
+"""Dropout of a contiguous fp32 or bf16 tensor with probability p; its size is a multiple of 16."""
 
 
 def _drop(x: Tensor, p: float, seed: int) -> Tensor:

@@ -30,11 +30,10 @@ from tiedgpt.core.loss import (
     require_targets,
 )
 from tiedgpt.core.model import GPT
-from tiedgpt.infer.kernels.arguments import LANES
 from tiedgpt.infer.kernels.compile_cache import Kernel
 from tiedgpt.train.fast.matmul import IMAGES, add_weight_gradient, is_onednn_faster, linear
 from tiedgpt.train.fast.substitute import Substitute
-from tiedgpt.train.fast.threads import are_available, run
+from tiedgpt.train.fast.threads import run, suits_kernels
 from tiedgpt.weights.parameters import head_matrix
 
 KERNEL = Kernel("tiedgpt.train.fast.kernels", "softmax_gradient")
@@ -145,11 +144,12 @@ def _loss_and_gradients(
     vocab_size, on_cpu = weight.shape[0], h.device.type == "cpu"
     n_rows = chunk_rows(h.shape[0], vocab_size, dtype)
     n_rows -= n_rows % IMAGES if n_rows > IMAGES else 0
-    suits_kernel = on_cpu and sums_in == torch.float32 and dtype != torch.float16
-    suits_kernel = suits_kernel and vocab_size % LANES == 0 and are_available()
-    turn = _turn_by_kernel if suits_kernel else _turn_into_gradient
-    few = max(1, CACHED_BYTES // (sums_in.itemsize * vocab_size))
-    few = few if on_cpu and not suits_kernel else n_rows
+    logits = h.new_empty(min(n_rows, h.shape[0]), vocab_size, dtype=dtype)
+    few, replace = n_rows, _replace_by_gradient
+    if suits_kernels(logits[:1]):
+        replace = _replace_by_gradient_in_kernel
+    elif on_cpu:
+        few = max(1, CACHED_BYTES // (sums_in.itemsize * vocab_size))
     weight_dtype = weight.dtype
     weight = weight if on_cpu else weight.to(dtype)
     by_blocks = on_cpu and (weight.dtype != dtype or is_onednn_faster())
@@ -161,7 +161,6 @@ def _loss_and_gradients(
         rows = weight[block]
         return rows if rows.dtype == dtype else buffer[: len(rows)].copy_(rows)
 
-    logits = h.new_empty(min(n_rows, h.shape[0]), vocab_size, dtype=dtype)
     for start in range(0, h.shape[0], n_rows):
         rows = slice(start, start + n_rows)
         h_c = h[rows].to(dtype)
@@ -170,7 +169,7 @@ def _loss_and_gradients(
             linear(h_c, narrow(block), out=z[:, block])
         parts = (tensor.split(few) for tensor in (z, answers[rows], share[rows]))
         for some, answer, scale in zip(*parts, strict=True):
-            total += turn(some, answer, scale)
+            total += replace(some, answer, scale)
         if grad_h is not None:
             grad_h[rows] = sum(linear(z[:, b], narrow(b).T).to(sums_in) for b in blocks)
         if grad_w is not None:
@@ -180,8 +179,8 @@ def _loss_and_gradients(
     return torch.where(any_counted, total, torch.nan), grad_h, grad_w
 
 
-def _turn_into_gradient(logits: Tensor, answers: Tensor, share: Tensor) -> Tensor:
-    """Return the sum of a few rows' losses, each times its share; logits become the gradient.
+def _replace_by_gradient(logits: Tensor, answers: Tensor, share: Tensor) -> Tensor:
+    """Replace logits by their gradient; return the sum of the rows' losses, times their shares.
 
     logits (R, V), answers and share (R, 1). d loss / d logits = share (softmax - onehot).
     """
@@ -195,8 +194,8 @@ def _turn_into_gradient(logits: Tensor, answers: Tensor, share: Tensor) -> Tenso
     return ((sums.log() - z_answer) * share).masked_fill_(share == 0, 0.0).sum()
 
 
-def _turn_by_kernel(logits: Tensor, answers: Tensor, share: Tensor) -> Tensor:
-    """Do the same in fp32 or bf16 on a CPU; V is a multiple of 16."""
+def _replace_by_gradient_in_kernel(logits: Tensor, answers: Tensor, share: Tensor) -> Tensor:
+    """Do the same by our kernel, if `suits_kernels(logits)`."""
     scratch = share.new_empty(torch.get_num_threads(), logits.shape[1])
     losses = torch.empty_like(share)
     run(KERNEL, logits.shape[1], logits, answers, share, scratch, losses)

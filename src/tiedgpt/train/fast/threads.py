@@ -17,29 +17,25 @@ import torch
 from torch import Tensor
 
 from tiedgpt.core.loss import is_plain_autograd
+from tiedgpt.infer.kernels.arguments import LANES
 from tiedgpt.infer.kernels.compile_cache import Kernel, Step
 
 
-def are_available() -> bool:
-    """Return whether kernels can be compiled and are faster than torch's operations."""
+def suits_kernels(x: Tensor) -> bool:
+    """Return whether kernels can compute a function of x, faster than torch's operations.
+
+    x is in fp32 or bf16 on a CPU, and its size is a multiple of 16.
+    """
     is_fast = _parallel() is not None or torch.get_num_threads() <= 3
-    return is_fast and not os.environ.get("NUMBA_DISABLE_JIT")
+    is_compiled = is_fast and not os.environ.get("NUMBA_DISABLE_JIT")
+    has_suitable_type = x.device.type == "cpu" and x.dtype in (torch.float32, torch.bfloat16)
+    return is_compiled and has_suitable_type and x.numel() % LANES == 0
 
 
 def can_run(x: Tensor) -> bool:
-    """Return whether kernels can compute a function of x and its gradient.
-
-    x is in fp32 or bf16 on a CPU, and only ordinary backward passes differentiate it.
-    """
-    return (
-        type(x) is Tensor
-        and x.device.type == "cpu"
-        and x.dtype in (torch.float32, torch.bfloat16)
-        and x.requires_grad
-        and torch.is_grad_enabled()
-        and is_plain_autograd(x)
-        and are_available()
-    )
+    """Return whether kernels can compute a function of x and its gradient in a backward pass."""
+    is_trained = type(x) is Tensor and x.requires_grad and torch.is_grad_enabled()
+    return is_trained and is_plain_autograd(x) and suits_kernels(x)
 
 
 def run(kernel: Kernel, *arguments: Tensor | int | np.float32) -> None:
