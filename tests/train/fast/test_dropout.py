@@ -9,6 +9,7 @@ from tiedgpt import GPT, GPTConfig
 from tiedgpt.train import fast_training
 from tiedgpt.train.fast import dropout as module
 from tiedgpt.train.fast.dropout import HashedDropout, dropout
+from tiedgpt.train.machine import cpu_threads
 
 N = 1 << 20
 
@@ -19,6 +20,19 @@ def dropped(p: float, seed: int, n: int = N) -> torch.Tensor:
     return dropout(torch.ones(n, requires_grad=True), p) == 0
 
 
+def assert_share(elements: torch.Tensor, share: float, deviations: float = 5.0) -> None:
+    """Assert that about a share of N elements is true."""
+    assert abs(int(elements.sum()) - share * N) < deviations * (share * (1 - share) * N) ** 0.5
+
+
+@pytest.fixture
+def calls(monkeypatch):
+    """A list that grows with every call of `dropout`."""
+    calls = []
+    monkeypatch.setattr(module, "dropout", lambda *inputs: calls.append(1) or dropout(*inputs))
+    return calls
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("p", [0.1, 0.5, 0.99])
 def test_a_share_of_p_is_dropped_and_the_rest_is_scaled_in_value_and_gradient(p, dtype):
@@ -27,8 +41,7 @@ def test_a_share_of_p_is_dropped_and_the_rest_is_scaled_in_value_and_gradient(p,
     y = dropout(x, p)
     y.backward(torch.full_like(x, 3.0))
     is_dropped = y == 0
-    n_expected, deviation = N * p, (N * p * (1 - p)) ** 0.5
-    assert abs(int(is_dropped.sum()) - n_expected) < 5 * deviation
+    assert_share(is_dropped, p)
     for result, before in ((y, x), (x.grad, torch.full_like(x, 3.0))):
         assert result.dtype == dtype and not result[is_dropped].any()
         scaled = (before.float() / (1 - p))[~is_dropped]
@@ -38,8 +51,7 @@ def test_a_share_of_p_is_dropped_and_the_rest_is_scaled_in_value_and_gradient(p,
 @pytest.mark.parametrize("shift", [1, 2, 16, 128, 768, 1 << 14, 1 << 19])
 def test_elements_at_any_distance_are_dropped_independently(shift):
     is_dropped = dropped(0.3, 1)
-    both = int((is_dropped & is_dropped.roll(shift)).sum())
-    assert abs(both - 0.09 * N) < 5 * (0.09 * 0.91 * N) ** 0.5 * 1.5
+    assert_share(is_dropped & is_dropped.roll(shift), 0.09, deviations=7.5)
 
 
 def test_calls_and_seeds_drop_independently_and_one_seed_drops_the_same():
@@ -47,18 +59,15 @@ def test_calls_and_seeds_drop_independently_and_one_seed_drops_the_same():
     x = torch.ones(N, requires_grad=True)
     first, second = (dropout(x, 0.3) == 0 for _ in range(2))
     for other in (second, *(dropped(0.3, seed) for seed in range(3, 9))):
-        assert abs(int((first & other).sum()) - 0.09 * N) < 5 * (0.09 * 0.91 * N) ** 0.5
+        assert_share(first & other, 0.09)
     assert torch.equal(dropped(0.3, 2), first)
 
 
 def test_the_number_of_threads_changes_no_bit():
-    before, results = torch.get_num_threads(), []
-    try:
-        for threads in (1, 2, 3):
-            torch.set_num_threads(threads)
+    results = []
+    for threads in (1, 2, 3):
+        with cpu_threads(threads):
             results.append(dropped(0.5, 0, 1 << 17))
-    finally:
-        torch.set_num_threads(before)
     assert torch.equal(results[0], results[1]) and torch.equal(results[0], results[2])
 
 
@@ -97,12 +106,9 @@ def test_second_and_vectorized_derivatives_are_those_of_a_product_with_the_mask(
         ({"inplace": True}, (2, 16), torch.float32, False),
     ],
 )
-def test_other_cases_are_torchs(change, shape, dtype, is_used, monkeypatch):
-    calls = []
-    monkeypatch.setattr(module, "dropout", lambda *inputs: calls.append(1) or dropout(*inputs))
-    layers = nn.Dropout(0.5), HashedDropout(0.5)
+def test_other_cases_are_torchs(change, shape, dtype, is_used, calls):
     results = []
-    for layer in layers:
+    for layer in (nn.Dropout(0.5), HashedDropout(0.5)):
         vars(layer).update(change)
         torch.manual_seed(0)
         x = torch.ones(shape, dtype=dtype, requires_grad=True)
@@ -113,9 +119,8 @@ def test_other_cases_are_torchs(change, shape, dtype, is_used, monkeypatch):
 
 
 @pytest.mark.parametrize("dtype", [None, torch.bfloat16])
-def test_recomputed_blocks_drop_the_same(dtype, monkeypatch):
-    calls, results = [], []
-    monkeypatch.setattr(module, "dropout", lambda *inputs: calls.append(1) or dropout(*inputs))
+def test_recomputed_blocks_drop_the_same(dtype, calls):
+    results = []
     shape = {"vocab_size": 11, "n_positions": 32, "n_embd": 32, "n_layer": 2, "n_head": 1}
     model = GPT(GPTConfig(**shape, embd_pdrop=0.2, attn_pdrop=0.0, resid_pdrop=0.2)).train()
     ids = torch.randint(11, (3, 32))

@@ -12,6 +12,7 @@ from tiedgpt.core import loss as core_loss
 from tiedgpt.train import fast_training
 from tiedgpt.train.fast import loss as fast_loss
 from tiedgpt.train.fast.loss import one_pass_cross_entropy
+from tiedgpt.train.machine import cpu_threads
 
 
 @pytest.fixture(autouse=True)
@@ -77,13 +78,10 @@ def test_numbers_that_are_not_finite_reach_the_same_gradients(number, narrow_inp
 
 def test_the_number_of_threads_changes_no_bit(narrow_inputs):
     is_narrow, *inputs = narrow_inputs
-    before, results = torch.get_num_threads(), []
-    try:
-        for threads in (1, 2, 3):
-            torch.set_num_threads(threads)
+    results = []
+    for threads in (1, 2, 3):
+        with cpu_threads(threads):
             results.append(fast_loss_and_gradients(*inputs, is_narrow))
-    finally:
-        torch.set_num_threads(before)
     assert all(torch.equal(result[0], results[0][0]) for result in results)
 
 
