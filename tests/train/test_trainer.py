@@ -160,7 +160,8 @@ def test_patience_ends_the_run_and_the_best_weights_become_the_model(trial):
     events = run.train(losses=losses)
     assert events[-1].finished and events[-1].step == 8 and run.run.is_finished()
     ended, best = events[-1].notes
-    assert "after step 8 of 40" in ended and "step 4" in ended and "step 4 (2.5000" in best
+    assert "after step 8 of 40" in ended and "step 4 (2.5000" in best
+    assert "step 4" not in ended and "--minutes" not in ended + best
     assert run.metrics()[-1]["best_step"] == 4
     kept = {path.name: path for path in list_checkpoints(run.run.checkpoints)}
     assert list(kept) == ["step-000004", "step-000006", "step-000008"]

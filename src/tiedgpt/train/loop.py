@@ -334,8 +334,8 @@ class Trainer:
         nats = last.nats
         if self.step < self.plan.steps:
             self.notes.append(
-                f"ended after step {self.step:,} of {self.plan.steps:,}: validation was best after "
-                f"step {best:,}; more --minutes, --steps or --epochs continue"
+                f"ended after step {self.step:,} of {self.plan.steps:,}: "
+                "the validation loss no longer improved"
             )
         if self.plan.keep == "last" and nats > WORSE_RATIO * best_loss:
             self.notes.append(
@@ -346,8 +346,8 @@ class Trainer:
             line["best_step"] = best
             if f"{best_loss:.4f}" != f"{nats:.4f}":
                 self.notes.append(
-                    f"the best validation was after step {best:,} ({best_loss:.4f}, and {nats:.4f} "
-                    f"after the last, {self.step:,}): those weights are in {self.directory.model}"
+                    f"validation was best after step {best:,} ({best_loss:.4f}, and {nats:.4f} "
+                    f"after the last): those weights are in {self.directory.model}"
                 )
             nats = best_loss
         self._publish()
