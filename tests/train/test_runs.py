@@ -97,6 +97,11 @@ def test_a_number_is_found_among_damaged_and_foreign_directories(folder):
     assert find_run(TrainOptions(data=("cats.txt",), size="tiny", seed=1), "abc").name[-1] == "6"
 
 
+@pytest.mark.parametrize("data", ["plays", "plays/*.txt", "plays/**/*.txt"])
+def test_a_run_on_a_glob_has_the_name_of_its_folder(folder, data):
+    assert find_run(TrainOptions(data=(data,), size="nano"), None) == Path("runs/plays-nano-1")
+
+
 def test_a_run_is_prolonged_in_one_unit():
     def times(then, now):
         tables = {"options": {k: v for k, v in vars(TrainOptions(**then)).items() if v is not None}}

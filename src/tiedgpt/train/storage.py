@@ -254,9 +254,9 @@ def _format_value(value: Any) -> str:
 
 
 def name_run(options: TrainOptions) -> str:
-    """Return the name of the data, with -SIZE, -TASK or -tuned."""
+    """Return the name of the data, with -SIZE, -TASK or -tuned; plays/*.txt is named plays."""
     first = options.data[0] if options.data else "python-docs"
-    stem = "stdin" if first == "-" else Path(os.path.abspath(first)).stem
+    stem = "stdin" if first == "-" else Path(os.path.abspath(first.split("*")[0])).stem
     name = "".join(c if c.isalnum() or c in "-_." else "-" for c in stem).strip("-.") or "data"
     is_fresh_text = options.objective_record.reads_text and options.start is None
     suffix = (
