@@ -202,7 +202,7 @@ def test_doctor_names_the_class_of_kernels_and_what_a_better_cpu_would_use(
         (["train", "lines.jsonl"], 3, "lines.jsonl"),
         (["train", "cats.txt", "--size", "gpt3-175b", "--steps", "1"], 4, "parameters need"),
         (["train", "cats.txt", "--vocab-size", "100"], 1, "257"),
-        (["train", "cats.txt", "--out", "letters"], 1, "is no run"),
+        (["train", "cats.txt", "--out", "letters"], 1, "contains no training run"),
         (["generate"], 1, "train first"),
         (["generate", "no/such/model"], 1, "does not exist"),
         (["generate", "letters"], 1, "no weights"),

@@ -338,7 +338,7 @@ def test_a_foreign_directory_is_refused_as_a_run(tmp_path):
     (tmp_path / "letters").mkdir()
     (tmp_path / "letters" / "dear.txt").write_text("dear")
     (tmp_path / "file").write_text("x")
-    for name, says in (("letters", "is no run"), ("file", "is a file")):
+    for name, says in (("letters", "contains no training run"), ("file", "is a file")):
         with pytest.raises(UserError, match=says), RunDirectory(tmp_path / name).lock():
             pass
 

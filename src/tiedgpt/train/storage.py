@@ -64,7 +64,8 @@ class RunDirectory:
             a_run = any(path.exists() for path in marks)
             if existed and not a_run and any(self.path.iterdir()):
                 raise UserError(
-                    f"{self.path} is not empty and is no run", hint="give --out another directory"
+                    f"{self.path} exists and contains no training run",
+                    hint="give --out another directory",
                 )
             self.path.mkdir(parents=True, exist_ok=True)
             lock = self.lock_file.open("a+")
