@@ -422,8 +422,7 @@ class TrainOptions(  # the help lists the options of the last one first
             "dropout": "the model's with --start; 0.1 for published sizes, or if --size auto "
             "expects many epochs; else 0",
             "minutes": "3, or 3 epochs of labelled examples and at least 100 steps",
-            "eval_every": "a tenth of the steps, or those of about ten seconds with --minutes, if "
-            "more",
+            "eval_every": "a tenth of the steps; with --minutes, at least about ten seconds",
             "patience": "when the validation loss has risen again, but not with fewer than 50 "
             "held-out examples",
             "batch_size": "the size's, or fewer for short runs with --size auto; 8 with --start; "
