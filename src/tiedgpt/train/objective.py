@@ -285,7 +285,7 @@ def try_objective(objective: Objective, data: Data, device: torch.device) -> Non
     """Build a model, compute a loss and a score; raise `UserError` for an invalid result."""
     check = functools.partial(check_result, type(objective))
     model = objective.build()
-    is_model = isinstance(model, GPT) or isinstance(getattr(model, "gpt", None), GPT)
+    is_model = isinstance(getattr(model, "gpt", model), GPT)
     check("build", model, "a GPT or a module with one as gpt", is_model)
     objective.begin(model.to(device).train())
     rows = tuple(array[:1] for array in data.batches(1, 0)(0))
