@@ -35,13 +35,9 @@ def assert_nearly_as_accurate(ours, theirs, exact):
 
 
 @pytest.fixture
-def calls(monkeypatch):
-    """A list that grows with every call of `blocked_attention`."""
-    noted = []
-    monkeypatch.setattr(
-        attention, "blocked_attention", lambda *given: noted.append(1) or blocked_attention(*given)
-    )
-    return noted
+def calls(record_calls):
+    """The calls of `blocked_attention`."""
+    return record_calls(attention, "blocked_attention")
 
 
 @pytest.mark.parametrize("length", [1, 7, 64, 65, 129, 300])

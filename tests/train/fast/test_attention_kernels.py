@@ -107,9 +107,8 @@ def a_gpt(**change):
     ],
 )
 @pytest.mark.parametrize("dtype", [None, torch.bfloat16])
-def test_a_gpt_has_the_plain_loss_and_gradients(change, times, dtype, monkeypatch):
-    calls = []
-    monkeypatch.setattr(module, "attention", lambda *inputs: calls.append(1) or attention(*inputs))
+def test_a_gpt_has_the_plain_loss_and_gradients(change, times, dtype, record_calls):
+    calls = record_calls(module, "attention")
     model, ids = a_gpt(**change)
 
     def loss_and_gradients():

@@ -25,14 +25,6 @@ def assert_share(elements: torch.Tensor, share: float, deviations: float = 5.0) 
     assert abs(int(elements.sum()) - share * N) < deviations * (share * (1 - share) * N) ** 0.5
 
 
-@pytest.fixture
-def calls(monkeypatch):
-    """A list that grows with every call of `dropout`."""
-    calls = []
-    monkeypatch.setattr(module, "dropout", lambda *inputs: calls.append(1) or dropout(*inputs))
-    return calls
-
-
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("p", [0.1, 0.5, 0.99])
 def test_a_share_of_p_is_dropped_and_the_rest_is_scaled_in_value_and_gradient(p, dtype):
@@ -106,8 +98,8 @@ def test_second_and_vectorized_derivatives_are_those_of_a_product_with_the_mask(
         ({"inplace": True}, (2, 16), torch.float32, False),
     ],
 )
-def test_other_cases_are_torchs(change, shape, dtype, is_used, calls):
-    results = []
+def test_other_cases_are_torchs(change, shape, dtype, is_used, record_calls):
+    calls, results = record_calls(module, "dropout"), []
     for layer in (nn.Dropout(0.5), HashedDropout(0.5)):
         vars(layer).update(change)
         torch.manual_seed(0)
@@ -119,8 +111,8 @@ def test_other_cases_are_torchs(change, shape, dtype, is_used, calls):
 
 
 @pytest.mark.parametrize("dtype", [None, torch.bfloat16])
-def test_recomputed_blocks_drop_the_same(dtype, calls):
-    results = []
+def test_recomputed_blocks_drop_the_same(dtype, record_calls):
+    calls, results = record_calls(module, "dropout"), []
     shape = {"vocab_size": 11, "n_positions": 32, "n_embd": 32, "n_layer": 2, "n_head": 1}
     model = GPT(GPTConfig(**shape, embd_pdrop=0.2, attn_pdrop=0.0, resid_pdrop=0.2)).train()
     ids = torch.randint(11, (3, 32))

@@ -47,10 +47,8 @@ def narrow_inputs(request):
 
 
 @pytest.mark.parametrize("vocab_size", [16, 48, 1024])
-def test_the_kernel_computes_the_loss_and_its_gradients(vocab_size, narrow_inputs, monkeypatch):
-    runs = []
-    run = fast_loss.run
-    monkeypatch.setattr(fast_loss, "run", lambda *inputs: runs.append(1) or run(*inputs))
+def test_the_kernel_computes_the_loss_and_its_gradients(vocab_size, narrow_inputs, record_calls):
+    runs = record_calls(fast_loss, "run")
     is_narrow, h, weight, targets = narrow_inputs
     weight = weight[:vocab_size].detach().requires_grad_()
     targets = torch.where(targets < 0, targets, targets % vocab_size)
@@ -85,17 +83,10 @@ def test_the_number_of_threads_changes_no_bit(narrow_inputs):
     assert all(torch.equal(result[0], results[0][0]) for result in results)
 
 
-def calls(monkeypatch) -> list[int]:
-    """Return a list that grows with every loss computed in one pass."""
-    rows: list[int] = []
-    compute = fast_loss.one_pass_cross_entropy
-
-    def counted(h, weight, targets):
-        rows.append(len(h))
-        return compute(h, weight, targets)
-
-    monkeypatch.setattr(fast_loss, "one_pass_cross_entropy", counted)
-    return rows
+@pytest.fixture
+def calls(record_calls):
+    """The calls of `one_pass_cross_entropy`."""
+    return record_calls(fast_loss, "one_pass_cross_entropy")
 
 
 USED = (
@@ -105,25 +96,25 @@ USED = (
 
 
 @pytest.mark.parametrize("change", CHANGES)
-def test_the_fast_loss_is_used_if_the_logits_are_h_times_a_matrix(change, monkeypatch):
-    rows, model = calls(monkeypatch), drawn_model()
+def test_the_fast_loss_is_used_if_the_logits_are_h_times_a_matrix(change, calls):
+    model = drawn_model()
     CHANGES[change](model)
     model.loss(*A)
-    assert not rows
+    assert not calls
     with fast_training(model):
         model.loss(*A)
-        assert rows == ([48] if change in USED else [])
+        assert [len(h) for h, *_ in calls] == ([48] if change in USED else [])
         with torch.no_grad():
             model.loss(*A)
-        assert len(rows) <= 1
+        assert len(calls) <= 1
 
 
-def test_a_head_on_the_body_uses_the_fast_loss(monkeypatch):
+def test_a_head_on_the_body_uses_the_fast_loss(calls):
     from tiedgpt.heads import MultipleChoice
 
-    rows, head = calls(monkeypatch), MultipleChoice(drawn_model().float())
+    head = MultipleChoice(drawn_model().float())
     ids, lengths = A[0][:2].view(1, 2, 16), torch.full((1, 2), 16)
     with fast_training(head):
         head.loss(ids, lengths, ids, torch.zeros(1, dtype=torch.long)).backward()
-    assert rows == [32]
+    assert [len(h) for h, *_ in calls] == [32]
     assert type(head.gpt) is GPT
