@@ -102,6 +102,7 @@ def test_weights_widened_beforehand_give_the_same_sums():
 
 
 ARM_SYSTEMS = [
+    ("linux", 1 << 20, 3 << 13, {"dotprod", "i8mm", "bf16"}),
     ("linux", 1 << 20, 1 << 13, {"dotprod", "i8mm"}),
     ("linux", 1 << 20, 0, {"dotprod"}),
     ("linux", 0, 0, set()),
@@ -123,7 +124,7 @@ def getauxval(number): return words[number]
 ctypes.CDLL = lambda name: types.SimpleNamespace(getauxval=getauxval)
 platform.machine, sys.platform = lambda: "aarch64", "{system}"
 from tiedgpt.infer.kernels import simd
-print(*sorted(simd.FEATURES & {{"dotprod", "i8mm"}}))
+print(*sorted(simd.FEATURES & {{"dotprod", "i8mm", "bf16"}}))
 """
     done = subprocess.run(
         [sys.executable, "-c", program], capture_output=True, check=True, text=True

@@ -22,7 +22,7 @@ from numba.extending import intrinsic
 
 from tiedgpt.infer.kernels.arguments import LANES
 
-ARM_CAPABILITIES = {"dotprod": (16, 20), "i8mm": (26, 13)}
+ARM_CAPABILITIES = {"dotprod": (16, 20), "i8mm": (26, 13), "bf16": (26, 14)}
 """Features of ARM CPUs: the kind of value that Linux's `getauxval` returns, and its bit."""
 
 
@@ -79,8 +79,9 @@ IS_ZEN = CPU_NAME.startswith("znver")
 """Whether this is one of AMD's Zen CPUs, which prefetch rows that are read whole by themselves."""
 HAS_WIDE_REGISTERS = "avx512f" in FEATURES
 """Whether a register holds 16 float32; 4 accumulators of 16 numbers fit for each of 6 vectors."""
-HAS_DOT16 = {"avx512bf16", "avx512f"} <= FEATURES
-"""Whether an instruction adds 2 products of bf16 to each lane (vdpbf16ps on 512 bits)."""
+HAS_BFDOT = "bf16" in FEATURES
+HAS_DOT16 = HAS_BFDOT or {"avx512bf16", "avx512f"} <= FEATURES
+"""Whether an instruction adds 2 products of bf16 to each lane (vdpbf16ps, or bfdot on ARM)."""
 
 i8, i16, i32, i64 = map(ir.IntType, (8, 16, 32, 64))
 f32 = ir.FloatType()
@@ -215,7 +216,7 @@ def _call_on_parts(builder: Any, name: str, result: ir.Type, arguments: list[Any
 
     `result` is the type of one part.
     """
-    n_parts = 512 // (result.count * result.element.width)
+    n_parts = 512 // (result.count * (32 if result.element == f32 else result.element.width))
     parts = zip(*(_split(builder, x, n_parts) for x in arguments), strict=True)
     return _join(builder, [call(builder, name, result, list(registers)) for registers in parts])
 
@@ -299,10 +300,11 @@ def dot8(builder: Any, sums: Any, weights: Any, four: Any) -> Any:
 def dot16(builder: Any, sums: Any, pairs: Any, two: Any) -> Any:
     """Add to 16 sums 2 products each: 32 bf16 (as 16 int32) with the 2 bf16 of an int32."""
     if HAS_DOT16:
-        vector_type = vector(BFloatType(), 32)
-        arguments = [sums, builder.bitcast(pairs, vector_type)]
-        arguments.append(builder.bitcast(splat(builder, two), vector_type))
-        return call(builder, "llvm.x86.avx512bf16.dpbf16ps.512", vector(f32), arguments)
+        name, n = "llvm.x86.avx512bf16.dpbf16ps.512", LANES
+        if HAS_BFDOT:
+            name, n = "llvm.aarch64.neon.bfdot.v4f32.v8bf16", 4
+        bf16s = [builder.bitcast(x, vector(BFloatType(), 32)) for x in (pairs, splat(builder, two))]
+        return _call_on_parts(builder, name, vector(f32, n), [sums, *bf16s])
     both, high = splat(builder, two), constant(i32, 0xFFFF0000)
     for shifts in (True, False):
         w, x = (
