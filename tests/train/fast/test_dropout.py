@@ -1,5 +1,7 @@
 """Dropout by a hash drops elements independently, and its gradient drops the same ones."""
 
+from functools import partial
+
 import pytest
 import torch
 from torch import nn
@@ -127,3 +129,18 @@ def test_recomputed_blocks_drop_the_same(dtype, record_calls):
     assert len(calls) > 5 + 5
     for mine, its in zip(*results, strict=True):
         assert torch.equal(mine, its)
+
+
+def test_reentrant_checkpoints_drop_the_same_without_and_with_a_graph():
+    shape = {"vocab_size": 11, "n_positions": 32, "n_embd": 32, "n_layer": 2, "n_head": 1}
+    model = GPT(GPTConfig(**shape, embd_pdrop=0.2, attn_pdrop=0.0, resid_pdrop=0.2)).train()
+    ids, results = torch.randint(11, (3, 32)), []
+    for recomputes in (False, True):
+        for block in model.h if recomputes else ():
+            block.forward = partial(checkpoint, block.forward, use_reentrant=True)
+        torch.manual_seed(4)
+        with fast_training(model):
+            model.loss(ids, ids).backward()
+        results.append([parameter.grad for parameter in model.parameters()])
+        model.zero_grad(set_to_none=True)
+    torch.testing.assert_close(*results, rtol=1e-4, atol=1e-6)

@@ -22,7 +22,7 @@ from torch import Tensor, nn
 from tiedgpt.core.loss import is_plain_autograd
 from tiedgpt.infer.kernels.compile_cache import Kernel
 from tiedgpt.train.fast.substitute import Substitute
-from tiedgpt.train.fast.threads import can_run, run
+from tiedgpt.train.fast.threads import run, suits_kernels
 
 KERNEL = Kernel("tiedgpt.train.fast.kernels", "dropout")
 
@@ -31,8 +31,12 @@ class HashedDropout(Substitute, nn.Dropout):
     """Dropout for training on a CPU."""
 
     def forward(self, x: Tensor) -> Tensor:
-        """Return x with elements dropped in training, in the same shape."""
-        is_fast = self.training and not self.inplace and 0 < self.p < 1 and can_run(x)
+        """Return x with elements dropped in training, in the same shape.
+
+        Without a graph, the same elements are dropped: a reentrant checkpoint runs so first.
+        """
+        is_dropped = self.training and not self.inplace and 0 < self.p < 1
+        is_fast = is_dropped and type(x) is Tensor and is_plain_autograd(x) and suits_kernels(x)
         return dropout(x.contiguous(), self.p) if is_fast else super().forward(x)
 
 
