@@ -90,7 +90,9 @@ def _draw_scales(builder, numbers, seed, threshold, scale):
     """Return for 16 int32 (as F16) `scale`, or 0 with a probability of threshold / 2^32.
 
     The number is hashed (lowbias32 of Wellons 2018, "Prospecting for hash functions"); the upper
-    bits of the seed join before the second multiplication.
+    bits of the seed join before the second multiplication. The comparison reads the upper bits,
+    which the third multiplication mixes: without it, elements at a distance of 2^15 + 1 have a
+    correlation of 0.02.
     """
 
     def splat(value):
@@ -103,6 +105,7 @@ def _draw_scales(builder, numbers, seed, threshold, scale):
     x = fold(builder.mul(x, constant(i32, 0x21F0AAAD)), 15)
     x = builder.xor(x, splat(builder.lshr(seed, simd.i64(32))))
     x = fold(builder.mul(x, constant(i32, 0xD35A2D97)), 15)
+    x = builder.mul(x, constant(i32, 0x31848BAB))
     is_kept = builder.icmp_unsigned(">=", x, splat(threshold))
     return builder.select(is_kept, simd.splat(builder, scale), constant(simd.f32, 0.0))
 
