@@ -257,6 +257,11 @@ class LossAndMore(Own):
         return loss, loss
 
 
+class CountsInOneNumber(Own):
+    def n_targets(self, batch):
+        return 5
+
+
 class ScoresNothing(Own):
     def score(self, model, batches, autocast): ...
 
@@ -323,6 +328,7 @@ def train_own(tmp_path, monkeypatch, capfd):
         ("own_lines:LossOfEachRow", r"LossOfEachRow.loss .* scalar .*\(2,\)"),
         ("own_lines:LossWithoutGradient", "LossWithoutGradient.loss .* gradient"),
         ("own_lines:LossAndMore", "LossAndMore.loss .* n_targets.* tuple"),
+        ("own_lines:CountsInOneNumber", "CountsInOneNumber.n_targets .* tuple of integers.* int"),
         ("own_lines:ScoresNothing", "ScoresNothing.score .* nats .* None"),
         ("own_lines:ScoresANumber", "ScoresANumber.score .* nats .* float"),
         ("own_lines:ScoresATensor", "ScoresATensor.score .* nats .* Score"),

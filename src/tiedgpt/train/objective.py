@@ -287,9 +287,11 @@ def try_objective(objective: Objective, data: Data, device: torch.device) -> Non
     model = objective.build()
     is_model = isinstance(getattr(model, "gpt", model), GPT)
     check("build", model, "a GPT or a module with one as gpt", is_model)
-    objective.begin(model.to(device).train())
+    objective.begin(model.train())
+    model.to(device)
     rows = tuple(array[:1] for array in data.batches(1, 0)(0))
     loss, counts = objective.loss(model, on_device(rows, device)), objective.n_targets(rows)
+    check("n_targets", counts, "a tuple of integers", isinstance(counts, tuple | list))
     terms = loss if isinstance(loss, tuple) else (loss,)
     are_terms = len(terms) == len(counts) and all(
         isinstance(term, Tensor) and term.shape == () and (term.requires_grad or count == 0)
