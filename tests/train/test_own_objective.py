@@ -232,6 +232,14 @@ class MakesNoData(Own):
         return super().make(sources, run, options, setup)[0], sources
 
 
+class MakesTensors(Own):
+    @classmethod
+    def make(cls, sources, run, options, setup):
+        objective, data = super().make(sources, run, options, setup)
+        batch = tuple(torch.from_numpy(array) for array in data.batches(1, 0)(0))
+        return objective, Data(batches=lambda n, seed: lambda step: batch, held_out=data.held_out)
+
+
 class BuildsNothing(Own):
     def build(self): ...
 
@@ -323,6 +331,7 @@ def train_own(tmp_path, monkeypatch, capfd):
         ("own_lines:OpensNothing", "OpensNothing.open .* None"),
         ("own_lines:MakesNothing", "MakesNothing.make .* None"),
         ("own_lines:MakesNoData", "MakesNoData.make .* tuple"),
+        ("own_lines:MakesTensors", "MakesTensors.make .* arrays, not a Tensor"),
         ("own_lines:BuildsNothing", "BuildsNothing.build .* None"),
         ("own_lines:BuildsAnother", "BuildsAnother.build .* Linear"),
         ("own_lines:LossOfEachRow", r"LossOfEachRow.loss .* scalar .*\(2,\)"),

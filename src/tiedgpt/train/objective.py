@@ -20,6 +20,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple, Protocol, Self
 
+import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor, nn
@@ -290,6 +291,8 @@ def try_objective(objective: Objective, data: Data, device: torch.device) -> Non
     objective.begin(model.train())
     model.to(device)
     rows = tuple(array[:1] for array in data.batches(1, 0)(0))
+    others = [array for array in rows if not isinstance(array, np.ndarray)]
+    check("make", (*others, rows)[0], "data whose batches are tuples of NumPy arrays", not others)
     loss, counts = objective.loss(model, on_device(rows, device)), objective.n_targets(rows)
     check("n_targets", counts, "a tuple of integers", isinstance(counts, tuple | list))
     terms = loss if isinstance(loss, tuple) else (loss,)
