@@ -427,6 +427,7 @@ def test_a_backward_pass_through_vmap_is_exact(model, head):
 
 @pytest.mark.parametrize("backend", ["eager", "aot_eager"])
 def test_a_compiled_loss_and_forward_match(model, backend):
+    torch.compiler.reset()  # torch compiles a function a limited number of times
     theirs = gradients(model, plain(model)(*A))
     compiled = torch.compile(lambda ids, targets: model.loss(ids, targets), backend=backend)
     assert_equal(gradients(model, compiled(*A)), theirs)
@@ -435,6 +436,7 @@ def test_a_compiled_loss_and_forward_match(model, backend):
 
 
 def test_a_forward_of_dynamic_length_compiles_fully_and_exports(model):
+    torch.compiler.reset()  # torch compiles a function a limited number of times
     compiled = torch.compile(model, backend="eager", fullgraph=True, dynamic=True)
     for length in (2, 5, 16):
         ids = A[0][:, :length]
