@@ -58,7 +58,7 @@ def _multiply6(matrix, panel, x, first, n, width, widened, out):
     weights, scales, _ = matrix.types
     if simd.BYTE_CLASS == "avx2" and weights.dtype == types.uint8 and scales.ndim == 2:
 
-        def multiply_widened(matrix, panel, x, first, n, width, widened, out):
+        def multiply_wide_panel(matrix, panel, x, first, n, width, widened, out):
             if n < MIN_WIDENED_VECTORS:
                 microkernel6(matrix, panel, x, first, width, out)
                 return
@@ -66,7 +66,7 @@ def _multiply6(matrix, panel, x, first, n, width, widened, out):
                 widen_panel(matrix, panel, width, widened)
             widened_microkernel6(widened, x, first, width, out)
 
-        return multiply_widened
+        return multiply_wide_panel
     return lambda matrix, panel, x, first, n, width, widened, out: microkernel6(
         matrix, panel, x, first, width, out
     )
