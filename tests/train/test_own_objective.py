@@ -240,6 +240,20 @@ class MakesTensors(Own):
         return objective, Data(batches=lambda n, seed: lambda step: batch, held_out=data.held_out)
 
 
+class MakesNoBatches(Own):
+    @classmethod
+    def make(cls, sources, run, options, setup):
+        objective, data = super().make(sources, run, options, setup)
+        return objective, Data(batches=None, held_out=data.held_out)
+
+
+class HoldsNothingOut(Own):
+    @classmethod
+    def make(cls, sources, run, options, setup):
+        objective, data = super().make(sources, run, options, setup)
+        return objective, Data(batches=data.batches, held_out=lambda n, n_batches: [])
+
+
 class BuildsNothing(Own):
     def build(self): ...
 
@@ -332,6 +346,8 @@ def train_own(tmp_path, monkeypatch, capfd):
         ("own_lines:MakesNothing", "MakesNothing.make .* None"),
         ("own_lines:MakesNoData", "MakesNoData.make .* tuple"),
         ("own_lines:MakesTensors", "MakesTensors.make .* arrays, not a Tensor"),
+        ("own_lines:MakesNoBatches", "MakesNoBatches.make .* a function, not None"),
+        ("own_lines:HoldsNothingOut", "HoldsNothingOut.make .* held-out batch, not None"),
         ("own_lines:BuildsNothing", "BuildsNothing.build .* None"),
         ("own_lines:BuildsAnother", "BuildsAnother.build .* Linear"),
         ("own_lines:LossOfEachRow", r"LossOfEachRow.loss .* scalar .*\(2,\)"),

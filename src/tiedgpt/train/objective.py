@@ -290,6 +290,7 @@ def try_objective(objective: Objective, data: Data, device: torch.device) -> Non
     check("build", model, "a GPT or a module with one as gpt", is_model)
     objective.begin(model.train())
     model.to(device)
+    check("make", data.batches, "data whose batches is a function", callable(data.batches))
     rows = tuple(array[:1] for array in data.batches(1, 0)(0))
     others = [array for array in rows if not isinstance(array, np.ndarray)]
     check("make", (*others, rows)[0], "data whose batches are tuples of NumPy arrays", not others)
@@ -301,6 +302,8 @@ def try_objective(objective: Objective, data: Data, device: torch.device) -> Non
         for term, count in zip(terms, counts, strict=True)
     )
     check("loss", loss, "a scalar tensor with a gradient, or one for each of n_targets", are_terms)
-    score = objective.score(model, data.held_out(1, 1), None)
+    held_out = [*data.held_out(1, 1)]
+    check("make", None, "data with a held-out batch", bool(held_out))
+    score = objective.score(model, held_out, None)
     is_score = isinstance(getattr(score, "nats", None), float | int)
     check("score", score, "an object whose nats is the mean loss, a float", is_score)
