@@ -28,12 +28,20 @@ from tiedgpt.infer.generation_config import (
     with_options,
 )
 from tiedgpt.infer.prompts import one_or_many, prompt_ids, split_context
-from tiedgpt.infer.runners import BackendOptions, open_parts, require_engine_options
+from tiedgpt.infer.runners import (
+    BackendOptions,
+    compare_vocabularies,
+    make_runner,
+    open_runner,
+    require_engine_options,
+)
 from tiedgpt.infer.scheduler import Request
 from tiedgpt.infer.scoring import score_text
 from tiedgpt.infer.sequence import SequenceState, Token, decode
 from tiedgpt.infer.worker import QUEUE_SIZE, Generation, Worker
 from tiedgpt.text import Tokenizer
+from tiedgpt.weights.sources import local_directory
+from tiedgpt.weights.tokenizer_files import read_end_ids, tokenizer_for
 
 if TYPE_CHECKING:
     from tiedgpt.core.model import GPT
@@ -78,10 +86,20 @@ class Engine:
         if threads is not None:
             threads = require_positive("threads", threads, MAX_THREADS)
         options = BackendOptions(precision, backend, threads)
-        self.runner, self.tokenizer, self.notes, self.end_ids = open_parts(
-            model_or_source, options, tokenizer, resolve, config
-        )
-        is_fixed = isinstance(model_or_source, (str, os.PathLike)) or self.backend == "kernels"
+        self.tokenizer = tokenizer_for(model_or_source, tokenizer)
+        self.notes: tuple[str, ...] = ()
+        self.end_ids: tuple[int, ...] = ()  # beside the config's end-of-text token
+        if isinstance(model_or_source, (str, os.PathLike)):
+            path = local_directory(model_or_source)
+            self.end_ids = read_end_ids(path)
+            self.runner, self.notes = open_runner(path, options, resolve=resolve, **config)
+            is_fixed = True
+        elif resolve is not None or config:
+            raise UserError("resolve and config are for a source that is loaded")
+        else:
+            self.runner = make_runner(model_or_source, options)
+            is_fixed = self.backend == "kernels"
+        self.notes += compare_vocabularies(self.tokenizer, self.runner.config.vocab_size)
         queue_size = require_positive("queue_size", queue_size)
         self._worker = Worker(self.runner, self.n_slots, queue_size, is_fixed)
         weakref.finalize(self, self._worker.close)

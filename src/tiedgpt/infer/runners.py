@@ -1,15 +1,14 @@
-"""Runners of models: from a `GPT` or a source to the runner of a backend, and its tokenizer.
+"""Runners of models: from a `GPT` or a source to the runner of a backend.
 
 The engine imports torch only here, and only for a runner that needs it.
 """
 
 from __future__ import annotations
 
-import os
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple, cast
+from typing import TYPE_CHECKING, Any, cast
 
 from tiedgpt.core.config import GPTConfig
 from tiedgpt.errors import UserError
@@ -18,8 +17,6 @@ from tiedgpt.infer.session import Runner
 from tiedgpt.text import Tokenizer
 from tiedgpt.weights.formats.packed import find_packed, open_packed
 from tiedgpt.weights.formats.packed.panels import Precision
-from tiedgpt.weights.sources import local_directory
-from tiedgpt.weights.tokenizer_files import read_end_ids, tokenizer_for
 
 if TYPE_CHECKING:
     from tiedgpt.core.model import GPT
@@ -62,40 +59,6 @@ class BackendOptions:
             raise UserError("kernels compute fp32, bf16, int8 and int4, not fp16")
 
 
-class EngineParts(NamedTuple):
-    """The parts of an engine."""
-
-    runner: Runner
-    tokenizer: Tokenizer | None
-    notes: tuple[str, ...]
-    """Notes for the user."""
-    end_ids: tuple[int, ...]
-    """Ids that end a text, beside the config's end-of-text token."""
-
-
-def open_parts(
-    model_or_source: GPT | str | os.PathLike[str],
-    options: BackendOptions,
-    tokenizer: Tokenizer | str | os.PathLike[str] | None,
-    resolve: str | None,
-    config: Mapping[str, Any],
-) -> EngineParts:
-    """Return the runner of a model or source, its tokenizer and notes; see `Engine`."""
-    its_tokenizer = tokenizer_for(model_or_source, tokenizer)
-    notes: tuple[str, ...] = ()
-    end_ids: tuple[int, ...] = ()
-    if isinstance(model_or_source, (str, os.PathLike)):
-        path = local_directory(model_or_source)
-        end_ids = read_end_ids(path)
-        runner, notes = _open_source(path, options, resolve=resolve, **config)
-    elif resolve is not None or config:
-        raise UserError("resolve and config are for a source that is loaded")
-    else:
-        runner = make_runner(model_or_source, options)
-    notes += _compare_vocabularies(its_tokenizer, runner.config.vocab_size)
-    return EngineParts(runner, its_tokenizer, notes, end_ids)
-
-
 def require_engine_options(config: Mapping[str, Any]) -> None:
     """Raise `TypeError` for a name that is neither an option of `Engine` nor a config's field."""
     for name in config.keys() - GPTConfig.__dataclass_fields__.keys():
@@ -130,10 +93,10 @@ def make_runner(model: GPT, options: BackendOptions) -> Runner:
     return TorchRunner(model, options.threads)
 
 
-def _open_source(
+def open_runner(
     path: Path, options: BackendOptions, *, resolve: str | None, **config: Any
 ) -> tuple[Runner, tuple[str, ...]]:
-    """Return the runner of a source, on the GPU if there is one, and notes."""
+    """Return the runner of a source, on the GPU if there is one, and notes for the user."""
     packed = find_packed(path)
     if packed is not None and options.backend != "torch":
         from tiedgpt.infer.packed_session import PackedRunner
@@ -195,7 +158,7 @@ def _is_for_kernels(model: GPT, precision: str) -> bool:
     return model.config.parameter_count() >= LARGE and can_pack(model)
 
 
-def _compare_vocabularies(tokenizer: Tokenizer | None, vocab_size: int) -> tuple[str, ...]:
+def compare_vocabularies(tokenizer: Tokenizer | None, vocab_size: int) -> tuple[str, ...]:
     """Compare a tokenizer with the model's rows; return notes."""
     if tokenizer is not None and len(tokenizer) > vocab_size:
         raise UserError(
