@@ -49,20 +49,21 @@ def totals(
 
 def score(
     model: GPT,
-    batches: Iterable[tuple[np.ndarray, np.ndarray]],
+    batches: Iterable[Sequence[np.ndarray]],
     byte_lengths: np.ndarray,
     *,
     autocast: torch.dtype | None = None,
 ) -> Score:
     """Score batches of (ids, targets), each (B, T), without the targets of -100.
 
-    `byte_lengths` (V,) is the number of UTF-8 bytes of each token.
+    Batches of packed documents also have `document_starts`, as `GPT.loss` does. `byte_lengths` (V,)
+    is the number of UTF-8 bytes of each token.
     """
 
     def measure(batch: tuple[Tensor, ...]) -> Sequence[float]:
-        ids, targets = batch
+        ids, targets, *packed = batch
         counted = targets[targets != IGNORED].cpu().numpy()
-        loss = float(model.loss(ids, targets))
+        loss = float(model.loss(ids, targets, document_starts=packed[0] if packed else None))
         return loss * len(counted), len(counted), int(byte_lengths[counted].sum())
 
     nats, tokens, n_bytes = totals(model, batches, measure, autocast=autocast)

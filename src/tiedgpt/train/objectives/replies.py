@@ -12,7 +12,6 @@ from dataclasses import dataclass, replace
 from typing import Any, Self
 
 import numpy as np
-import torch
 from torch import Tensor
 
 from tiedgpt.core.model import GPT
@@ -26,7 +25,6 @@ from tiedgpt.data import (
     documents,
 )
 from tiedgpt.errors import UserError
-from tiedgpt.evaluate.perplexity import totals
 from tiedgpt.infer import Engine
 from tiedgpt.text import Tokenizer
 from tiedgpt.train.dataset import Data, Sources, is_prepared
@@ -222,14 +220,6 @@ class ReplyData(Data):
     validation: EncodedExamples
 
 
-@dataclass(frozen=True)
-class ReplyScore:
-    """The score of a model on replies."""
-
-    nats: float
-    """Mean cross-entropy a trained token, in nats."""
-
-
 @dataclass(eq=False)
 class Replies(LanguageModelling):
     """Predict the replies of examples; a batch has ids, targets, document starts (B, T)."""
@@ -263,20 +253,8 @@ class Replies(LanguageModelling):
         """Return the number of trained tokens in some rows."""
         return (int((batch[1] != IGNORED).sum()),)
 
-    def score(
-        self, model: GPT, batches: Iterable[Arrays], autocast: torch.dtype | None
-    ) -> ReplyScore:
-        """Score replies."""
-
-        def measure(batch: tuple[Tensor, ...]) -> Sequence[float]:
-            n_targets = int((batch[1] != IGNORED).sum())
-            return float(self.loss(model, batch)) * n_targets, n_targets
-
-        nats, tokens = totals(model, batches, measure, autocast=autocast)
-        return ReplyScore(nats / tokens)
-
     def metrics(self, score: Any) -> dict[str, float]:
-        """Return nats a trained token."""
+        """Return nats a trained token; bits per byte compare models on whole texts."""
         return Objective.metrics(self, score)
 
     def sample(self, model: GPT, data: Any, step: int, seed: int) -> str:
