@@ -27,7 +27,7 @@ def open_toy(path):
     with path.open("rb") as file:
         header, at, tensors = json.loads(file.readline()[len(MAGIC) :]), file.tell(), {}
     for name, shape in header["shapes"].items():
-        tensors[name] = tensor_in_file(path, name, tuple(shape), "float32", at, 4)
+        tensors[name] = tensor_in_file(path, name, tuple(shape), "float32", at)
         at = tensors[name].storage.stop
     claim = claim_in(header["config"], path)
     return Checkpoint(path, "toy", tensors, header["config"], claim, files=(path,))

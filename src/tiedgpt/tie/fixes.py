@@ -30,7 +30,7 @@ from tiedgpt.tie.findings import format_shape
 from tiedgpt.tie.vocabulary import resize_vocab
 from tiedgpt.weights.checkpoint import TIE_KEY, Checkpoint, StoredTensor
 from tiedgpt.weights.comparison import count_nonzero_rows
-from tiedgpt.weights.containers import SafetensorsFile, open_container, write_safetensors
+from tiedgpt.weights.containers import open_container, read_safetensors, write_safetensors
 from tiedgpt.weights.convert import convert
 from tiedgpt.weights.decision import Keep, TieDecision, decide_tie
 from tiedgpt.weights.gpt import to_gpt
@@ -336,7 +336,7 @@ def _copy_tensors(checkpoint: Checkpoint, roles: Roles, plan: Plan, directory: P
     directory.mkdir()
     file = directory / "model.safetensors"
     write_safetensors(file, copies, {"format": "pt"})
-    for name, written in SafetensorsFile.open(file).entries.items():
+    for name, written in read_safetensors(file)[0].items():
         pairs = zip(written.blocks(), copies[name].blocks(), strict=True)
         if not all(np.array_equal(block, original) for block, original in pairs):
             raise CheckFailedError(f"{name} was not written: the copy holds other bytes")

@@ -32,7 +32,7 @@ from tiedgpt.files import read_json, reading, replacing, require_room, write_jso
 from tiedgpt.heads import Head
 from tiedgpt.tune.adapters import Size, adapt, adapted_layers
 from tiedgpt.tune.freezing import Model, TrainableParameters, gpt_of, predicts_with_w
-from tiedgpt.weights.containers import SafetensorsFile, write_safetensors
+from tiedgpt.weights.containers import read_safetensors, write_safetensors
 from tiedgpt.weights.formats.transformers import BODY_PREFIX, model_type_of, to_file
 from tiedgpt.weights.torch_file import stored_tensor
 
@@ -213,8 +213,9 @@ def _read(
     """Return a file's layers and the head's tensors, checked against the model."""
     if not path.exists():
         raise UserError(f"{path} does not exist; adapters are read from safetensors only")
-    file, gpt, names = SafetensorsFile.open(path), gpt_of(model), _names(model)
-    if file.metadata.get(BASE, fingerprint := _fingerprint(gpt)) != fingerprint:
+    entries, metadata = read_safetensors(path)
+    gpt, names = gpt_of(model), _names(model)
+    if metadata.get(BASE, fingerprint := _fingerprint(gpt)) != fingerprint:
         raise UserError(f"{path} was made for another base: its blocks hold other weights")
     layers, head_tensors = dict[str, Layer](), dict[str, Tensor]()
     places = {
@@ -223,8 +224,8 @@ def _read(
         for role, end in [*(EMBEDDING if name == "wte" else LORA).items(), ("rows", ROWS)]
     }
     copies = {f"{names[name]}.{COPY}" for name in ("wte", "head")}
-    for key in file.entries:
-        peft_name, tensor = key.removeprefix(PREFIX), file.read(key)
+    for key, entry in entries.items():
+        peft_name, tensor = key.removeprefix(PREFIX), entry.tensor()
         if not tensor.is_floating_point():
             raise CorruptInputError(f"{path}: {key} must hold floats, got {tensor.dtype}")
         if isinstance(model, Head) and peft_name in model.head_tensors:

@@ -214,12 +214,22 @@ def decode(native: Native, dtype: str) -> NDArray[np.floating[Any]]:
     return native.view("<f4" if dtype in PANEL_TYPES else f"<f{FLOATS[dtype]}")
 
 
-def file_reader(path: Path, start: int, columns: int, width: int) -> Read:
-    """Return a reader of a row-major matrix in a file, from byte `start`.
+def tensor_in_file(
+    path: Path,
+    name: str,
+    shape: tuple[int, ...],
+    dtype: str,
+    start: int,
+    n_bytes: int | None = None,
+) -> StoredTensor:
+    """Return a row-major tensor of `n_bytes` that begins at byte `start`.
 
-    `columns` elements of `width` bytes make a row. The reader raises `CorruptInputError` for a
-    file that is too short.
+    The tensor has no reader for a type outside `DTYPES`, or for several elements in a byte. Its
+    reader raises `CorruptInputError` for a file that is too short.
     """
+    width, columns = DTYPES[dtype].n_bytes if dtype in DTYPES else 0, shape[-1] if shape else 1
+    size = math.prod(shape) * width
+    n_bytes = size if n_bytes is None else n_bytes
 
     def read(first: int, end: int, low: int, high: int) -> Native:
         block = np.empty((end - first, high - low), f"<u{width}")
@@ -234,16 +244,8 @@ def file_reader(path: Path, start: int, columns: int, width: int) -> Read:
                     raise CorruptInputError(f"{path} was cut off while it was read")
         return block
 
-    return read
-
-
-def tensor_in_file(
-    path: Path, name: str, shape: tuple[int, ...], dtype: str, start: int, width: int
-) -> StoredTensor:
-    """Return a row-major tensor, elements of `width` bytes, that lies from byte `start` on."""
-    reader = file_reader(path, start, shape[-1] if shape else 1, width)
-    n_bytes = math.prod(shape) * width
     storage = Storage(str(path), start, start + n_bytes)
+    reader = read if width and n_bytes == size else None
     return StoredTensor(name, shape, dtype, n_bytes, storage, reader)
 
 

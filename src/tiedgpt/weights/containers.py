@@ -13,9 +13,8 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 from safetensors import safe_open
@@ -25,15 +24,11 @@ from tiedgpt.files import beside, read_json, reading
 from tiedgpt.weights.checkpoint import (
     DTYPES,
     Checkpoint,
-    Storage,
     StoredTensor,
-    file_reader,
+    tensor_in_file,
     without_wrappers,
 )
 from tiedgpt.weights.registry import head_of
-
-if TYPE_CHECKING:
-    from torch import Tensor
 
 SUFFIXES = (".safetensors", ".pt", ".pth", ".bin")
 INDEX = ".index.json"
@@ -57,8 +52,8 @@ def open_container(path: Path) -> Checkpoint:
         from tiedgpt.weights.torch_file import read_torch_file
 
         return without_wrappers(read_torch_file(path))
-    file = SafetensorsFile.open(path)
-    return without_wrappers(Checkpoint(path, "safetensors", file.entries, files=(path,)))
+    tensors, _ = read_safetensors(path)
+    return without_wrappers(Checkpoint(path, "safetensors", tensors, files=(path,)))
 
 
 def _open_index(path: Path) -> Checkpoint:
@@ -87,39 +82,24 @@ def is_safetensors(head: bytes) -> bool:
     return head[4:9] == b"\0\0\0\0{"
 
 
-@dataclass(frozen=True)
-class SafetensorsFile:
-    """A file whose header was read and agrees with the file's size."""
+def read_safetensors(path: Path) -> tuple[dict[str, StoredTensor], dict[str, str]]:
+    """Return the tensors and the metadata that the header of a file states.
 
-    path: Path
-    entries: Mapping[str, StoredTensor]
-    metadata: Mapping[str, str]
-
-    @classmethod
-    def open(cls, path: Path) -> SafetensorsFile:
-        """Read and check the header; raise `CorruptInputError` if it is wrong or cut off."""
-        with reading(path, "safetensors file"), path.open("rb") as file:
-            length = int.from_bytes(file.read(8), "little")
-            if length > MAX_HEADER:
-                raise ValueError(f"a header of {length:,} bytes")
-            with safe_open(path, framework="numpy"):  # types, sizes, offsets, the file's size
-                header = json.loads(file.read(length))
-        metadata = header.pop("__metadata__", None) or {}
-        entries: dict[str, StoredTensor] = {}
-        for name, entry in header.items():
-            shape = tuple(entry["shape"])
-            dtype = TORCH_NAMES.get(entry["dtype"], entry["dtype"].lower())
-            start, end = (8 + length + offset for offset in entry["data_offsets"])
-            columns, reader = shape[-1] if shape else 1, None
-            if dtype in DTYPES:
-                reader = file_reader(path, start, columns, DTYPES[dtype].n_bytes)
-            storage = Storage(str(path), start, end)
-            entries[name] = StoredTensor(name, shape, dtype, end - start, storage, reader)
-        return cls(path, entries, metadata)
-
-    def read(self, name: str) -> Tensor:
-        """Return a copy of a tensor in memory."""
-        return self.entries[name].tensor()
+    Raises `CorruptInputError` if the header is wrong or contradicts the file's size.
+    """
+    with reading(path, "safetensors file"), path.open("rb") as file:
+        length = int.from_bytes(file.read(8), "little")
+        if length > MAX_HEADER:
+            raise ValueError(f"a header of {length:,} bytes")
+        with safe_open(path, framework="numpy"):  # types, sizes, offsets, the file's size
+            header = json.loads(file.read(length))
+    metadata = header.pop("__metadata__", None) or {}
+    tensors: dict[str, StoredTensor] = {}
+    for name, entry in header.items():
+        dtype = TORCH_NAMES.get(entry["dtype"], entry["dtype"].lower())
+        start, end = (8 + length + offset for offset in entry["data_offsets"])
+        tensors[name] = tensor_in_file(path, name, tuple(entry["shape"]), dtype, start, end - start)
+    return tensors, metadata
 
 
 def write_safetensors(

@@ -77,7 +77,7 @@ def open_llmc(path: Path) -> Checkpoint:
     at = HEADER.size
     for name, shape in parameters(*layout):
         stored = (rows, width) if name == "wte.weight" else shape
-        tensors[name] = tensor_in_file(path, name, stored, dtype, at, FLOATS[dtype])
+        tensors[name] = tensor_in_file(path, name, stored, dtype, at)
         at += math.prod(shape) * FLOATS[dtype]
     return Checkpoint(
         path, "llm.c", tensors, config=sizes, files=(path,),

@@ -17,6 +17,7 @@ import mmap
 import re
 import struct
 from collections.abc import Container, Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -27,9 +28,7 @@ from tiedgpt.weights.checkpoint import (
     FLOATS,
     Checkpoint,
     Claim,
-    Storage,
     StoredTensor,
-    file_reader,
     tensor_in_file,
 )
 from tiedgpt.weights.gpt import GPTCheckpoint
@@ -252,24 +251,20 @@ def _tensor(
     path: Path, name: str, shape: tuple[int, ...], qtype: int, start: int, file_size: int
 ) -> StoredTensor:
     if qtype in TYPES:
-        tensor = tensor_in_file(
-            path, name, shape, TYPES[qtype], start, DTYPES[TYPES[qtype]].n_bytes
-        )
+        tensor = tensor_in_file(path, name, shape, TYPES[qtype], start)
     else:
         gguf = require_package("gguf", "reading quantized GGUF tensors")
         if qtype not in list(gguf.GGMLQuantizationType):
-            storage = Storage(str(path), start, start)
-            return StoredTensor(name, shape, f"ggml type {qtype}", 0, storage, None)
+            return tensor_in_file(path, name, shape, f"ggml type {qtype}", start)
         block, block_bytes = gguf.GGML_QUANT_SIZES[qtype]
         columns = shape[-1] if shape else 1
         if columns % block:
             raise ValueError(f"{name[:80]!r} has rows of {columns:,} in blocks of {block}")
-        size, row_bytes = math.prod(shape) // block * block_bytes, columns // block * block_bytes
-        read_bytes = file_reader(path, start, row_bytes, 1)
-        tensor = StoredTensor(
-            name, shape, gguf.GGMLQuantizationType(qtype).name, size,
-            Storage(str(path), start, start + size),
-            lambda first, end, low, high: read_bytes(first, end, 0, row_bytes),  # whole blocks
+        rows = (math.prod(shape[:-1]), columns // block * block_bytes)
+        stored = tensor_in_file(path, name, rows, "uint8", start)
+        tensor = replace(
+            stored, shape=shape, dtype=gguf.GGMLQuantizationType(qtype).name,
+            read=lambda first, end, low, high: stored.native(first, end),  # whole blocks
         )  # fmt: skip
     if tensor.storage.stop > file_size:
         raise ValueError(f"{name[:80]!r} of shape {shape} in {tensor.dtype} ends after the file")

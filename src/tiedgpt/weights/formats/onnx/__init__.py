@@ -30,8 +30,8 @@ from tiedgpt.weights.checkpoint import (
     Storage,
     StoredTensor,
     Usage,
-    file_reader,
     printable,
+    tensor_in_file,
 )
 from tiedgpt.weights.formats.transformers import CONV1D
 from tiedgpt.weights.gpt import GPTCheckpoint
@@ -193,19 +193,16 @@ class _Graph:
         file = beside(self.path, entries.get("location", ""))
         self.other_files.append(file)
         dtype = self.onnx.helper.tensor_dtype_to_np_dtype(tensor.data_type)
-        shape, columns = tuple(tensor.dims), tensor.dims[-1] if tensor.dims else 1
+        shape = tuple(tensor.dims)
         size = math.prod(shape) * dtype.itemsize
         start, length = int(entries.get("offset", 0)), int(entries.get("length", size))
-        is_unpacked = length == size  # not so where several numbers are packed into a byte
-        wrong = min((*shape, start, length)) < 0 or (str(dtype) in FLOATS and not is_unpacked)
+        wrong = min((*shape, start, length)) < 0 or (str(dtype) in FLOATS and length != size)
         if wrong or start + length > file.stat().st_size:
             raise ValueError(
                 f"{name[:80]!r} of shape {shape} in {dtype} cannot be {length:,} bytes from byte "
                 f"{start:,} of {file.name}"
             )
-        storage = Storage(str(file), start, start + length)
-        reader = file_reader(file, start, columns, dtype.itemsize) if is_unpacked else None
-        return StoredTensor(name, shape, str(dtype), length, storage, reader)
+        return tensor_in_file(file, name, shape, str(dtype), start, length)
 
 
 WRITER = Writer(

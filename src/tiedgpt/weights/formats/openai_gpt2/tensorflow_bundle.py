@@ -19,7 +19,7 @@ from pathlib import Path
 
 from tiedgpt.errors import CorruptInputError, UserError
 from tiedgpt.files import beside, reading
-from tiedgpt.weights.checkpoint import DTYPES, Native, Read, StoredTensor, printable, tensor_in_file
+from tiedgpt.weights.checkpoint import Native, Read, StoredTensor, printable, tensor_in_file
 from tiedgpt.weights.registry import require_package
 
 MAGIC = struct.pack("<Q", 0xDB4775248B80FB57)
@@ -96,17 +96,16 @@ def _tensor(name: str, entry: Message, path: Path, file_size: int) -> StoredTens
     shapes = _messages(entry, 2)
     shape = tuple(_number(dim, 1) for message in shapes for dim in _messages(message, 2))
     dtype = TYPES.get(number, f"TensorFlow type {number}")
-    width = DTYPES[dtype].n_bytes if dtype in DTYPES else 0
     what = f"{path}: the bytes of {printable(name)[:200]}"
-    tensor = tensor_in_file(path, name, shape, dtype, start, width)
+    tensor = tensor_in_file(path, name, shape, dtype, start)
     sound = number > 0 and len(shape) <= 64 and max(shape, default=0) < 1 << 40
     sound = sound and not any(_number(message, 3) for message in shapes)
-    if not sound or (width and n_bytes != tensor.n_bytes) or start + n_bytes > file_size:
+    if not sound or (tensor.read and n_bytes != tensor.n_bytes) or start + n_bytes > file_size:
         raise CorruptInputError(
             f"{what} cannot be {dtype} of shape {str(shape)[:80]} in bytes {start:,} to "
             f"{start + n_bytes:,} of {file_size:,}: a file is cut off or of another checkpoint"
         )
-    return replace(tensor, read=_verifying(tensor, checksum, what) if width else None)
+    return replace(tensor, read=_verifying(tensor, checksum, what) if tensor.read else None)
 
 
 def _verifying(tensor: StoredTensor, expected: int, what: str) -> Read:

@@ -31,7 +31,7 @@ from tiedgpt.weights.checkpoint import (
     StoredTensor,
     tensor_in_file,
 )
-from tiedgpt.weights.containers import SafetensorsFile, is_safetensors
+from tiedgpt.weights.containers import is_safetensors, read_safetensors
 from tiedgpt.weights.formats.packed.panels import (
     PANEL,
     PRECISIONS,
@@ -148,36 +148,36 @@ def open_packed(path: str | os.PathLike[str]) -> PackedModel:
     if it is damaged, cut off, or contradicts its config.
     """
     path = Path(path)
-    if not (path / FILE).is_file():
+    file = path / FILE
+    if not file.is_file():
         raise UserError(f"{path} holds no packed model: tiedgpt convert MODEL DEST --to packed")
     config = _read_config(path / "config.json")
-    file = SafetensorsFile.open(path / FILE)
-    metadata = file.metadata
+    entries, metadata = read_safetensors(file)
+    entries.pop(PADDING, None)
     precision: Any = metadata.get("precision")
     if metadata.get("format") == FORMAT_NAME and metadata.get("version") != VERSION:
         raise UserError(
-            f"{file.path} has version {str(metadata.get('version'))[:20]} of the format, version "
+            f"{file} has version {str(metadata.get('version'))[:20]} of the format, version "
             f"{VERSION} is supported",
             hint="pack the model again",
         )
     described = layout(config, precision) if precision in PRECISIONS else {}
     expected = {name: (TYPES[dtype], shape, 0) for name, (shape, dtype) in described.items()}
-    entries = {name: entry for name, entry in file.entries.items() if name != PADDING}
     arrays: dict[str, NDArray[Any]] = {}
     if expected != {n: (e.dtype, e.shape, e.storage.start % ALIGNMENT) for n, e in entries.items()}:
         raise CorruptInputError(
-            f"{file.path} does not hold the arrays that its config.json and its precision "
+            f"{file} does not hold the arrays that its config.json and its precision "
             f"{str(precision)[:20]!r} need, each from a multiple of {ALIGNMENT} bytes on",
             hint="pack the model again",
         )
-    with reading(file.path, "packed model"):  # it may be cut off since its header was read
-        with file.path.open("rb") as opened:
+    with reading(file, "packed model"):  # it may be cut off since its header was read
+        with file.open("rb") as opened:
             mapped = mmap.mmap(opened.fileno(), 0, access=mmap.ACCESS_READ)
         raw = np.frombuffer(mapped, np.uint8)
         for name, (shape, dtype) in described.items():
             start, size = entries[name].storage.start, entries[name].n_bytes
             arrays[name] = raw[start : start + size].view(dtype).reshape(shape)
-    return PackedModel(config, precision, arrays, file.path, mapped)
+    return PackedModel(config, precision, arrays, file, mapped)
 
 
 def _read_config(path: Path) -> GPTConfig:
@@ -211,7 +211,7 @@ def _stored(model: PackedModel, name: str, shape: tuple[int, ...]) -> StoredTens
     array = model.arrays[key][index]
     start = array.ctypes.data - np.frombuffer(model.mapped, np.uint8).ctypes.data
     if not key.endswith(".weights"):
-        tensor = tensor_in_file(model.path, name, array.shape, "float32", start, 4)
+        tensor = tensor_in_file(model.path, name, array.shape, "float32", start)
         return replace(tensor, shape=shape, n_bytes=4 * math.prod(shape))
     scales = model.arrays[key.replace("weights", "scales")][index]
 
