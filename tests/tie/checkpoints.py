@@ -141,12 +141,6 @@ def matrix(seed: int = 1, rows: int = V, width: int = D) -> np.ndarray:
     return np.random.default_rng(seed).standard_normal((rows, width)).astype(np.float32)
 
 
-GGUF_NAMES = {
-    "wte": "token_embd", "wpe": "position_embd", "ln_f": "output_norm", "head": "output",
-    "h.": "blk.", "ln_1": "attn_norm", "attn.c_attn": "attn_qkv", "attn.c_proj": "attn_output",
-    "ln_2": "ffn_norm", "mlp.c_fc": "ffn_up", "mlp.c_proj": "ffn_down",
-}  # fmt: skip
-"""Parts of OpenAI's names -> llama.cpp's."""
 GGUF_SIZES = {
     "context_length": 24, "embedding_length": D, "block_count": 2, "head_count": 4,
     "feed_forward_length": 4 * D, "layer_norm_eps": 1e-5,
@@ -154,12 +148,12 @@ GGUF_SIZES = {
 
 
 def gguf_tensors(state: dict[str, torch.Tensor]) -> dict[str, np.ndarray]:
-    """Return tensors by llama.cpp's names."""
+    """Return tensors by llama.cpp's names. A tensor that it does not know keeps its name."""
+    names = gguf.get_tensor_name_map(gguf.MODEL_ARCH.GPT2, n_blocks=3)
     tensors = {}
     for name, tensor in state.items():
-        for ours, their in GGUF_NAMES.items():
-            name = re.sub(rf"(^|(?<=\.)){re.escape(ours)}", their, name)
-        tensors[name] = tensor.detach().numpy()
+        key = "lm_head.weight" if name == "head.weight" else name
+        tensors[names.get_name(key, (".weight", ".bias")) or name] = tensor.detach().numpy()
     return tensors
 
 
@@ -224,22 +218,12 @@ def write_onnx(path: Path, head: str, *, external: bool = False, names=("W", "H"
 
 # llm.c: 256 int32 (magic, version, T, V, L, H, C, Vp), then sixteen arrays, wte padded
 
-ORDER = (
-    ("wte", "Vp,C", "wte.weight"), ("wpe", "T,C", "wpe.weight"),
-    ("ln1w", "L,C", "ln_1.weight"), ("ln1b", "L,C", "ln_1.bias"),
-    ("qkvw", "L,3C,C", "attn.c_attn.weight"), ("qkvb", "L,3C", "attn.c_attn.bias"),
-    ("attprojw", "L,C,C", "attn.c_proj.weight"), ("attprojb", "L,C", "attn.c_proj.bias"),
-    ("ln2w", "L,C", "ln_2.weight"), ("ln2b", "L,C", "ln_2.bias"),
-    ("fcw", "L,4C,C", "mlp.c_fc.weight"), ("fcb", "L,4C", "mlp.c_fc.bias"),
-    ("fcprojw", "L,C,4C", "mlp.c_proj.weight"), ("fcprojb", "L,C", "mlp.c_proj.bias"),
-    ("lnfw", "C", "ln_f.weight"), ("lnfb", "C", "ln_f.bias"),
-)  # fmt: skip
-"""llm.c's name, shape, and OpenAI's name."""
-
-
-def shape_of(units: str, sizes: dict[str, int]) -> tuple[int, ...]:
-    sizes_of = sizes | {f"{n}C": n * sizes["C"] for n in (3, 4)}
-    return tuple(sizes_of[unit] for unit in units.split(","))
+LLMC_ORDER = (
+    "wte.weight wpe.weight ln_1.weight ln_1.bias attn.c_attn.weight attn.c_attn.bias "
+    "attn.c_proj.weight attn.c_proj.bias ln_2.weight ln_2.bias mlp.c_fc.weight mlp.c_fc.bias "
+    "mlp.c_proj.weight mlp.c_proj.bias ln_f.weight ln_f.bias"
+).split()
+"""OpenAI's names in llm.c's order; those of a block stand for an array of each layer."""
 
 
 def write_llmc(
@@ -247,35 +231,26 @@ def write_llmc(
 ) -> dict[str, np.ndarray]:
     """Write a checkpoint of llm.c; return its numbers as float32, by name.
 
-    Tensors that `state`, as (out, in), does not give are random, and so is the padding.
+    `state` has (out, in); without it, the numbers are random, as those of the padding are.
     """
-    random = np.random.default_rng(3)
-    numbers: dict[str, np.ndarray] = {}
-    for _, units, ours in ORDER:
-        per_layer = units.startswith("L,")
-        shape = shape_of(units.removeprefix("L,"), sizes)
-        names = [f"h.{i}.{ours}" for i in range(sizes["L"])] if per_layer else [ours]
-        for name in names:
-            array = random.standard_normal(shape).astype(np.float32)
-            if state is not None:
-                values = state[name].detach().float().numpy()
-                array[: len(values)] = values
-            numbers[name] = to_bfloat16(array)[1] if version == 5 else array
-    padded = 0 if version == 1 else sizes["Vp"]
+    n_tokens, n_layer, width = (sizes[key] for key in "VLC")
+    if state is None:
+        shape = {"vocab_size": n_tokens, "n_positions": sizes["T"], "n_embd": width}
+        state = state_of(their_gpt2(**shape, n_layer=n_layer, n_head=1))
+    padding = torch.randn(sizes["Vp"] - n_tokens, width)
+    state = state | {"wte.weight": torch.cat([state["wte.weight"], padding])}
+    dtype = torch.bfloat16 if version == 5 else torch.float32
+    names = [
+        name for ours in LLMC_ORDER
+        for name in ([ours] if ours in state else [f"h.{i}.{ours}" for i in range(n_layer)])
+    ]  # fmt: skip
     header = np.zeros(256, "<i4")
-    header[:8] = [20240326, version, *(sizes[k] for k in ("T", "V", "L", "H", "C")), padded]
-    with path.open("wb") as file:
-        file.write(header.tobytes())
-        for array in numbers.values():
-            file.write((to_bfloat16(array)[0] if version == 5 else array).tobytes())
-    return numbers
-
-
-def to_bfloat16(array: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Return float32 rounded to bfloat16 (nearest, even): its bits and its values."""
-    bits = np.ascontiguousarray(array).view("<u4").astype(np.uint64)
-    upper = ((bits + 0x7FFF + ((bits >> 16) & 1)) >> 16).astype("<u2")
-    return upper, (upper.astype("<u4") << 16).view("<f4")
+    padded = 0 if version == 1 else sizes["Vp"]
+    header[:8] = [20240326, version, *(sizes[key] for key in "TVLHC"), padded]
+    arrays = {name: state[name].detach().to(dtype).contiguous() for name in names}
+    numbers = [array.view(torch.uint8).numpy().tobytes() for array in arrays.values()]
+    path.write_bytes(header.tobytes() + b"".join(numbers))
+    return {name: array.float().numpy() for name, array in arrays.items()}
 
 
 # A GPT in every layout

@@ -14,7 +14,15 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from tests.tie.checkpoints import break_disk, matrix, write_gguf, write_llmc, write_onnx
+from tests.tie.checkpoints import (
+    break_disk,
+    gpt_state,
+    matrix,
+    write_gguf,
+    write_layout,
+    write_llmc,
+    write_onnx,
+)
 from tests.weights.conftest import with_head
 from tests.weights.fixtures.make_tensorflow import DIRECTORY as TENSORFLOW
 from tests.weights.raw_files import safetensors_entry, safetensors_file
@@ -331,39 +339,20 @@ def test_a_pipe_is_not_opened_for_a_tokenizer(tmp_path):
         Tokenizer.from_pretrained(tmp_path / "t.pt")
 
 
-@pytest.fixture
-def as_torch(saved: Path, tmp_path: Path):
-    """Write a directory of torch.save with the model's tensors, some of them changed."""
-
-    def write(changes: dict, *, config: dict | None = None, zipped: bool = True) -> Path:
-        state = load_file(saved / "model.safetensors")
-        state |= {name: change(state) for name, change in changes.items()}
-        values = json.loads((saved / "config.json").read_text()) | (config or {})
-        directory = tmp_path / "torch"
-        directory.mkdir()
-        (directory / "config.json").write_text(json.dumps(values))
-        torch.save(state, directory / "pytorch_model.bin", _use_new_zipfile_serialization=zipped)
-        return directory
-
-    return write
-
-
-@pytest.mark.parametrize("given", [{}, {"resolve": "untie"}])
-def test_two_names_of_one_storage_train_separately_when_untied(as_torch, given):
-    path = as_torch(
-        {"lm_head.weight": lambda state: state["transformer.wte.weight"]},
-        config={} if given else {"tie_word_embeddings": False},
-    )
-    model = GPT.from_pretrained(path, **given)
+@pytest.mark.parametrize(("claim", "given"), [(False, {}), (None, {"resolve": "untie"})])
+def test_two_names_of_one_storage_train_separately_when_untied(tmp_path, claim, given):
+    write_layout(tmp_path, "torch", gpt_state("views"), beside=claim)
+    model = GPT.from_pretrained(tmp_path, **given)
     with torch.no_grad():
         model.head.weight.zero_()
     assert model.wte.weight.any()
 
 
-def test_expanded_rows_do_not_allocate_their_claimed_size(as_torch):
-    wide = {"transformer.wte.weight": lambda _: torch.ones(1, 32).expand(50_000_000, 32)}
+def test_expanded_rows_do_not_allocate_their_claimed_size(tmp_path):
+    wide = {"wte.weight": torch.ones(1, 32).expand(50_000_000, 32)}
+    write_layout(tmp_path, "torch", gpt_state("one") | wide)
     with pytest.raises(CorruptInputError, match=r"wte.weight of shape \(50000000, 32\)"):
-        GPT.from_pretrained(as_torch(wide))
+        GPT.from_pretrained(tmp_path)
 
 
 def test_a_files_own_metadata_overrides_an_adjacent_config(tmp_path):
