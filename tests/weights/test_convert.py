@@ -192,7 +192,11 @@ def test_missing_facts_of_a_file_are_command_line_options(source, tmp_path, caps
     assert np.array_equal(again.wte.weight.detach(), model.wte.weight.detach())
 
 
-def test_a_precision_of_another_format_names_that_format(source, tokenizer, tmp_path):
+def test_a_precision_that_a_format_lacks_is_refused(source, tokenizer, tmp_path):
+    for name, writer in writers().items():
+        path, precisions = tmp_path / f"out{SUFFIXES[name]}", ", ".join(writer.precisions)
+        with pytest.raises(UserError, match=f"not written in 'int3' here; .* {precisions}$"):
+            to(source, path, name, tokenizer, precision="int3")
     for precision, name in [("int8", "packed"), ("q8_0", "gguf")]:
         with pytest.raises(UserError, match=f"bf16; {precision} is of --to {name}$"):
             to(source, tmp_path / "out", "transformers", tokenizer, precision=precision)

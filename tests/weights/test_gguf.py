@@ -460,7 +460,6 @@ def test_tokenizers_that_llama_cpp_lacks_are_refused_by_name(tokenizer, tmp_path
         "ignore_merges": (merged(tokenizer, model={"ignore_merges": True}), {}),
         "lacks 56 of the 256 bytes": (merged(tokenizer, model={"vocab": kept, "merges": []}), {}),
         "without merges": (bpe("<|endoftext|>", merged_pair=False), NO_IDS),
-        "310 tokens and the model rows for 300": (tokenizer, {"vocab_size": 300} | NO_IDS),
         "eos_token_id=319 is no token": (tokenizer, {"vocab_size": 320, "eos_token_id": 319}),
         "token 11": (bpe(), NO_IDS),
     }

@@ -38,7 +38,7 @@ def toy_to_gpt(checkpoint):
 
 
 def write_toy(model, path, *, precision, **_):
-    parameters, _ = parameters_for(WRITER, model, precision)
+    parameters = parameters_for(WRITER, model)
     shapes = {name: list(parameter.shape) for name, parameter in parameters.items()}
     header = json.dumps({"config": asdict(model.config), "shapes": shapes}).encode()
     numbers = [np.float32(p.detach().numpy()).tobytes() for p in parameters.values()]

@@ -219,16 +219,6 @@ def test_modified_gpts_are_named_and_not_written(name, change, make, write, tmp_
     assert not (tmp_path / "out").exists()
 
 
-@pytest.mark.parametrize("name", FILES)
-def test_a_precision_that_a_format_lacks_is_refused(name, make, write, tmp_path):
-    writer = writers()[name]
-    for model, precision in ((make(writer), "int3"), (make(writer).double(), None)):
-        names = ", ".join(writer.precisions)
-        with pytest.raises(UserError, match=f"precision must be one of {names} for .*, got"):
-            write(name, model, tmp_path, precision=precision)
-    assert not list(tmp_path.iterdir())
-
-
 @pytest.mark.parametrize("name", [n for n, w in writers().items() if "fp16" in w.precisions])
 def test_weights_beyond_float16_leave_the_old_file(name, make, write, tmp_path):
     model = make(writers()[name])

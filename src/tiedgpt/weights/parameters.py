@@ -51,29 +51,39 @@ def head_matrix(head: nn.Module) -> Tensor | None:
 
 
 def parameters_for(
-    writer: Writer,
-    model: GPT,
-    precision: str | None,
-    *,
-    approximate_gelu: bool = False,
-) -> tuple[dict[str, Tensor], str]:
-    """Return the parameters to write, by our names, and their precision.
+    writer: Writer, model: GPT, *, approximate_gelu: bool = False
+) -> dict[str, Tensor]:
+    """Return the parameters to write, by our names.
 
-    Without `precision` it is the model's own. Raises `UserError`, before anything is written, for
-    a model that the format's program cannot compute.
+    Raises `UserError`, before anything is written, for a model that the format's program cannot
+    compute; the error names the field. The exact GELU and its tanh form differ by less than 0.0005
+    everywhere: `approximate_gelu` lets a model of one be run with the other.
     """
     parameters = gpt_parameters(model, writer.program)
-    names = {dtype: name for name, dtype in PRECISIONS.items()}
-    dtype = parameters[EMBEDDING].dtype
-    precision = precision or names.get(dtype, str(dtype))
-    if precision not in writer.precisions:
+    config, fixed, program = model.config, writer.fixed, writer.program
+    if "tie_word_embeddings" in fixed and not (model.head is None and config.tie_word_embeddings):
         raise UserError(
-            f"must be one of {', '.join(writer.precisions)} for {writer.program}, got "
-            f"{precision!r}",
-            option="precision",
+            f"a head of its own cannot be written: {program} predicts with wte",
+            hint=(
+                'load it with resolve="keep-input" or "keep-output" (--resolve), or tie(model), '
+                "to have one matrix"
+            ),
         )
-    _require_computed(writer, model, approximate_gelu=approximate_gelu)
-    return parameters, precision
+    for name, value in fixed.items():
+        got = getattr(config, name)
+        if got != value and not (name == "n_inner" and got == 4 * config.n_embd):
+            raise UserError(
+                f"{name}={got!r} cannot be written: {program} has only {MEANINGS.get(name, value)}"
+            )
+    got, computed = config.activation_function, writer.activation
+    alike = got in GELUS and computed in GELUS
+    if computed and got != computed and not (approximate_gelu and alike):
+        anyway = "approximate_gelu=True (--approximate-gelu) writes it; its logits differ a little"
+        raise UserError(
+            f"the model's activation {got!r} cannot be written: {program} computes {computed!r}",
+            hint=anyway if alike else None,
+        )
+    return parameters
 
 
 def gpt_parameters(model: GPT, whose: str) -> dict[str, Tensor]:
@@ -123,37 +133,6 @@ def zero_biases(config: GPTConfig, dtype: torch.dtype) -> dict[str, Tensor]:
     present = shapes(config)
     complete = shapes(replace(config, bias=True)).items()
     return {n: torch.zeros(shape, dtype=dtype) for n, shape in complete if n not in present}
-
-
-def _require_computed(writer: Writer, model: GPT, *, approximate_gelu: bool) -> None:
-    """Raise `UserError`, naming the field, where the format's program cannot compute a model.
-
-    The exact GELU and its tanh form differ by less than 0.0005 everywhere: `approximate_gelu` lets
-    a model of one be run with the other.
-    """
-    config, fixed, program = model.config, writer.fixed, writer.program
-    if "tie_word_embeddings" in fixed and not (model.head is None and config.tie_word_embeddings):
-        raise UserError(
-            f"a head of its own cannot be written: {program} predicts with wte",
-            hint=(
-                'load it with resolve="keep-input" or "keep-output" (--resolve), or tie(model), '
-                "to have one matrix"
-            ),
-        )
-    for name, value in fixed.items():
-        got = getattr(config, name)
-        if got != value and not (name == "n_inner" and got == 4 * config.n_embd):
-            raise UserError(
-                f"{name}={got!r} cannot be written: {program} has only {MEANINGS.get(name, value)}"
-            )
-    got, computed = config.activation_function, writer.activation
-    alike = got in GELUS and computed in GELUS
-    if computed and got != computed and not (approximate_gelu and alike):
-        anyway = "approximate_gelu=True (--approximate-gelu) writes it; its logits differ a little"
-        raise UserError(
-            f"the model's activation {got!r} cannot be written: {program} computes {computed!r}",
-            hint=anyway if alike else None,
-        )
 
 
 def convert_tensor(name: str, parameter: Tensor, dtype: torch.dtype) -> Tensor:

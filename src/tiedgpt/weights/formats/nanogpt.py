@@ -113,11 +113,11 @@ def write(
     path: Path,
     *,
     tokenizer: Tokenizer | None = None,
-    precision: str | None = None,
+    precision: str = "fp32",
     progress: Callable[[int, int], None] | None = None,
     approximate_gelu: bool = False,
 ) -> None:
-    """Write `path` for nanoGPT in "fp32", "bf16" or "fp16"; None is the model's own type.
+    """Write `path` for nanoGPT in "fp32", "bf16" or "fp16".
 
     nanoGPT's `sample.py --init_from=resume` loads it unchanged. Without an "optimizer", train.py
     cannot resume from it. The tokenizer has no place in the file.
@@ -135,9 +135,9 @@ def write(
     from tiedgpt.weights.parameters import PRECISIONS, convert_tensor, parameters_for
 
     config = model.config
-    tensors, precision = parameters_for(WRITER, model, precision, approximate_gelu=approximate_gelu)
+    parameters = parameters_for(WRITER, model, approximate_gelu=approximate_gelu)
     state = {}
-    for name, parameter in tensors.items():
+    for name, parameter in parameters.items():
         tensor = convert_tensor(name, parameter, PRECISIONS[precision])
         alone = tensor.untyped_storage().nbytes() == tensor.nbytes  # storages are saved whole
         state[BODY_PREFIX + name] = tensor if alone else tensor.clone()

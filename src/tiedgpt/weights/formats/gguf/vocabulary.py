@@ -87,18 +87,12 @@ def add_tokenizer(
     """Add a tokenizer to a `gguf.GGUFWriter`; rows without a token get an unused `[PADn]`.
 
     The first of `end_ids` that is not the end of text ends a turn. Raises `UserError` where
-    llama.cpp has no such tokenizer, or the model fewer rows than tokens.
+    llama.cpp has no such tokenizer.
     """
     if tokenizer is None:
         raise UserError(
             "a GGUF file holds its tokenizer, and none is given",
             hint="give the one that the model was trained with, or write another format",
-        )
-    if len(tokenizer) > config.vocab_size:
-        raise UserError(
-            f"the tokenizer has {len(tokenizer):,} tokens and the model rows for "
-            f"{config.vocab_size:,}",
-            hint="give the tokenizer that it was trained with",
         )
     stored: dict[str, Any] = json.loads(tokenizer.to_json())
     model = stored["model"]

@@ -59,7 +59,7 @@ def write(
     path: Path,
     *,
     tokenizer: Tokenizer | None = None,
-    precision: str | None = None,
+    precision: str = "fp32",
     w_precision: str | None = None,
     duplicate_head: bool = False,
     approximate_gelu: bool = False,
@@ -70,21 +70,19 @@ def write(
 ) -> None:
     """Write a GPT-2 and its tokenizer into one GGUF file, atomically.
 
-    `precision` is one of `TYPES`; None means the model's own. `w_precision` is that of W, and of a
-    untied head; None means `precision`, but at least 8 bits. `duplicate_head` also writes a
-    tied W as `output.weight`, for readers that do not support tying. `approximate_gelu` permits a
-    model with the exact GELU, although llama.cpp computes the tanh form. `chat_template` is Jinja,
-    `ollama_template` Go's; `end_ids` end a reply, beside the config's end of text. `progress`
-    receives the bytes written and their total. Missing biases are written as zeros.
+    `precision` is one of `TYPES`. `w_precision` is that of W, and of an untied head; None means
+    `precision`, but at least 8 bits. `duplicate_head` also writes a tied W as `output.weight`, for
+    readers that do not support tying. `approximate_gelu` permits a model with the exact GELU,
+    although llama.cpp computes the tanh form. `chat_template` is Jinja, `ollama_template` Go's;
+    `end_ids` end a reply, beside the config's end of text. `progress` receives the bytes written
+    and their total. Missing biases are written as zeros.
 
     Raises `UserError`, before anything is written, for what llama.cpp's gpt2 does not compute and
     for a tokenizer that it does not have.
     """
     gguf = require_package("gguf", "writing GGUF files")
-    path, config = Path(path), model.config
-    parameters, precision = parameters_for(
-        WRITER, model, precision, approximate_gelu=approximate_gelu
-    )
+    config = model.config
+    parameters = parameters_for(WRITER, model, approximate_gelu=approximate_gelu)
     w_precision = w_precision or ("q8_0" if precision.startswith(("q4", "q5")) else precision)
     if w_precision not in TYPES:
         raise UserError(

@@ -66,21 +66,20 @@ def write(
     path: Path,
     *,
     tokenizer: Tokenizer | None = None,
-    precision: str | None = None,
+    precision: str = "fp32",
     progress: Callable[[int, int], None] | None = None,
     largest_file: int = LARGEST_FILE,
 ) -> None:
     """Write `path`; a graph holds no tokenizer.
 
-    `precision`: "fp32"; "fp16", also computed in fp16; "bf16", stored so and computed in fp32;
-    None: the model's own. Weights of more than `largest_file` bytes go to `<name>_data` next to it.
+    `precision`: "fp32"; "fp16", also computed in fp16; "bf16", stored so and computed in fp32.
+    Weights of more than `largest_file` bytes go to `<name>_data` next to it.
     One tensor at a time is copied. Raises `UserError`, before anything is written, for models that
     are not plain GPTs.
     """
     onnx = require_package("onnx", "writing ONNX files")
-    path, config = Path(path), model.config
-    parameters, precision = parameters_for(WRITER, model, precision)
-    dtype = PRECISIONS[precision]
+    config, dtype = model.config, PRECISIONS[precision]
+    parameters = parameters_for(WRITER, model)
     tensors = {
         n: p.detach().T if CONV1D.fullmatch(n) else p.detach() for n, p in parameters.items()
     }
