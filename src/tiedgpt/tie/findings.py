@@ -202,7 +202,7 @@ def _describe_two(decision: TieDecision) -> Rows:
             other = "tokens that config.json states"
         sizes = f"{longer.name} is {format_shape(longer.shape)}."
         if longer.is_decodable:
-            nonzero = count_nonzero_rows(longer, n_rows, longer.shape[0])
+            nonzero = count_nonzero_rows(longer, n_rows)
             sizes += f" {nonzero:,} of them hold numbers other than zero."
         advice = PADDING if decision.is_sound else "One vocabulary has one size: loaders refuse it."
         extra = {"longer": longer.name, "extra": abs(roles.extra_rows)}

@@ -256,14 +256,14 @@ def _make_one(checkpoint: Checkpoint, roles: Roles, keep: Keep | None) -> Plan:
     for long in (reads, head) if roles.has_one_width else ():
         if (n := long.shape[0]) > rows:
             readable = long.is_decodable
-            nonzero = count_nonzero_rows(long, rows, n) if readable else "unknown how many"
+            nonzero = count_nonzero_rows(long, rows) if readable else "unknown how many"
             lost = f"the last {n - rows:,} rows of {long.name}, {rows} to {n - 1}"
             actions.append(f"{lost}, go ({nonzero} of them not zero)")
     new_size = rows if roles.extra_rows and vocabulary not in (None, rows) else None
     if new_size is not None:
         actions.append(f"config.json now says vocab_size: {rows}, not {vocabulary}")
     resolve = "keep-output" if use_head else "keep-input"
-    return Plan(resolve, {reads.name: matrix.row_range(0, rows)}, tuple(actions), new_size)
+    return Plan(resolve, {reads.name: matrix.first_rows(rows)}, tuple(actions), new_size)
 
 
 def _require_nothing_else(

@@ -138,20 +138,11 @@ class StoredTensor:
             read=None if self.read is None or self.dtype in QUANTIZED else read,
         )  # fmt: skip
 
-    def row_range(self, start: int, stop: int) -> StoredTensor:
-        """Return elements [start, stop) of a vector, or rows of a matrix, as a tensor."""
-        width = self.n_bytes // max(1, self.shape[0])
-        file, begin = self.storage.place, self.storage.start
-
-        def read(first: int, end: int, low: int, high: int) -> Native:
-            if len(self.shape) == 1:
-                return self.native(0, 1, start + low, start + high)
-            return self.native(start + first, start + end, low, high)
-
-        return replace(
-            self, shape=(stop - start, *self.shape[1:]), n_bytes=(stop - start) * width,
-            storage=Storage(file, begin + start * width, begin + stop * width), read=read,
-        )  # fmt: skip
+    def first_rows(self, n: int) -> StoredTensor:
+        """Return the first `n` rows of a matrix as a tensor."""
+        n_bytes = n * self.n_bytes // max(1, self.shape[0])
+        storage = replace(self.storage, stop=self.storage.start + n_bytes)
+        return replace(self, shape=(n, self.shape[1]), n_bytes=n_bytes, storage=storage)
 
     @property
     def is_decodable(self) -> bool:

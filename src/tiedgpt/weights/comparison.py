@@ -143,9 +143,9 @@ def detect_initialization(tensor: StoredTensor) -> tuple[float, float, str] | No
     return None
 
 
-def count_nonzero_rows(tensor: StoredTensor, start: int, stop: int) -> int:
-    """Count the rows in [start, stop) that hold anything but zeros."""
-    blocks = (tensor.rows(*bounds) for bounds in _bounds(start, stop, tensor.shape[1]))
+def count_nonzero_rows(tensor: StoredTensor, start: int) -> int:
+    """Count the rows from `start` on that hold anything but zeros."""
+    blocks = (tensor.rows(*bounds) for bounds in _bounds(start, *tensor.shape))
     return sum(int((block != 0).any(axis=1).sum()) for block in blocks)
 
 

@@ -33,12 +33,7 @@ from tiedgpt.weights.formats.gguf import (
     to_theirs,
 )
 from tiedgpt.weights.formats.gguf.vocabulary import add_tokenizer
-from tiedgpt.weights.parameters import (
-    PRECISIONS,
-    convert_tensor,
-    parameters_for,
-    zero_biases,
-)
+from tiedgpt.weights.parameters import PRECISIONS, convert_tensor, parameters_for, zero_biases
 from tiedgpt.weights.registry import require_package
 
 TYPES = {name: name.upper().replace("P", "") for name in WRITER.precisions}

@@ -27,7 +27,7 @@ import math
 from collections.abc import Callable
 from dataclasses import asdict
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, BinaryIO
+from typing import Any, BinaryIO
 
 import numpy as np
 import torch
@@ -39,15 +39,8 @@ from tiedgpt.files import replacing, require_room
 from tiedgpt.weights.checkpoint import EMBEDDING, HEAD
 from tiedgpt.weights.formats.onnx import CONSTANT, METADATA_KEY, WRITER
 from tiedgpt.weights.formats.transformers import CONV1D
-from tiedgpt.weights.parameters import (
-    PRECISIONS,
-    convert_tensor,
-    parameters_for,
-)
+from tiedgpt.weights.parameters import PRECISIONS, convert_tensor, parameters_for
 from tiedgpt.weights.registry import require_package
-
-if TYPE_CHECKING:
-    from tiedgpt.text.tokenizer import Tokenizer
 
 OPSET, IR_VERSION = 17, 8
 LARGEST_FILE = 1_900_000_000
@@ -65,17 +58,16 @@ def write(
     model: GPT,
     path: Path,
     *,
-    tokenizer: Tokenizer | None = None,
     precision: str = "fp32",
     progress: Callable[[int, int], None] | None = None,
     largest_file: int = LARGEST_FILE,
+    **_: Any,
 ) -> None:
     """Write `path`; a graph holds no tokenizer.
 
     `precision`: "fp32"; "fp16", also computed in fp16; "bf16", stored so and computed in fp32.
-    Weights of more than `largest_file` bytes go to `<name>_data` next to it.
-    One tensor at a time is copied. Raises `UserError`, before anything is written, for models that
-    are not plain GPTs.
+    Weights of more than `largest_file` bytes go to `<name>_data` next to it. One tensor at a time
+    is copied. Raises `UserError`, before anything is written, for models that are not plain GPTs.
     """
     onnx = require_package("onnx", "writing ONNX files")
     config, dtype = model.config, PRECISIONS[precision]
