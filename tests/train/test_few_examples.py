@@ -105,24 +105,6 @@ def test_replies_to_examples_of_both_sides_are_shown_by_their_side(folder, base,
     assert "memorized" not in out + err
 
 
-@pytest.mark.parametrize("verb", ["tune", "train"])
-def test_keeping_the_last_weights_trains_all_steps(folder, base, verb, capfd):
-    (folder / "text.txt").write_text("it is red\n" * 40)
-    (folder / "val.txt").write_text("blue? " * 40)  # of which nothing is learned
-    command = [verb, "text.txt", "--val", "val.txt", "--steps", "16", "--eval-every", "1"]
-    command += ["--lr", "0.05", "--context", "16"]
-    command += ["--from", base] if verb == "tune" else ["--size", "nano", "--tokenizer", "char"]
-    assert main([*command, "--keep", "last", "--out", "last"]) == 0
-    assert main([*command, "--out", "best"]) == 0
-    steps = [
-        json.loads((folder / run / "metrics.jsonl").read_text().splitlines()[-1])["step"]
-        for run in ("last", "best")
-    ]
-    assert steps[0] == 16 > steps[1]
-    assert main([*command, "--keep", "last", "--patience", "3", "--out", "both"]) == 1
-    assert "--patience 3 is for --keep best" in capfd.readouterr().err
-
-
 def test_a_classifier_learns_two_hundred_easy_rows_by_the_defaults(folder, base, capfd):
     words = "red green blue", "white black grey"
     lines = [

@@ -162,6 +162,7 @@ def test_given_options_are_not_changed():
     config, chosen = plan(minutes=3.0, **asked)
     assert (chosen.batch_size, chosen.lr, chosen.weight_decay) == (3, 0.5, 0.7)
     assert (config.n_positions, config.resid_pdrop) == (32, 0.3)
+    assert plan(size="tiny", steps=9, keep="last")[1].keep == "last"
     assert not TrainOptions(size="tiny").chooses and not TrainOptions(steps=5).chooses
 
 
@@ -488,6 +489,7 @@ def test_the_learning_rate_scales_with_the_width_for_adamw_and_its_root_for_muon
         ({"dropout": 1.0}, "dropout must be"),
         ({"seed": -1}, r"seed must be .* 2\^63 - 1"),
         ({"seed": 2**63}, r"seed must be .* 2\^63 - 1"),
+        ({"keep": "last", "patience": 3}, "--patience 3 is for --keep best"),
         ({"cooldown": 0.2}, "--schedule wsd"),
         ({"schedule": "wsd", "cooldown": 0.8, "warmup": 0.3}, "add up to more than 1"),
         ({"size": "tiny", "width": 100}, "--width"),

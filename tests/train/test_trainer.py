@@ -187,8 +187,11 @@ def test_the_best_weights_are_published_unless_told_to_keep_the_last(trial, keep
 
 def test_a_run_ends_when_the_validation_loss_rises_steadily_not_on_noise(trial):
     turned = [3.0, 2.0, 2.015, 2.01, 2.015, 2.03]  # more than 1 % above the best, at the last
-    for keep, losses, steps in (("best", [*turned, 2.03], 6), ("last", [*turned, *[2.1] * 6], 12)):
-        run = trial(keep, steps=12, eval_every=1, save_every=3, keep=keep)
+    for keep, patience, losses, steps in (
+        ("best", None, [*turned, 2.03], 6),
+        ("last", 2, [*turned, *[2.1] * 6], 12),
+    ):
+        run = trial(keep, steps=12, eval_every=1, save_every=3, keep=keep, patience=patience)
         ended = run.train(losses=losses)[-1]
         assert ended.finished and ended.step == steps
 
@@ -224,30 +227,25 @@ def test_a_prolonged_plan_reports_its_time_and_not_the_choice_of_size(trial, opt
     assert (more.steps, more.minutes, more.reason, more.since) == (12, 6.0, "", 6)
 
 
-@pytest.mark.parametrize("patience", [None, 3])
-def test_a_run_ended_by_validation_trains_when_prolonged(trial, options, patience):
-    run = trial(steps=12, eval_every=1, patience=patience)
-    assert run.train(losses=[3.0, 2.0, 2.1, 2.1, 2.1, 2.1])[-1].step == 5
-    assert run.run.is_finished()
-    more = lengthen(run, options).change(eval_every=1)
-    assert not run.run.is_finished(), "though killed before its next step"
-    assert more.train(losses=[2.1, 1.5, *[1.6] * 9])[-1].step == 9
-    assert run.metrics()[-1]["best_step"] == 6
-
-
-@pytest.mark.parametrize("ends_early", [False, True])
-def test_a_prolonged_run_survives_the_loss_of_its_newest_checkpoint(trial, options, ends_early):
-    shape = {"steps": 12, "eval_every": 1, "patience": 3} if ends_early else {}
+@pytest.mark.parametrize(("ends_early", "patience"), [(False, None), (True, None), (True, 3)])
+def test_a_prolonged_run_survives_the_loss_of_its_newest_checkpoint(
+    trial, options, ends_early, patience
+):
+    shape = {"steps": 12, "eval_every": 1, "patience": patience} if ends_early else {}
     whole, damaged = (trial(name, **shape) for name in ("whole", "damaged"))
     for run in (whole, damaged):
         end = run.train(losses=[3.0, 2.0, 2.1, 2.1, 2.1, 2.1] if ends_early else None)[-1].step
-        more = lengthen(run, options).change(eval_every=3)
+        assert end == (5 if ends_early else 6) and run.run.is_finished()
+        more = lengthen(run, options).change(eval_every=1 if ends_early else 3)
+        assert not run.run.is_finished(), "though killed before its next step"
         later = [2.1, 1.5, *[1.6] * 9]  # the end again, and after it
         if run is damaged:
             run.newest("state.json").write_text("{}")
             later = [2.1, *later]
         events = more.train(losses=later if ends_early else None)
-        assert events[0].step == (end if run is whole else 4) and events[-1].step > end
+        assert events[0].step == (end if run is whole else 4)
+        assert events[-1].step == (9 if ends_early else 12)
+        assert not ends_early or run.metrics()[-1]["best_step"] == 6
     assert_same(whole, damaged)
 
 
