@@ -17,15 +17,18 @@ from tiedgpt.errors import UserError
 from tiedgpt.inspect import (
     ablate,
     attention,
+    direction,
     dot,
     gradient_split,
     lens,
     neighbours,
+    patch,
     positions,
     random_head,
     vocabulary,
 )
 from tiedgpt.inspect.inputs import piece
+from tiedgpt.inspect.registry import INSPECTIONS
 
 OF_TEXT = (positions, lens, dot, gradient_split, attention, ablate, random_head)
 
@@ -105,9 +108,12 @@ def test_a_single_token_gives_the_results_of_one_prediction(model, tokenizer):
     assert np.isnan(attention(model, None, [7]).entropy).all()
     assert lens(model, None, [7]).target_rank.tolist() == [[0]] * 3
     assert dot(model, None, [7]).position == 0
-    for function in (gradient_split, ablate):
+    for function in (gradient_split, ablate, random_head):
         with pytest.raises(UserError, match="2 to 80 tokens"):
             function(model, None, [7])
+
+
+SAME_LENGTH = {"corrupted": [3, 2, 1]}
 
 
 @pytest.mark.parametrize(
@@ -115,16 +121,31 @@ def test_a_single_token_gives_the_results_of_one_prediction(model, tokenizer):
     [
         (positions, {"top": 0}, "top must be at least 1"),
         (positions, {"replace_at": 5}, "replace_at must be from 0 to 2"),
-        (positions, {"replace_at": 1, "replace_with": 97}, "replace_with must be"),
+        (positions, {"replace_at": 1, "replace_with": 9999}, "replace_with must be"),
         (lens, {"position": -4}, "position must be from 0 to 2, or -1 to -3"),
         (dot, {"position": 3}, "position must be"),
         (attention, {"layer": 2}, "layer must be from 0 to 1"),
         (ablate, {"mode": "none"}, "mode must be zero or mean"),
+        (random_head, {"std": 0.0}, "std must be"),
+        (neighbours, {"token": " cat sat"}, "one token, got 2"),
+        (neighbours, {"token": ""}, "one token, got 0"),
+        (neighbours, {"token": 999}, "from 0"),
+        (neighbours, {"token": 1, "top": 0}, "top must be"),
+        (neighbours, {"token": " cat", "tokenizer": None}, "has no tokenizer"),
+        (patch, {"corrupted": [1, 2], "answer": 3}, "corrupted must have the 3 tokens .* got 2"),
+        (patch, {"corrupted": "", "answer": 3}, "the text is empty"),
+        (patch, SAME_LENGTH | {"answer": 9999}, "answer must be from 0 to"),
+        (patch, SAME_LENGTH | {"answer": " a", "tokenizer": None}, "answer needs a tokenizer"),
+        (patch, SAME_LENGTH | {"answer": "the 文字"}, r"answer must be one .* \d+ for 'the 文字'"),
+        (patch, SAME_LENGTH | {"answer": 3, "wrong": -9999}, "wrong must be"),
+        (direction, {"toward": "the cat", "away": "\n"}, "away must have at least one text"),
+        (direction, {"toward": "the cat", "away": "the cat"}, "the same mean state"),
     ],
 )
-def test_wrong_options_are_named(function, options, said):
+def test_wrong_options_are_named(function, options, said, model, tokenizer):
+    text = {"text": [1, 2, 3]} if INSPECTIONS[function.__name__].reads_text else {}
     with pytest.raises(UserError, match=said):
-        function(random_model(), None, [1, 2, 3], **options)
+        function(model, **{"tokenizer": tokenizer} | text | options)
 
 
 def test_non_finite_weights_are_reported():
@@ -154,6 +175,7 @@ def test_half_precision_and_frozen_models_are_read():
     model = random_model(dtype=torch.bfloat16)
     assert positions(model, None, [1, 2, 3]).logprob.dtype == np.float32
     assert vocabulary(model).matrices[0].norm.dtype == np.float32
+    assert random_head(model, None, [1, 2]).random_loss > 0
     frozen = random_model().requires_grad_(False)
     assert gradient_split(frozen, None, [1, 2, 3]).norm_read > 0
     assert not any(p.requires_grad for p in frozen.parameters())

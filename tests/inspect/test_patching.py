@@ -6,7 +6,6 @@ import torch
 
 from tests.inspect.conftest import TEXT, random_ids, random_model
 from tests.inspect.test_parity import NEAR, theirs
-from tiedgpt.errors import UserError
 from tiedgpt.inspect import patch
 
 CLEAN, CORRUPTED = random_ids(9), random_ids(9, seed=1)
@@ -94,23 +93,3 @@ def test_patching_does_not_change_the_model(model, tokenizer):
     other = TEXT.replace("cat", "mat")
     patch(model, tokenizer, TEXT, corrupted=other, answer=3)
     assert model.training and not any(m._forward_hooks for m in model.modules())
-
-
-@pytest.mark.parametrize(
-    ("options", "says"),
-    [
-        ({"corrupted": [1, 2], "answer": 3}, "corrupted must have the 9 tokens of the text, got 2"),
-        ({"corrupted": CORRUPTED, "answer": 97}, "answer must be from 0 to 96"),
-        ({"corrupted": CORRUPTED, "answer": " a"}, "answer needs a tokenizer"),
-        ({"corrupted": CORRUPTED, "answer": 3, "wrong": -98}, "wrong must be"),
-        ({"corrupted": "", "answer": 3}, "the text is empty"),
-    ],
-)
-def test_unpatchable_texts_are_refused(options, says):
-    with pytest.raises(UserError, match=says):
-        patch(random_model(), None, CLEAN, **options)
-
-
-def test_an_answer_of_several_tokens_is_refused(model, tokenizer):
-    with pytest.raises(UserError, match=r"answer must be one token, got \d+ for 'the 文字'"):
-        patch(model, tokenizer, TEXT, corrupted=TEXT, answer="the 文字")

@@ -124,13 +124,6 @@ def test_directions_of_another_shape_are_refused(arguments, says):
         pass
 
 
-def test_empty_and_equal_texts_are_refused(model, tokenizer):
-    with pytest.raises(UserError, match="away must have at least one text"):
-        direction(model, tokenizer, toward=TOWARD, away="\n")
-    with pytest.raises(UserError, match="the same mean state"):
-        direction(model, tokenizer, toward=TOWARD, away=TOWARD)
-    with (
-        pytest.raises(UserError, match="only a GPT is steered"),
-        steer(torch.nn.Linear(2, 2), 0, [1]),
-    ):
+def test_only_a_gpt_is_steered():
+    with pytest.raises(UserError, match="only a GPT"), steer(torch.nn.Linear(2, 2), 0, [1]):
         pass
