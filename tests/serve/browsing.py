@@ -7,8 +7,6 @@ from urllib.parse import urlencode
 
 from tests.serve.conftest import Running
 from tiedgpt.infer import Engine
-from tiedgpt.serve.app import create_app
-from tiedgpt.serve.guards import Limits
 
 CHROMIUM = os.environ.get("CHROMIUM", "/usr/bin/chromium")
 OPTIONS = [
@@ -25,11 +23,11 @@ WIDE = {"width": 1280, "height": 900}
 
 @contextmanager
 def serving(run, name="cats", **options):
-    limits = Limits(queue=8)
-    with Engine(str(run), queue_size=8) as engine:
-        app = create_app(engine, name=name, limits=limits, source=run, **options)
-        with Running(app, engine, limits) as running:
-            yield running.url
+    with (
+        Engine(str(run), queue_size=8) as engine,
+        Running(engine, name=name, source=run, **options) as running,
+    ):
+        yield running.url
 
 
 @contextmanager

@@ -15,6 +15,8 @@ from tiedgpt.serve.app import create_app
 from tiedgpt.serve.guards import Limits
 from tiedgpt.serve.server import Server, open_socket
 
+LIMITS = Limits(queue=8)
+
 
 @pytest.fixture(scope="package")
 def engine():
@@ -25,7 +27,7 @@ def engine():
 
 @pytest.fixture(scope="package")
 def app(engine):
-    return create_app(engine, name="tiny", limits=Limits(queue=8))
+    return create_app(engine, name="tiny", limits=LIMITS)
 
 
 @pytest.fixture
@@ -47,9 +49,10 @@ def browser():
 
 
 class Running:
-    """A server in a thread."""
+    """The application of an engine, served in a thread."""
 
-    def __init__(self, app, engine, limits):
+    def __init__(self, engine, limits=LIMITS, **options):
+        app = create_app(engine, limits=limits, **{"name": "tiny"} | options)
         self.listener = open_socket("127.0.0.1", 0)
         self.port = self.listener.getsockname()[1]
         self.url = f"http://127.0.0.1:{self.port}"
@@ -67,10 +70,9 @@ class Running:
         self.server.should_exit = True
         self.thread.join(20)
         assert not self.thread.is_alive()
-        self.server.app.state.ready = True  # for other tests of the same application
 
 
 @pytest.fixture
-def running(app, engine):
-    with Running(app, engine, Limits(queue=8)) as running:
+def running(engine):
+    with Running(engine) as running:
         yield running

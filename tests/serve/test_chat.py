@@ -5,12 +5,11 @@ import re
 import pytest
 from starlette.testclient import TestClient
 
-from tests.serve.conftest import Running
+from tests.serve.conftest import LIMITS, Running
 from tests.serve.test_completions import events, refused
 from tiedgpt.data import TEMPLATES
 from tiedgpt.data.templates import encode_pieces
 from tiedgpt.serve.app import create_app
-from tiedgpt.serve.guards import Limits
 
 PATH = "/v1/chat/completions"
 MESSAGES = [
@@ -23,13 +22,9 @@ MESSAGES = [
 
 
 @pytest.fixture(scope="module")
-def talking(engine):
-    return create_app(engine, name="tiny", limits=Limits(queue=8), template=TEMPLATES["plain"])
-
-
-@pytest.fixture
-def client(talking):
-    return TestClient(talking, base_url="http://127.0.0.1")
+def client(engine):
+    app = create_app(engine, name="tiny", limits=LIMITS, template=TEMPLATES["plain"])
+    return TestClient(app, base_url="http://127.0.0.1")
 
 
 @pytest.fixture
@@ -66,10 +61,10 @@ def test_streamed_pieces_join_to_the_reply(client, reply):
     assert told == reply.ids
 
 
-def test_the_official_client_chats(talking, engine, reply):
+def test_the_official_client_chats(engine, reply):
     openai = pytest.importorskip("openai")
     with (
-        Running(talking, engine, Limits(queue=8)) as running,
+        Running(engine, template=TEMPLATES["plain"]) as running,
         openai.OpenAI(base_url=f"{running.url}/v1", api_key="none", max_retries=0) as client,
     ):
         answer = client.chat.completions.create(model="tiny", **BODY)

@@ -14,8 +14,6 @@ from tests.serve.conftest import Running
 from tests.serve.test_completions import BODIES, HOSTILE
 from tiedgpt import Tokenizer
 from tiedgpt.infer import Engine
-from tiedgpt.serve.app import create_app
-from tiedgpt.serve.guards import Limits
 
 pytestmark = [
     pytest.mark.slow,
@@ -33,7 +31,7 @@ def serve_alone(pipe):
     tokenizer = Tokenizer.train([TEXT], 300)
     with (
         Engine(opinionated(tokenizer), tokenizer=tokenizer, slots=4, queue_size=8) as engine,
-        Running(create_app(engine, name="tiny"), engine, Limits(queue=8)) as running,
+        Running(engine) as running,
     ):
         pipe.send(running.port)
         while pipe.recv():

@@ -14,7 +14,6 @@ import pytest
 
 from tests.serve.conftest import Running
 from tiedgpt.infer import Engine
-from tiedgpt.serve.app import create_app
 from tiedgpt.serve.guards import Limits
 
 LONG = {"prompt": "the cat", "max_tokens": 44, "logit_bias": {"7": 100}, "stream": True}
@@ -73,13 +72,10 @@ def test_inspections_and_embeddings_wait_in_a_queue_that_clients_can_leave(engin
         model.wte.register_forward_pre_hook(lambda _, inputs: seen.append(inputs[0].tolist()))
         return model
 
-    limits = Limits(queue=4)
-    app = create_app(engine, name="tiny", limits=limits, load=load)
-
     def embed(id):
         return send(running.port, {"input": [id]}, "/v1/embeddings")
 
-    with Running(app, engine, limits) as running:
+    with Running(engine, Limits(queue=4), load=load) as running:
         first = embed(1)
         assert is_loading.wait(60)
         tasks = running.server.server_state.tasks
@@ -103,8 +99,8 @@ def test_inspections_and_embeddings_wait_in_a_queue_that_clients_can_leave(engin
 
 def test_a_class_of_thirty_opens_the_page_without_a_refusal(engine):
     """Each page asks for one inspection after another."""
-    limits, statuses = Limits(), []
-    with Running(create_app(engine, name="tiny"), engine, limits) as running:
+    statuses = []
+    with Running(engine, Limits()) as running:
 
         def open_page():
             for name in ("positions", "dot", "lens", "attention", "random_head"):
@@ -135,7 +131,7 @@ def test_survivors_of_64_streams_equal_solo_runs_and_leave_nothing(engine):
     """The engine takes 12 texts; the others are told to try again, and do."""
     alone = engine.generate("the cat", max_new_tokens=30, temperature=0).text
     body = {"prompt": "the cat", "max_tokens": 30, "temperature": 0, "stream": True}
-    dice, written, limits = random.Random(0), [], Limits(queue=8)
+    dice, written = random.Random(0), []
 
     def one(leaves):
         while b"429" in (head := (connection := send(running.port, body)).recv(12)):
@@ -148,7 +144,7 @@ def test_survivors_of_64_streams_equal_solo_runs_and_leave_nothing(engine):
         lines = [x for x in (head.decode() + read(connection)).split("\n") if x[:7] == "data: {"]
         written.append("".join(json.loads(x[6:])["choices"][0]["text"] for x in lines))
 
-    with Running(create_app(engine, name="tiny", limits=limits), engine, limits) as running:
+    with Running(engine) as running:
         for turn in range(2):
             with ThreadPoolExecutor(64) as pool:
                 list(pool.map(one, [dice.random() * 0.1 if n % 2 else None for n in range(64)]))
@@ -161,9 +157,7 @@ def test_survivors_of_64_streams_equal_solo_runs_and_leave_nothing(engine):
 
 
 def test_slow_senders_are_closed_at_the_deadline_while_others_are_served(engine):
-    limits = Limits(queue=8, header_seconds=0.5, body_seconds=0.5)
-    app = create_app(engine, name="tiny", limits=limits)
-    with Running(app, engine, limits) as running:
+    with Running(engine, Limits(queue=8, header_seconds=0.5, body_seconds=0.5)) as running:
         heads = [socket.create_connection(("127.0.0.1", running.port)) for _ in range(20)]
         for connection in heads:
             connection.sendall(b"POST /v1/comp")
@@ -183,9 +177,9 @@ def test_slow_senders_are_closed_at_the_deadline_while_others_are_served(engine)
             connection.close()
 
 
-def test_running_texts_finish_when_the_server_is_stopped(app, engine, slow):
+def test_running_texts_finish_when_the_server_is_stopped(engine, slow):
     n_texts = []
-    with Running(app, engine, Limits(queue=8)) as running:
+    with Running(engine) as running:
         running.server.on_drain = n_texts.append
         connection = send(running.port, LONG)
         connection.recv(100)
@@ -255,29 +249,21 @@ def test_invalid_http_is_answered_in_openais_format(running, sent, status, said)
 
 
 def test_texts_that_exceed_the_shutdown_time_end_with_an_error_event(engine, slow):
-    limits = Limits(drain_seconds=0.2)
-    with Engine(engine.model, tokenizer=engine.tokenizer) as other:
-        with Running(create_app(other, name="tiny", limits=limits), other, limits) as running:
-            connection, whole = (
-                send(running.port, LONG),
-                send(running.port, LONG | {"stream": False}),
-            )
-            connection.recv(100)
-            until(lambda: other.stats()["running"] == 2)
-            running.server.handle_exit(15, None)
-            with connection, whole:
-                connection.settimeout(20)
-                found = b""
-                while part := connection.recv(65_536):
-                    found += part
-                assert b'"error":{"message":"the server is ending"' in found
-                assert b"503" in whole.recv(100)
+    with (
+        Engine(engine.model, tokenizer=engine.tokenizer) as other,
+        Running(other, Limits(drain_seconds=0.2)) as running,
+        send(running.port, LONG) as connection,
+        send(running.port, LONG | {"stream": False}) as whole,
+    ):
+        connection.recv(100)
+        until(lambda: other.stats()["running"] == 2)
+        running.server.handle_exit(15, None)
+        assert '"error":{"message":"the server is ending"' in read(connection)
+        assert b"503" in whole.recv(100)
 
 
 def test_a_client_that_reads_nothing_loses_its_slots_at_the_deadline(engine):
-    limits = Limits(queue=8, send_seconds=0.2)
-    app = create_app(engine, name="tiny", limits=limits)
-    with Running(app, engine, limits) as running:
+    with Running(engine, Limits(queue=8, send_seconds=0.2)) as running:
         running.listener.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 4096)
         for stream in (True, False):
             body = LONG | {"n": 8, "logprobs": 20, "stream": stream}

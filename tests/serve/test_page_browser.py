@@ -22,8 +22,6 @@ from tests.serve.conftest import Running
 from tests.serve.page_run import HOSTILE, make_run
 from tiedgpt import Tokenizer, inspect
 from tiedgpt.infer import Engine
-from tiedgpt.serve.app import create_app
-from tiedgpt.serve.guards import Limits
 
 pytestmark = [pytest.mark.page, pytest.mark.timeout(600)]
 
@@ -227,7 +225,7 @@ def test_grids_and_scatter_plots_respond_to_arrow_keys(browser, url):
 def test_without_a_tokenizer_the_page_opens_with_ids_and_a_word_is_none(browser):
     with (
         Engine(random_model(), queue_size=8) as engine,
-        Running(create_app(engine), engine, Limits(queue=8)) as running,
+        Running(engine) as running,
         opened(browser, running.url, quiet=False) as page,
     ):
         page.goto(running.url)

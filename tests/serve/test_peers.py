@@ -7,7 +7,6 @@ from tests.evaluate.test_harness import tasks
 from tests.serve.conftest import Running
 from tiedgpt import Tokenizer
 from tiedgpt.infer import Engine
-from tiedgpt.serve.app import create_app
 from tiedgpt.serve.guards import Limits
 
 pytestmark = pytest.mark.slow
@@ -19,10 +18,8 @@ def served(tmp_path_factory):
     tokenizer, directory = Tokenizer.train([TEXT], 300), tmp_path_factory.mktemp("model")
     opinionated(tokenizer, n_positions=128).save_pretrained(directory)
     tokenizer.save_pretrained(directory)
-    with Engine(directory) as engine:
-        app = create_app(engine, name="tiny")
-        with Running(app, engine, Limits()) as running:
-            yield running, engine, directory
+    with Engine(directory) as engine, Running(engine, Limits()) as running:
+        yield running, engine, directory
 
 
 @pytest.mark.parametrize("tokenizer", ["huggingface", "remote"])
