@@ -28,7 +28,6 @@ from tiedgpt.weights.checkpoint import QUANTIZED
 from tiedgpt.weights.formats.gguf import to_ours, to_theirs
 from tiedgpt.weights.formats.gguf.vocabulary import read_tokenizer
 from tiedgpt.weights.formats.gguf.writer import write as write_our_gguf
-from tiedgpt.weights.gpt import shapes
 from tiedgpt.weights.load import load
 from tiedgpt.weights.sources import open_checkpoint
 
@@ -141,18 +140,6 @@ def test_a_gpt_that_is_not_computed_here_is_refused_by_name(
 def test_attention_as_gpt2s_may_be_stated(tiny, tmp_path):
     same = {"head_count_kv": 4, "key_length": 8, "causal_attention": True}
     assert GPT.from_pretrained(their_file(tmp_path / "same", tiny, **same))
-
-
-def test_names_convert_both_ways_and_match_the_gguf_package(tiny_config):
-    names = gguf.TENSOR_NAMES
-    of_gpt2 = {
-        names[tensor].format(bid=bid)
-        for tensor in gguf.MODEL_TENSORS[gguf.MODEL_ARCH.GPT2]
-        for bid in range(tiny_config.n_layer)
-    }
-    peer = {name: to_theirs(name) for name in [*shapes(tiny_config), "head.weight"]}
-    assert {name.rpartition(".")[0] for name in peer.values()} == of_gpt2
-    assert all(to_ours(name) == ours for ours, name in peer.items())
 
 
 SAMPLE = "The fox's 12 naïve dogs  \n\n jump 🚀\tüber <|endoftext|> it'll"

@@ -235,12 +235,6 @@ def test_a_lone_file_uses_the_adjacent_config_or_needs_n_head(saved, tiny, tmp_p
     assert_is(model, tiny)
 
 
-def test_a_run_directory_stands_for_the_model_in_it(saved, tiny, tmp_path):
-    (tmp_path / "run").mkdir()
-    saved.rename(tmp_path / "run" / "model")
-    assert_is(GPT.from_pretrained(tmp_path / "run"), tiny)
-
-
 def test_sizes_come_from_the_weights_if_the_config_disagrees(rewrite, tiny):
     path = rewrite(config={"n_ctx": 1024, "n_positions": 1024, "vocab_size": 50257})
     model = GPT.from_pretrained(path)
@@ -289,11 +283,6 @@ def test_our_bare_state_dict_loads_with_its_assumptions_reported(tmp_path, norm,
         GPT.from_pretrained(tmp_path / "model.pt", n_head=5)
     given = load(tmp_path / "model.pt", n_head=4, activation_function="gelu_new")
     assert given.layout == "torch, tiedgpt state dict" and not given.notes
-
-
-def test_notes_about_a_file_are_warnings(rewrite):
-    with pytest.warns(CheckpointWarning, match="are equal: tied"):
-        GPT.from_pretrained(rewrite(tensors=with_head()))
 
 
 def test_transformers_aliases_of_config_keys_are_read(rewrite):

@@ -272,15 +272,6 @@ def test_llmc_computes_transformers_logits(tmp_path, version):
     assert_same_logits(loaded.model, model)
 
 
-def test_bfloat16_is_read_bit_by_bit(tmp_path):
-    numbers = write_llmc(tmp_path / "model.bin", 5, state_of(their_gpt2()), **SIZES)
-    model = GPT.from_pretrained(tmp_path / "model.bin")
-    for name, parameter in model.named_parameters():
-        assert parameter.dtype == torch.bfloat16
-        expected = torch.from_numpy(numbers[name])[: len(parameter)]
-        assert torch.equal(parameter.float(), expected), name
-
-
 def test_arguments_and_heads_that_contradict_the_format_are_refused(tmp_path):
     path = tmp_path / "model.bin"
     write_llmc(path, 3, **SIZES)

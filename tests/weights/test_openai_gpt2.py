@@ -22,7 +22,6 @@ from tests.weights.raw_files import (
 from tiedgpt import GPT
 from tiedgpt.errors import CorruptInputError, UserError
 from tiedgpt.weights.checkpoint import decode
-from tiedgpt.weights.formats.openai_gpt2.tensorflow_bundle import crc32c, mask_checksum
 from tiedgpt.weights.gpt import to_gpt
 from tiedgpt.weights.load import load
 from tiedgpt.weights.sources import open_checkpoint
@@ -123,11 +122,6 @@ def test_a_missing_file_of_data_is_named(gpt2_copy):
     (gpt2_copy / DATA).mkdir()
     with pytest.raises(CorruptInputError, match="data-00000-of-00001"):
         open_checkpoint(gpt2_copy / INDEX)
-
-
-def test_checksums_are_castagnolis_and_masked_as_leveldb_does():
-    assert crc32c(b"123456789") == crc32c(b"6789", crc32c(b"12345")) == 0xE3069283
-    assert (mask_checksum(0), mask_checksum(1 << 15)) == (0xA282EAD8, 0xA282EAD9)
 
 
 def test_a_table_of_several_blocks_is_read(tmp_path):

@@ -127,16 +127,6 @@ def test_transformers_loads_saved_models_without_missing_or_unexpected_keys(norm
         assert torch.equal(parameter, back.state_dict()[name]), name
 
 
-def test_a_tied_file_holds_the_matrix_once_and_no_head(tiny, tmp_path):
-    tiny.save_pretrained(tmp_path)
-    state = load_file(tmp_path / "model.safetensors")
-    assert "lm_head.weight" not in state
-    assert [n for n, t in state.items() if 97 in t.shape] == ["transformer.wte.weight"]
-    unique = sum(p.numel() * 4 for p in tiny.parameters())
-    assert 0 < (tmp_path / "model.safetensors").stat().st_size - unique < 4096
-    assert json.loads((tmp_path / "config.json").read_text())["tie_word_embeddings"] is True
-
-
 def test_saving_twice_writes_the_same_bytes(tiny, tmp_path):
     tiny.save_pretrained(tmp_path / "a")
     GPT.from_pretrained(tmp_path / "a").save_pretrained(tmp_path / "b")
