@@ -3,13 +3,14 @@
 import copy
 import json
 from dataclasses import replace
+from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
 from torch import nn
 
-from tiedgpt import GPT, GPTConfig, Tokenizer
+from tiedgpt import GPT, GPTConfig
 from tiedgpt.cli.main import main
 from tiedgpt.errors import UserError
 from tiedgpt.weights.convert import convert
@@ -162,29 +163,15 @@ def test_unsuitable_ids_are_refused(model, text):
         pack_gpt(model, "int4", calibration=text)
 
 
-@pytest.fixture(scope="module")
-def source(tmp_path_factory):
-    tokenizer = Tokenizer.train([TEXT], 300)
-    torch.manual_seed(2)
-    config = GPTConfig(
-        vocab_size=len(tokenizer), n_positions=24, n_embd=32, n_layer=2, n_head=4,
-        bos_token_id=tokenizer.eos_token_id, eos_token_id=tokenizer.eos_token_id,
-    )  # fmt: skip
-    directory = tmp_path_factory.mktemp("calibration") / "source"
-    GPT(config).save_pretrained(directory)
-    tokenizer.save_pretrained(directory)
-    (directory.parent / "text.txt").write_text(TEXT)
-    return directory
-
-
 @pytest.mark.parametrize("text", ["text.txt", "samples"])
-def test_convert_calibrates_on_a_text_or_on_samples(source, tmp_path, monkeypatch, capsys, text):
-    monkeypatch.chdir(source.parent)
+def test_convert_calibrates_on_a_text_or_on_samples(directory, tmp_path, monkeypatch, capsys, text):
+    monkeypatch.chdir(tmp_path)
+    Path("text.txt").write_text(TEXT)
     options = ["--to", "packed", "--precision", "int4", "--format", "json"]
-    assert main(["convert", str(source), str(tmp_path / "p"), *options, "--calibrate", text]) == 0
+    assert main(["convert", str(directory), "p", *options, "--calibrate", text]) == 0
     assert json.loads(capsys.readouterr().out)["difference"] < 0.2
-    convert(load(source), tmp_path / "plain", "packed", tokenizer=None, precision="int4")
-    ours, plains = (open_packed(tmp_path / name).arrays for name in ("p", "plain"))
+    convert(load(directory), Path("plain"), "packed", tokenizer=None, precision="int4")
+    ours, plains = (open_packed(name).arrays for name in ("p", "plain"))
     assert not np.array_equal(ours["wte.weights"], plains["wte.weights"])
 
 
@@ -204,15 +191,16 @@ def test_convert_calibrates_on_a_text_or_on_samples(source, tmp_path, monkeypatc
     ],
 )
 def test_convert_refuses_bad_calibration_options(
-    source, tmp_path, monkeypatch, capsys, options, says
+    directory, tmp_path, monkeypatch, capsys, options, says
 ):
-    monkeypatch.chdir(source.parent)
+    monkeypatch.chdir(tmp_path)
     if "tokenizer" in says:
-        load(source).model.save_pretrained(tmp_path / "bare")
-        source = tmp_path / "bare"
-    (source.parent / "short.txt").write_text("the cat")
-    (source.parent / "empty.txt").touch()
-    (source.parent / "latin.txt").write_bytes("naïve".encode("latin-1"))
-    assert main(["convert", str(source), str(tmp_path / "p"), "--to", "packed", *options]) != 0
+        load(directory).model.save_pretrained("bare")
+        directory = "bare"
+    Path("text.txt").write_text(TEXT)
+    Path("short.txt").write_text("the cat")
+    Path("empty.txt").touch()
+    Path("latin.txt").write_bytes("naïve".encode("latin-1"))
+    assert main(["convert", str(directory), "p", "--to", "packed", *options]) != 0
     assert says in " ".join(capsys.readouterr().err.split())
-    assert not (tmp_path / "p").exists()
+    assert not Path("p").exists()

@@ -27,19 +27,9 @@ OPTIONS = {"nanogpt": {"approximate_gelu": True}, "packed": {"precision": "fp32"
 
 
 @pytest.fixture
-def source(tiny: GPT, tokenizer: Tokenizer, tmp_path: Path) -> Path:
-    torch.manual_seed(3)
-    config = replace(
-        tiny.config, vocab_size=len(tokenizer), eos_token_id=tokenizer.eos_token_id,
-        bos_token_id=tokenizer.eos_token_id,
-    )  # fmt: skip
-    model = GPT(config)
-    with torch.no_grad():
-        for parameter in model.parameters():
-            parameter += 0.1 * torch.randn_like(parameter)
-    model.save_pretrained(tmp_path / "source")
-    tokenizer.save_pretrained(tmp_path / "source")
-    return tmp_path / "source"
+def tokenizer(directory: Path) -> Tokenizer:
+    """The tokenizer of the shared model."""
+    return Tokenizer.from_pretrained(directory)
 
 
 def to(source: Path, path: Path, to: str, tokenizer: Tokenizer, **options):
@@ -50,12 +40,12 @@ def to(source: Path, path: Path, to: str, tokenizer: Tokenizer, **options):
 @pytest.mark.parametrize("second", writers())
 @pytest.mark.parametrize("first", writers())
 def test_a_model_goes_through_any_two_formats_bit_for_bit(
-    source, tokenizer, tmp_path, ids, first, second
+    directory, tokenizer, tmp_path, ids, first, second
 ):
-    one = to(source, tmp_path / f"one{SUFFIXES[first]}", first, tokenizer)
+    one = to(directory, tmp_path / f"one{SUFFIXES[first]}", first, tokenizer)
     two = to(one.path, tmp_path / f"two{SUFFIXES[second]}", second, tokenizer)
     assert one.exact and two.exact and one.copies == two.copies == 1
-    model, again = GPT.from_pretrained(source), GPT.from_pretrained(two.path)
+    model, again = GPT.from_pretrained(directory), GPT.from_pretrained(two.path)
     assert again.head is None
     assert torch.equal(again(ids), model(ids))
 
@@ -65,18 +55,18 @@ def test_a_model_goes_through_any_two_formats_bit_for_bit(
     [(name, p) for name, writer in writers().items() for p in writer.precisions if p != "fp32"],
 )
 def test_coarser_precisions_stay_within_the_reported_tolerance(
-    source, tokenizer, tmp_path, name, precision
+    directory, tokenizer, tmp_path, name, precision
 ):
     path = tmp_path / f"coarse{SUFFIXES[name]}"
-    written = to(source, path, name, tokenizer, precision=precision)
+    written = to(directory, path, name, tokenizer, precision=precision)
     assert not written.exact
     assert 0 < written.difference < written.tolerance
     if name != "packed":  # which pads a width of 32 to 64
-        assert written.n_bytes < 0.8 * (source / "model.safetensors").stat().st_size
+        assert written.n_bytes < 0.8 * (directory / "model.safetensors").stat().st_size
 
 
-def test_a_second_copy_of_w_is_counted(source, tokenizer, tmp_path):
-    written = to(source, tmp_path / "a.gguf", "gguf", tokenizer, duplicate_head=True)
+def test_a_second_copy_of_w_is_counted(directory, tokenizer, tmp_path):
+    written = to(directory, tmp_path / "a.gguf", "gguf", tokenizer, duplicate_head=True)
     assert written.copies == 2 and written.exact
     assert GPT.from_pretrained(tmp_path / "a.gguf").head is None
 
@@ -108,18 +98,18 @@ def test_architectures_without_a_transformers_class_are_reported(tiny, tmp_path)
     assert written.exact and "refuses it" in written.notes[0]
 
 
-def test_a_directory_of_onnx_holds_config_and_tokenizer(source, tokenizer, tmp_path):
-    to(source, tmp_path / "dir", "onnx", tokenizer)
+def test_a_directory_of_onnx_holds_config_and_tokenizer(directory, tokenizer, tmp_path):
+    to(directory, tmp_path / "dir", "onnx", tokenizer)
     assert {"model.onnx", "config.json", "tokenizer.json"} <= {
         file.name for file in (tmp_path / "dir").iterdir()
     }
-    assert GPT.from_pretrained(tmp_path / "dir").config == GPT.from_pretrained(source).config
+    assert GPT.from_pretrained(tmp_path / "dir").config == GPT.from_pretrained(directory).config
 
 
-def test_tokenizer_config_has_the_models_context_length(source, tokenizer, tmp_path):
-    to(source, tmp_path / "dir", "transformers", tokenizer)
+def test_tokenizer_config_has_the_models_context_length(directory, tokenizer, tmp_path):
+    to(directory, tmp_path / "dir", "transformers", tokenizer)
     peer = AutoTokenizer.from_pretrained(tmp_path / "dir")
-    assert peer.model_max_length == GPT.from_pretrained(source).config.n_positions
+    assert peer.model_max_length == GPT.from_pretrained(directory).config.n_positions
     assert Tokenizer.from_pretrained(tmp_path / "dir").encode("abc") == tokenizer.encode("abc")
 
 
@@ -139,7 +129,7 @@ def test_a_copy_that_differs_on_reopening_is_not_kept(
     assert {path.name for path in tmp_path.iterdir()} == {"saved", "x.onnx"}
 
 
-def test_existing_and_impossible_places_are_refused(source, tokenizer, tmp_path):
+def test_existing_and_impossible_places_are_refused(directory, tokenizer, tmp_path):
     (tmp_path / "x.onnx").write_bytes(b"mine")
     (tmp_path / "d").mkdir()
     (tmp_path / "d" / "mine").touch()
@@ -152,14 +142,14 @@ def test_existing_and_impossible_places_are_refused(source, tokenizer, tmp_path)
         ("a.pt", "packed", "writes a directory"),
     ):
         with pytest.raises(UserError, match=says):
-            to(source, tmp_path / name, format, tokenizer)
-    assert {path.name for path in tmp_path.iterdir()} == {"source", "x.onnx", "d"}
-    to(source, tmp_path / "x.onnx", "onnx", tokenizer, overwrite=True)
+            to(directory, tmp_path / name, format, tokenizer)
+    assert {path.name for path in tmp_path.iterdir()} == {"x.onnx", "d"}
+    to(directory, tmp_path / "x.onnx", "onnx", tokenizer, overwrite=True)
     assert (tmp_path / "x.onnx").stat().st_size > 4
 
 
-def test_the_command_prints_the_model_and_the_checks(source, tmp_path, capsys):
-    assert main(["convert", str(source), str(tmp_path / "a.gguf"), "--to", "gguf"]) == 0
+def test_the_command_prints_the_model_and_the_checks(directory, tmp_path, capsys):
+    assert main(["convert", str(directory), str(tmp_path / "a.gguf"), "--to", "gguf"]) == 0
     out = capsys.readouterr().out
     assert "safetensors, transformers gpt2" in out
     assert "one matrix of" in out and "reads and predicts" in out
@@ -176,8 +166,8 @@ def test_the_command_prints_the_model_and_the_checks(source, tmp_path, capsys):
     assert Tokenizer.from_pretrained(tmp_path / "b").encode("the cat")
 
 
-def test_missing_facts_of_a_file_are_command_line_options(source, tmp_path, capsys):
-    model = GPT.from_pretrained(source)
+def test_missing_facts_of_a_file_are_command_line_options(directory, tmp_path, capsys):
+    model = GPT.from_pretrained(directory)
     state = {f"transformer.{name}": p for name, p in model.named_parameters()}
     state["lm_head.weight"] = torch.randn_like(model.wte.weight)
     torch.save(state, tmp_path / "bare.pt")
@@ -192,20 +182,20 @@ def test_missing_facts_of_a_file_are_command_line_options(source, tmp_path, caps
     assert np.array_equal(again.wte.weight.detach(), model.wte.weight.detach())
 
 
-def test_a_precision_that_a_format_lacks_is_refused(source, tokenizer, tmp_path):
+def test_a_precision_that_a_format_lacks_is_refused(directory, tokenizer, tmp_path):
     for name, writer in writers().items():
         path, precisions = tmp_path / f"out{SUFFIXES[name]}", ", ".join(writer.precisions)
         with pytest.raises(UserError, match=f"not written in 'int3' here; .* {precisions}$"):
-            to(source, path, name, tokenizer, precision="int3")
+            to(directory, path, name, tokenizer, precision="int3")
     for precision, name in [("int8", "packed"), ("q8_0", "gguf")]:
         with pytest.raises(UserError, match=f"bf16; {precision} is of --to {name}$"):
-            to(source, tmp_path / "out", "transformers", tokenizer, precision=precision)
+            to(directory, tmp_path / "out", "transformers", tokenizer, precision=precision)
 
 
-def test_every_precision_of_a_format_is_an_option_value(source, tmp_path):
+def test_every_precision_of_a_format_is_an_option_value(directory, tmp_path):
     for precision in writers()["gguf"].precisions:
         dest = tmp_path / f"{precision}.gguf"
-        assert main(["convert", str(source), str(dest), "--precision", precision]) == 0
+        assert main(["convert", str(directory), str(dest), "--precision", precision]) == 0
         assert dest.stat().st_size
 
 
