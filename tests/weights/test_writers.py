@@ -203,7 +203,7 @@ NOT_PLAIN = {
     ),
     "a head that the config denies": (
         lambda model: setattr(model, "head", nn.Linear(32, model.config.vocab_size, bias=False)),
-        "disagree|a head of its own",
+        r"disagree: use tie\(model\), untie",
     ),
     "a model without numbers": (lambda model: model.to("meta"), "has no data"),
 }
