@@ -90,6 +90,7 @@ class Handler(BaseHTTPRequestHandler):
         return self.answer({"error": f"nothing at {self.path}"}, 404)
 
     def do_GET(self):
+        self.server.asked.append(self.path.split("?")[0])
         match self.path.split("?")[0].strip("/").split("/"):
             case ["api", "models", owner, name, *_] if f"{owner}/{name}" in self.server.files:
                 files = self.server.files[f"{owner}/{name}"]

@@ -2,7 +2,6 @@
 
 import json
 from pathlib import Path
-from types import SimpleNamespace
 
 import huggingface_hub
 import huggingface_hub.constants
@@ -147,43 +146,15 @@ def test_a_missing_path_is_never_looked_up_on_the_hub(path):
         local_directory(path)
 
 
-@pytest.fixture
-def one_repository(monkeypatch, saved):
-    """A hub that has one repository, and the keyword arguments with which it was asked."""
-    asked = []
-
-    def snapshot_download(name, **options):
-        asked.append(options)
-        return str(saved)
-
-    def model_info(self, name, revision=None):
-        names = [file.name for file in saved.iterdir()]
-        return SimpleNamespace(siblings=[SimpleNamespace(rfilename=name) for name in names])
-
-    monkeypatch.setattr(huggingface_hub, "snapshot_download", snapshot_download)
-    monkeypatch.setattr(huggingface_hub.HfApi, "model_info", model_info)
-    return asked
-
-
-def test_revision_and_cache_dir_are_passed_to_the_hub(one_repository, tiny, ids, tmp_path):
-    model = GPT.from_pretrained("someone/gpt", revision="v2", cache_dir=tmp_path / "cache")
-    assert (model(ids) == tiny(ids)).all()
-    assert (
-        one_repository[0]["revision"] == "v2"
-        and one_repository[0]["cache_dir"] == tmp_path / "cache"
-    )
-    assert "model.safetensors" in one_repository[0]["allow_patterns"]
-
-
-def test_without_a_network_the_cache_is_used(one_repository, monkeypatch):
-    def unreachable(self, name, revision=None):
-        raise ConnectionError("no network")
-
-    monkeypatch.setattr(huggingface_hub.HfApi, "model_info", unreachable)
-    GPT.from_pretrained("someone/gpt")
-    assert {"*.safetensors", "*.gguf", "*.onnx", "config.json"} <= set(
-        one_repository[0]["allow_patterns"]
-    )
+def test_a_revision_is_cached_and_loads_again_without_a_network(run, hub, tmp_path, monkeypatch):
+    model, cache = GPT.from_pretrained(run), tmp_path / "cache"
+    model.push_to_hub("someone/gpt")
+    for url in (hub.url, "http://127.0.0.1:9"):
+        monkeypatch.setattr(huggingface_hub.constants, "ENDPOINT", url)
+        again = GPT.from_pretrained("someone/gpt", revision="v2", cache_dir=cache)
+        assert torch.equal(again.wte.weight, model.wte.weight)
+    assert "/api/models/someone/gpt/revision/v2" in hub.asked
+    assert list(cache.rglob("refs/v2")) and list(cache.rglob("model.safetensors"))
 
 
 def test_a_missing_repository_is_reported(monkeypatch):
