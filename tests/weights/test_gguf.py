@@ -526,10 +526,8 @@ def test_llama_cpp_computes_and_generates_the_same_text(shape, tokenizer, tmp_pa
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("precision", ["q8_0", "q5_1", "q5_0", "q4_1", "q4_0"])
-def test_llama_cpp_predicts_20000_tokens_like_the_dequantized_weights(
-    precision, tokenizer, tmp_path
-):
+@pytest.mark.parametrize("precision", PRECISIONS[1:])
+def test_llama_cpp_predicts_20000_tokens_like_the_written_weights(precision, tokenizer, tmp_path):
     model = gpt(tokenizer, std=0.06)
     path = tmp_path / "a.gguf"
     write_our_gguf(model, path, tokenizer=tokenizer, precision=precision)
@@ -539,7 +537,8 @@ def test_llama_cpp_predicts_20000_tokens_like_the_dequantized_weights(
         logprobs = torch.from_numpy(logits(peer, row.tolist())).log_softmax(-1)
         loss -= float(logprobs[:-1].gather(1, row[1:, None]).sum()) / (80 * 255)
     with torch.no_grad():
-        ours = float(load(path).model.loss(ids[:, :-1], ids[:, 1:]))
+        model = load(path, dtype=torch.float32).model
+        ours = float(model.loss(ids[:, :-1], ids[:, 1:]))
     assert np.exp(loss - ours) == pytest.approx(1, abs=0.005)
 
 
@@ -552,19 +551,6 @@ def test_llama_cpp_reads_the_chat_template(tokenizer, tmp_path):
     assert "<|im_start|>" in peer.metadata["tokenizer.chat_template"]
     reply = peer.create_chat_completion(MESSAGES[:1], max_tokens=4, temperature=0)
     assert reply["choices"][0]["message"]["role"] == "assistant"
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(("precision", "near"), [("fp16", 0.1), ("bf16", 0.5), ("q8_0", 1.0)])
-def test_llama_cpp_runs_the_smaller_types_near_the_model(precision, near, tokenizer, tmp_path):
-    model = gpt(tokenizer)
-    write_our_gguf(model, tmp_path / "a.gguf", tokenizer=tokenizer, precision=precision)
-    peer = llama(tmp_path / "a.gguf")
-    ids = tokenizer.encode(PROMPT)
-    assert len(greedy(peer, ids, 32)) == 32
-    with torch.no_grad():
-        ours = model(torch.tensor([ids]))[0].numpy()
-    assert np.abs(ours - logits(peer, ids)).max() < near
 
 
 @pytest.mark.slow
