@@ -46,25 +46,6 @@ def test_a_training_yields_its_plan_its_steps_and_its_end_and_leaves_a_model(tmp
     assert kinds(train(options, tmp_path / "run")) == [AlreadyFinished]
 
 
-def test_a_stopped_training_resumes_to_the_same_bytes(tmp_path, options):
-    whole, parts = tmp_path / "whole", tmp_path / "parts"
-    for _ in train(options, whole):
-        pass
-    steps = []
-    for event in train(options, parts, stop_requested=lambda done=steps: len(done) == 5):
-        steps.extend([event] if isinstance(event, Stepped) else [])
-    assert isinstance(event, Ended) and not event.finished and event.step == 5
-    torch.manual_seed(99)
-    started = next(e for e in train(options, parts) if isinstance(e, Started))
-    assert started.step == 5
-    for _ in train(options, parts):
-        pass
-    assert metrics(whole) == metrics(parts)
-    for file in ("model.safetensors", "optimizer.safetensors"):
-        one, other = (list_checkpoints(run / "checkpoints")[-1] / file for run in (whole, parts))
-        assert one.read_bytes() == other.read_bytes()
-
-
 def test_the_final_score_takes_a_share_of_the_time_unless_told_to_score_all(tmp_path, options):
     batches = []
     *_, ended = train(options, tmp_path / "run", scoring=lambda *count: batches.append(count))
@@ -75,21 +56,29 @@ def test_the_final_score_takes_a_share_of_the_time_unless_told_to_score_all(tmp_
     assert ended.scored is None and held_out > 1000
 
 
-def test_a_stop_during_the_final_score_leaves_a_model_and_resumes_to_the_same_lines(
-    tmp_path, options
+@pytest.mark.parametrize(("n_steps", "n_scored"), [(5, 0), (8, 2)])
+def test_a_stopped_training_leaves_a_model_and_resumes_to_the_same_bytes(
+    tmp_path, options, n_steps, n_scored
 ):
     whole, parts = tmp_path / "whole", tmp_path / "parts"
-    *_, ended = train(options, whole)
-    batches = []
-    *_, stopped = train(
-        options, parts, stop_requested=lambda: len(batches) == 2,
+    for _ in train(options, whole):
+        pass
+    steps, batches = [], []
+    for event in train(
+        options, parts, stop_requested=lambda: (len(steps), len(batches)) == (n_steps, n_scored),
         scoring=lambda *count: batches.append(count),
-    )  # fmt: skip
-    assert not stopped.finished and stopped.step == 8 and len(batches) == 2
+    ):  # fmt: skip
+        steps.extend([event] if isinstance(event, Stepped) else [])
+    assert isinstance(event, Ended) and not event.finished and event.step == n_steps
+    assert len(batches) == n_scored and not RunDirectory(parts).is_finished()
     assert Engine(parts / "model").generate("line", max_new_tokens=3).text
-    assert not RunDirectory(parts).is_finished()
-    *_, ended = train(options, parts)
-    assert ended.finished and metrics(whole) == metrics(parts)
+    torch.manual_seed(99)
+    (started,) = (event for event in train(options, parts) if isinstance(event, Started))
+    assert started.step == n_steps
+    assert metrics(whole) == metrics(parts)
+    for file in ("model.safetensors", "optimizer.safetensors"):
+        one, other = (list_checkpoints(run / "checkpoints")[-1] / file for run in (whole, parts))
+        assert one.read_bytes() == other.read_bytes()
 
 
 @pytest.mark.parametrize("after", [1, 2])

@@ -108,12 +108,6 @@ def test_a_run_with_recomputed_blocks_has_the_same_result(trial):
     assert weights[0].read_bytes() == weights[1].read_bytes()
 
 
-def test_requested_recomputation_and_compilation_are_planned(trial, options):
-    run = trial()
-    assert run.make_plan(options).recompute == "off"
-    assert run.make_plan(options, recompute="blocks").recompute == "blocks"
-
-
 def test_a_missing_compiler_is_named(monkeypatch, trial, options):
     monkeypatch.setenv("CXX", "no-such-compiler")
     reason = step.find_missing(CPU)
