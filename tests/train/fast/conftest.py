@@ -1,9 +1,17 @@
-"""Tests of fast_training tell by calls whether the fast functions are used."""
+"""Values with their gradients, and the calls of fast functions."""
 
 from collections.abc import Callable
 from types import ModuleType
 
 import pytest
+import torch
+
+
+def value_and_gradients(function: Callable, grad: torch.Tensor, *inputs) -> list[torch.Tensor]:
+    """Return a function's value and, for this gradient of it, the gradients of its inputs."""
+    inputs = [x.detach().clone().requires_grad_() for x in inputs]
+    y = function(*inputs)
+    return [y.detach(), *torch.autograd.grad(y, inputs, grad)]
 
 
 @pytest.fixture

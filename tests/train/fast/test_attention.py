@@ -4,6 +4,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
+from tests.train.fast.conftest import value_and_gradients
 from tiedgpt import GPT, GPTConfig
 from tiedgpt.train import fast_training
 from tiedgpt.train.fast import attention
@@ -12,19 +13,12 @@ from tiedgpt.train.fast.attention import blocked_attention
 
 def drawn(length: int, scale: float = 1.0, width: int = 16) -> list[torch.Tensor]:
     g = torch.Generator().manual_seed(length)
-    q, k, v, dy = (torch.randn(2, 3, length, width, generator=g) for _ in range(4))
-    return [t.bfloat16() for t in (q * scale, k, v, dy)]
+    dy, q, k, v = (torch.randn(2, 3, length, width, generator=g) for _ in range(4))
+    return [t.bfloat16() for t in (dy, q * scale, k, v)]
 
 
 def torchs(q, k, v):
     return F.scaled_dot_product_attention(q, k, v, is_causal=True)
-
-
-def run(attend, q, k, v, dy) -> list[torch.Tensor]:
-    q, k, v = (t.detach().clone().requires_grad_() for t in (q, k, v))
-    y = attend(q, k, v)
-    y.backward(dy)
-    return [y.detach(), q.grad, k.grad, v.grad]
 
 
 def assert_nearly_as_accurate(ours, theirs, exact):
@@ -34,51 +28,24 @@ def assert_nearly_as_accurate(ours, theirs, exact):
         assert apart <= 1.5 * usual + 1e-3 * right.norm() + 1e-5
 
 
-@pytest.fixture
-def calls(record_calls):
-    """The calls of `blocked_attention`."""
-    return record_calls(attention, "blocked_attention")
-
-
 @pytest.mark.parametrize("length", [1, 7, 64, 65, 129, 300])
 @pytest.mark.parametrize("scale", [1.0, 4.0, 9.0, 16.0])
 @pytest.mark.parametrize("width", [16, 48, 64])
 def test_blocks_are_nearly_as_accurate_as_torchs_kernel(length, scale, width):
     """Scores' standard deviation is `scale`; errors are relative to exact attention."""
     tensors = drawn(length, scale, width)
-    exact = run(torchs, *(t.double() for t in tensors))
-    ours, theirs = run(blocked_attention, *tensors), run(torchs, *tensors)
+    exact = value_and_gradients(torchs, *(t.double() for t in tensors))
+    ours, theirs = (value_and_gradients(f, *tensors) for f in (blocked_attention, torchs))
     assert_nearly_as_accurate(ours, theirs, exact)
 
 
 def test_later_tokens_change_no_bit(monkeypatch):
     monkeypatch.setattr(attention, "BLOCK", 64)
-    q, k, v, _ = drawn(150)
+    _, q, k, v = drawn(150)
     before = blocked_attention(q, k, v)
     k, v = k.clone(), v.clone()
     k[:, :, 100:], v[:, :, 100:] = -3.0, 9.0
     assert torch.equal(blocked_attention(q, k, v)[:, :, :100], before[:, :, :100])
-
-
-@pytest.mark.parametrize(
-    ("change", "times"),
-    [
-        ({}, 2),
-        ({"attn_pdrop": 0.1}, 0),
-        ({"attention_windows": (0, 4)}, 1),
-        ({"n_positions": 1030}, 0),
-    ],
-)
-def test_blocks_are_used_in_bf16_without_dropout_in_dense_layers(change, times, calls):
-    shape = {"vocab_size": 11, "n_positions": 12, "n_embd": 8, "n_layer": 2, "n_head": 2}
-    config = GPTConfig(**({**shape, "attn_pdrop": 0.0} | change))
-    model, ids = GPT(config), torch.zeros(1, config.n_positions, dtype=torch.long)
-    with fast_training(model):
-        model.loss(ids, ids)
-        assert not calls
-        with torch.autocast("cpu", torch.bfloat16):
-            model.loss(ids, ids)
-    assert len(calls) == times
 
 
 def packed_mask(lengths, n_sequences=2):
@@ -100,13 +67,14 @@ def test_packed_documents_are_nearly_as_accurate_as_in_torchs_kernel(lengths, bl
     def masked(q, k, v):
         return F.scaled_dot_product_attention(q, k, v, attn_mask=mask)
 
-    exact = run(masked, *(t.double() for t in tensors))
-    ours = run(lambda q, k, v: blocked_attention(q, k, v, mask), *tensors)
-    assert_nearly_as_accurate(ours, run(masked, *tensors), exact)
+    exact = value_and_gradients(masked, *(t.double() for t in tensors))
+    ours = value_and_gradients(lambda q, k, v: blocked_attention(q, k, v, mask), *tensors)
+    assert_nearly_as_accurate(ours, value_and_gradients(masked, *tensors), exact)
 
 
 @pytest.mark.parametrize("windows", [None, (0, 3)])
-def test_changing_one_packed_document_changes_no_other_logits(windows, calls, monkeypatch):
+def test_changing_one_packed_document_changes_no_other_logits(windows, record_calls, monkeypatch):
+    calls = record_calls(attention, "blocked_attention")
     monkeypatch.setattr(attention, "BLOCK", 5)
     torch.manual_seed(1)
     model = GPT(

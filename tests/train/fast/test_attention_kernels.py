@@ -4,6 +4,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
+from tests.train.fast.conftest import value_and_gradients
 from tiedgpt import GPT, GPTConfig
 from tiedgpt.train import fast_training
 from tiedgpt.train.fast import attention as module
@@ -24,13 +25,6 @@ def drawn(length, n_head=2, size=32, scale=1.0):
     return qkv, torch.randn(3, length, n_head * size, generator=g)
 
 
-def value_and_gradient(attend, qkv, n_head, grad):
-    qkv = qkv.clone().requires_grad_()
-    y = attend(qkv, n_head)
-    y.backward(grad)
-    return y.detach(), qkv.grad
-
-
 @pytest.mark.parametrize("dtype", TOLERANCES)
 @pytest.mark.parametrize(
     ("length", "n_head", "size"), [(32, 1, 32), (96, 3, 32), (256, 2, 64), (512, 1, 32)]
@@ -38,8 +32,8 @@ def value_and_gradient(attend, qkv, n_head, grad):
 @pytest.mark.parametrize("scale", [1.0, 6.0])
 def test_value_and_gradient_are_torchs(dtype, length, n_head, size, scale):
     qkv, grad = (t.to(dtype) for t in drawn(length, n_head, size, scale))
-    ours = value_and_gradient(attention, qkv, n_head, grad)
-    exact = value_and_gradient(torchs, qkv.double(), n_head, grad.double())
+    ours = value_and_gradients(lambda x: attention(x, n_head), grad, qkv)
+    exact = value_and_gradients(lambda x: torchs(x, n_head), grad.double(), qkv.double())
     for mine, right in zip(ours, exact, strict=True):
         assert mine.dtype == dtype and mine.shape == right.shape
         assert (mine.double() - right).norm() <= TOLERANCES[dtype] * right.norm()
@@ -57,7 +51,7 @@ def test_the_number_of_threads_changes_no_bit():
     results = []
     for threads in (1, 2, 3):
         with cpu_threads(threads):
-            results.append(value_and_gradient(attention, qkv, 2, grad))
+            results.append(value_and_gradients(lambda x: attention(x, 2), grad, qkv))
     for y, gradient in results[1:]:
         assert torch.equal(y, results[0][0])
         assert torch.equal(gradient, results[0][1])
@@ -68,7 +62,7 @@ def test_the_number_of_threads_changes_no_bit():
 def test_numbers_that_are_not_finite_reach_value_and_gradient(matrix, number):
     qkv, grad = drawn(32, n_head=1)
     qkv[0, 5, 32 * matrix] = number
-    for result in value_and_gradient(attention, qkv, 1, grad):
+    for result in value_and_gradients(lambda x: attention(x, 1), grad, qkv):
         assert not result[0].isfinite().all()
         assert result[1:].isfinite().all()
 
@@ -96,19 +90,22 @@ def a_gpt(**change):
 
 
 @pytest.mark.parametrize(
-    ("change", "times"),
+    ("change", "by_kernels", "by_blocks"),
     [
-        ({}, 2),
-        ({"attn_pdrop": 0.1}, 0),
-        ({"attention_windows": (0, 4)}, 1),
-        ({"n_positions": 48}, 0),
-        ({"n_positions": 544}, 0),
-        ({"n_head": 4}, 0),
+        ({}, 2, 0),
+        ({"attn_pdrop": 0.1}, 0, 0),
+        ({"attention_windows": (0, 4)}, 1, 0),
+        ({"attention_windows": (0, 4), "n_positions": 48}, 0, 1),
+        ({"n_positions": 48}, 0, 2),
+        ({"n_positions": 544}, 0, 2),
+        ({"n_positions": 1030}, 0, 0),
+        ({"n_head": 4}, 0, 2),
     ],
 )
 @pytest.mark.parametrize("dtype", [None, torch.bfloat16])
-def test_a_gpt_has_the_plain_loss_and_gradients(change, times, dtype, record_calls):
-    calls = record_calls(module, "attention")
+def test_a_gpt_has_the_plain_loss_and_gradients(change, by_kernels, by_blocks, dtype, record_calls):
+    names = "attention", "blocked_attention"
+    calls = [record_calls(module, name) for name in names]
     model, ids = a_gpt(**change)
 
     def loss_and_gradients():
@@ -120,7 +117,7 @@ def test_a_gpt_has_the_plain_loss_and_gradients(change, times, dtype, record_cal
     expected = loss_and_gradients()
     with fast_training(model):
         fast = loss_and_gradients()
-    assert len(calls) == times
+    assert [len(inputs) for inputs in calls] == [by_kernels, 0 if dtype is None else by_blocks]
     for mine, its in zip(fast, expected, strict=True):
         tolerance = 1e-4 if dtype is None else 0.1
         assert (mine - its).norm() <= tolerance * its.norm() + 1e-4

@@ -4,6 +4,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
+from tests.train.fast.conftest import value_and_gradients
 from tiedgpt import GPTConfig
 from tiedgpt.core.layers import MLP
 from tiedgpt.train.fast.gelu import VectorMLP, gelu
@@ -12,11 +13,8 @@ from tiedgpt.train.machine import cpu_threads
 TOLERANCES = {torch.float32: (1e-5, 1e-6), torch.bfloat16: (1e-2, 1e-2)}
 
 
-def gelu_and_gradient(function, z, grad):
-    z = z.clone().requires_grad_()
-    y = function(z)
-    y.backward(grad)
-    return y.detach(), z.grad
+def torchs(z):
+    return F.gelu(z, approximate="tanh")
 
 
 @pytest.mark.parametrize("dtype", TOLERANCES)
@@ -25,8 +23,8 @@ def test_value_and_gradient_are_torchs(dtype, size):
     z = torch.linspace(-12, 12, size).to(dtype)
     grad = torch.randn(size, generator=torch.Generator().manual_seed(0)).to(dtype)
     relative, absolute = TOLERANCES[dtype]
-    ours = gelu_and_gradient(gelu, z, grad)
-    expected = gelu_and_gradient(lambda z: F.gelu(z, approximate="tanh"), z.double(), grad.double())
+    ours = value_and_gradients(gelu, grad, z)
+    expected = value_and_gradients(torchs, grad.double(), z.double())
     for mine, exact in zip(ours, expected, strict=True):
         assert mine.dtype == dtype
         torch.testing.assert_close(mine.double(), exact, rtol=relative, atol=absolute)
@@ -37,7 +35,7 @@ def test_the_number_of_threads_changes_no_bit():
     results = []
     for threads in (1, 2, 3):
         with cpu_threads(threads):
-            results.append(gelu_and_gradient(gelu, z, grad))
+            results.append(value_and_gradients(gelu, grad, z))
     for y, gradient in results[1:]:
         assert torch.equal(y, results[0][0])
         assert torch.equal(gradient, results[0][1])
@@ -49,15 +47,15 @@ def test_diverged_numbers_and_nan_have_torchs_value_and_gradient(dtype):
     beside_nan = torch.zeros(16)
     beside_nan[5] = torch.nan
     z = torch.cat([sizes, -sizes, beside_nan]).to(dtype)
-    expected = gelu_and_gradient(lambda z: F.gelu(z, approximate="tanh"), z, torch.ones_like(z))
-    for mine, its in zip(gelu_and_gradient(gelu, z, torch.ones_like(z)), expected, strict=True):
+    ours, expected = (value_and_gradients(f, torch.ones_like(z), z) for f in (gelu, torchs))
+    for mine, its in zip(ours, expected, strict=True):
         torch.testing.assert_close(mine, its, rtol=0, atol=1e-30, equal_nan=True)
 
 
 def test_second_derivatives_are_torchs():
     z = torch.linspace(-3, 3, 32).requires_grad_()
     results = []
-    for function in (gelu, lambda z: F.gelu(z, approximate="tanh")):
+    for function in (gelu, torchs):
         (gradient,) = torch.autograd.grad(function(z).sum(), z, create_graph=True)
         results.append(torch.autograd.grad(gradient.sum(), z)[0])
     torch.testing.assert_close(*results)
