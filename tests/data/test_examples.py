@@ -130,53 +130,45 @@ def test_a_text_file_is_one_text(write):
 
 
 PAIR = {"prompt": "a", "completion": " b"}
+CHAT = {"messages": [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]}
+BAD_LINES = [
+    ("nonsense", "not a JSON object"),
+    ("[1]", "got a JSON list"),
+    ({"prompt": "a"}, "of none of the kinds: 'prompt'"),
+    ({"text": "a", **PAIR}, "of text and completion of the kinds"),
+    ({"prompt": "a", "completion": 4}, "'completion' must be a string, got int"),
+    ({"prompt": None, "completion": "b"}, "of none of the kinds: 'prompt', 'completion'"),
+]
+BAD_MESSAGES = [
+    ("hello", "must be a list of objects"),
+    (["hello"], "must be a list of objects"),
+    ([{"role": "user"}], "'content' must be a string, got NoneType"),
+    ([{"content": "a"}], "'from' must be a string"),
+    ([{"role": "robot", "content": "a"}], "no role 'robot': system, user, assistant"),
+    ([{"role": "assistant", "content": "a", "train": 0}], "'train' must be true or false"),
+    ([{"role": "user", "content": "a"}], "nothing in it is trained"),
+    ([{"role": "assistant", "content": "a", "train": False}], "nothing in it is trained"),
+    (None, "of none of the kinds"),
+    ([], "nothing in it is trained"),
+]
 
 
 @pytest.mark.parametrize(
-    ("line", "says"),
+    ("good", "line", "says"),
     [
-        ("nonsense", "not a JSON object"),
-        ("[1]", "got a JSON list"),
-        ({"prompt": "a"}, "of none of the kinds: 'prompt'"),
-        ({"text": "a", **PAIR}, "of text and completion of the kinds"),
-        ({"prompt": "a", "completion": 4}, "'completion' must be a string, got int"),
-        ({"prompt": None, "completion": "b"}, "of none of the kinds: 'prompt', 'completion'"),
+        *((PAIR, line, says) for line, says in BAD_LINES),
+        *((CHAT, {"messages": messages}, says) for messages, says in BAD_MESSAGES),
     ],
 )
-def test_a_bad_line_is_named_or_skipped_and_counted(reader, line, says):
-    with pytest.raises(CorruptInputError, match=says) as raised:
-        list(reader(PAIR, line, PAIR))
-    assert "examples.jsonl:2" in str(raised.value)
-    found = reader(PAIR, line, PAIR, skip_bad=True)
+def test_a_bad_line_is_named_or_skipped_and_counted(reader, good, line, says):
+    with pytest.raises(CorruptInputError, match=rf"examples\.jsonl:2: .*{says}.*--skip-bad"):
+        list(reader(good, line, good))
+    found = reader(good, line, good, skip_bad=True)
     for _ in range(2):
         assert len(list(found)) == 2
         assert found.remarks["skipped"].count == 1
         assert "examples.jsonl:2" in found.remarks["skipped"].first
-    assert len(list(reader(line, PAIR, skip_bad=True))) == 1
-
-
-CHAT = {"messages": [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]}
-
-
-@pytest.mark.parametrize(
-    ("messages", "says"),
-    [
-        ("hello", "must be a list of objects"),
-        (["hello"], "must be a list of objects"),
-        ([{"role": "user"}], "'content' must be a string, got NoneType"),
-        ([{"content": "a"}], "'from' must be a string"),
-        ([{"role": "robot", "content": "a"}], "no role 'robot': system, user, assistant"),
-        ([{"role": "assistant", "content": "a", "train": 0}], "'train' must be true or false"),
-        ([{"role": "user", "content": "a"}], "nothing in it is trained"),
-        ([{"role": "assistant", "content": "a", "train": False}], "nothing in it is trained"),
-        (None, "of none of the kinds"),
-        ([], "nothing in it is trained"),
-    ],
-)
-def test_a_bad_conversation_is_named(reader, messages, says):
-    with pytest.raises(CorruptInputError, match=rf"examples\.jsonl:2: .*{says}.*--skip-bad"):
-        list(reader(CHAT, {"messages": messages}))
-    assert len(list(reader(CHAT, {"messages": messages}, skip_bad=True))) == 1
+    assert len(list(reader(line, good, skip_bad=True))) == 1
 
 
 def test_a_character_outside_the_vocabulary_is_named(reader):

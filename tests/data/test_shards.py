@@ -106,20 +106,13 @@ def test_a_quota_exceeded_at_the_last_byte_is_reported(tmp_path, monkeypatch):
     assert list(tmp_path.iterdir()) == []
 
 
-def test_an_interrupted_writer_leaves_no_partial_file(tmp_path):
-    with pytest.raises(KeyboardInterrupt):
+@pytest.mark.parametrize("error", [KeyboardInterrupt(), OSError("theirs")], ids=repr)
+def test_a_callers_error_leaves_no_partial_file_and_is_no_disk_error(tmp_path, error):
+    with pytest.raises(type(error)) as caught:
         with ShardWriter(tmp_path, "train", vocab_size=10) as writer:
             writer.write(np.arange(5))
-            raise KeyboardInterrupt
-    assert list(tmp_path.iterdir()) == []
-
-
-def test_a_callers_failure_is_not_reported_as_a_disk_error(tmp_path):
-    with pytest.raises(OSError, match="theirs") as caught:
-        with ShardWriter(tmp_path, "train", vocab_size=10) as writer:
-            writer.write(np.arange(5))
-            raise OSError("theirs")
-    assert type(caught.value) is OSError
+            raise error
+    assert caught.value is error
     assert list(tmp_path.iterdir()) == []
 
 
