@@ -8,8 +8,8 @@ from tests.conftest import TEXT, opinionated
 from tiedgpt import Tokenizer
 from tiedgpt.infer import Engine, GenerationConfig
 from tiedgpt.infer.beam import beam_search
+from tiedgpt.infer.scheduler import Request, Scheduler
 from tiedgpt.infer.sequence import SequenceState
-from tiedgpt.infer.slots import RunResult, SlotPool
 from tiedgpt.infer.torch_session import TorchSession
 from tiedgpt.weights.formats.packed.writer import pack_gpt, save_packed
 
@@ -59,34 +59,23 @@ def reads(monkeypatch):
     return noted
 
 
-def run(session, decoding):
-    """Run what a generator yields, one slot at a time; return its result."""
-    results = None
-    while True:
-        try:
-            to_run = decoding.send(results)
-        except StopIteration as end:
-            return end.value
-        results = []
-        for tokens in to_run:
-            all_logits = [tokens.slot_id] if tokens.all_logits else ()
-            (logits,) = session.read([tokens.slot_id], [tokens.ids], all_logits=all_logits)
-            results.append(RunResult(logits.copy()))
+def drain(scheduler):
+    """Run a scheduler's requests to their ends."""
+    while scheduler.running or scheduler.waiting:
+        scheduler.step()
 
 
 def beams(runner, prompt, **options):
     """Beams found by the search."""
     sequence = SequenceState(prompt, GenerationConfig(**options), model=runner.config)
-    session = runner.session(n_slots=sequence.config.num_beams, capacity=runner.config.n_positions)
-    pool = SlotPool(session)
-    slot_ids, _ = pool.take(session.n_slots, [])
-    return run(session, beam_search(pool, slot_ids, sequence))
-
-
-def drain(scheduler):
-    """Run a scheduler's requests to their ends."""
-    while scheduler.running or scheduler.waiting:
-        scheduler.step()
+    n_slots = sequence.config.num_beams
+    session = runner.session(n_slots=n_slots, capacity=runner.config.n_positions)
+    scheduler = Scheduler(session)
+    search = Request(partial(beam_search, sequence=sequence), n_slots=n_slots)
+    scheduler.add(search)
+    drain(scheduler)
+    assert search.error is None
+    return search.result
 
 
 def equal(ours, theirs, *, exact):

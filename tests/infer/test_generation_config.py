@@ -52,12 +52,6 @@ def test_a_sliding_window_scores_the_prompt_once(engine):
     assert completion.dropped and len(completion.prompt_logprobs) == 39
 
 
-def test_logit_bias_excludes_an_id(engine):
-    first = engine.generate("the", max_new_tokens=1, temperature=0).ids[0]
-    biased = engine.generate("the", max_new_tokens=9, temperature=0, logit_bias={first: -99})
-    assert biased.ids[0] != first
-
-
 def test_the_table_of_bad_values_covers_every_option():
     assert BAD_VALUES.keys() == {field.name for field in dataclasses.fields(GenerationConfig)}
 

@@ -1,6 +1,5 @@
 """Tiny models of every architecture, and what their packed weights stand for."""
 
-import pytest
 import torch
 
 from tests.conftest import random_gpt
@@ -47,8 +46,3 @@ def stood_for(model: GPT, packed: PackedModel) -> GPT:
     other = GPT(config).eval()
     other.load_state_dict(state)
     return other
-
-
-@pytest.fixture
-def make():
-    return made
