@@ -152,6 +152,7 @@ def test_patience_ends_the_run_and_the_best_weights_become_the_model(trial):
     assert run.metrics()[-1]["best_step"] == 4
     kept = {path.name: path for path in list_checkpoints(run.run.checkpoints)}
     assert list(kept) == ["step-000004", "step-000006", "step-000008"]
+    assert (run.run.checkpoints / "latest").read_text() == "step-000008\n"
     best = load_file(kept["step-000004"] / "model.safetensors")
     assert torch.equal(best["wte.weight"], run.model().wte.weight)
 
