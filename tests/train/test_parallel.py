@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 import torch
 
-from tests.train.conftest import CPU, DROPOUT, metrics, reopen_trial
+from tests.train.conftest import CPU, reopen_trial
 from tests.train.trials import SERVER, left
 from tiedgpt import GPT, GPTConfig
 from tiedgpt.cli.train import run as train_command
@@ -224,27 +224,6 @@ def copy_run(ready, name, *, config=None, **plan):
     changes = {"model": config or {}, "training": plan}
     run.write_record(tables | {key: tables[key] | new for key, new in changes.items()})
     return run.path
-
-
-@pytest.mark.slow
-def test_a_run_resumes_with_fewer_and_more_processes(ready):
-    plan = {"batch_size": 5, "micro_batch": 1, "optimizer": "adamw", "lr": 1e-3}
-    config = dict.fromkeys(DROPOUT, 0.0)
-    one, fewer, more = (
-        copy_run(ready, name, config=config, **plan) for name in ("one", "fewer", "more")
-    )
-    assert go_on(one, None, None) == 0
-    assert together(go_on, fewer, "fsdp", 3) == [EXIT_INTERRUPTED] * 2
-    assert go_on(fewer, None, None) == 0
-    assert go_on(more, None, 3) == EXIT_INTERRUPTED
-    assert together(go_on, more, "ddp", None) == [0, 0]
-    for path in (fewer, more):
-        for here, there in zip(metrics(one), metrics(path), strict=True):
-            assert here["step"] == there["step"]
-            if "loss" in here:
-                assert there["loss"] == pytest.approx(here["loss"], abs=2e-6)
-            if "val_loss" in here:
-                assert there["val_loss"] == pytest.approx(here["val_loss"], abs=2e-6)
 
 
 def lose_a_process(path, rank):

@@ -61,7 +61,9 @@ def stopped(plain):
 
 
 def losses(run: Path) -> list[float]:
-    return [line["loss"] for line in metrics(run) if "loss" in line]
+    """Return the losses of the steps and of the evaluations."""
+    names = "loss", "val_loss"
+    return [line[name] for line in metrics(run) for name in names if name in line]
 
 
 @pytest.fixture(scope="module")
@@ -82,10 +84,11 @@ def test_shards_of_two_processes_load_in_one_two_and_four(stopped, one, size):
     assert losses(path) == pytest.approx(one, abs=2e-6)
 
 
-def test_a_checkpoint_of_one_process_loads_sharded(plain, one):
-    path = shutil.copytree(plain, plain.with_name("whole"))
-    assert go_on(path, None, 4) == EXIT_INTERRUPTED
-    assert together(go_on, path, "fsdp", None) == [0, 0]
+@pytest.mark.parametrize("strategy", ["fsdp", pytest.param("ddp", marks=pytest.mark.slow)])
+def test_a_checkpoint_of_one_process_loads_in_two(plain, one, strategy):
+    path = shutil.copytree(plain, plain.with_name(f"whole-{strategy}"))
+    assert go_on(path, None, 3) == EXIT_INTERRUPTED
+    assert together(go_on, path, strategy, None) == [0, 0]
     assert losses(path) == pytest.approx(one, abs=2e-6)
 
 
