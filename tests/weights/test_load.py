@@ -255,20 +255,6 @@ def test_keys_that_change_nothing_are_kept_on_saving(rewrite, tmp_path):
     assert {key: written[key] for key in extra} == extra
 
 
-def test_a_classifiers_body_loads_tied(tmp_path):
-    from transformers import GPT2Config, GPT2ForSequenceClassification
-
-    sizes = {"vocab_size": 97, "n_positions": 24, "n_embd": 32, "n_layer": 2, "n_head": 4}
-    ids = {"bos_token_id": 1, "eos_token_id": 1, "pad_token_id": 0}
-    peer = GPT2ForSequenceClassification(GPT2Config(**sizes, **ids))
-    peer.save_pretrained(tmp_path / "classifier")
-    with pytest.raises(UserError, match=r"score\.weight.*tiedgpt\.heads"):
-        GPT.from_pretrained(tmp_path / "classifier")
-    peer.transformer.save_pretrained(tmp_path / "body")
-    body = GPT.from_pretrained(tmp_path / "body")
-    assert body.head is None and torch.equal(body.wte.weight, peer.transformer.wte.weight)
-
-
 @pytest.mark.parametrize("norm", ["pre", "post"])
 @pytest.mark.parametrize("tied", [True, False])
 def test_our_bare_state_dict_loads_with_its_assumptions_reported(tmp_path, norm, tied):

@@ -259,10 +259,12 @@ def test_a_head_that_is_the_embedding_contradicts_a_config_that_says_untied():
     assert GPT.from_pretrained(peer, resolve="tie").head is None
 
 
-def test_a_body_predicts_with_its_embedding():
+@pytest.mark.parametrize("source", ["a directory", "a module"])
+def test_a_body_predicts_with_its_embedding(source, tmp_path):
     body = their_gpt2(**SHAPES["tiny"]).transformer
     assert isinstance(body, GPT2Model)
-    ours = GPT.from_pretrained(body)
+    ours = GPT.from_pretrained(SOURCES[source](body, tmp_path))
+    assert ours.head is None
     with torch.no_grad():
         torch.testing.assert_close(ours.body(IDS), body(IDS).last_hidden_state)
 
