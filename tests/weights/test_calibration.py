@@ -15,11 +15,7 @@ from tiedgpt.cli.main import main
 from tiedgpt.errors import UserError
 from tiedgpt.weights.convert import convert
 from tiedgpt.weights.formats.packed import layout, open_packed, place_of
-from tiedgpt.weights.formats.packed.calibration import (
-    calibrate,
-    round_matrix,
-    sample_ids,
-)
+from tiedgpt.weights.formats.packed.calibration import calibrate, round_matrix, sample_ids
 from tiedgpt.weights.formats.packed.panels import Panels, from_bf16, pack, unpack
 from tiedgpt.weights.formats.packed.writer import pack_gpt, save_packed
 from tiedgpt.weights.load import load

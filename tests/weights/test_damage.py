@@ -376,8 +376,7 @@ WITH_CONFIG = {
         "config.json", lambda home: write_layout(home, "safetensors", gpt_state("equal"))
     ),
     "packed": json_of(
-        "config.json",
-        lambda home: write_layout(home, "packed", gpt_state("one"), True, "none"),
+        "config.json", lambda home: write_layout(home, "packed", gpt_state("one"), True, "none")
     ),
     "OpenAI's": json_of(
         "hparams.json", lambda home: shutil.copytree(DIRECTORY / "gpt2", home / "gpt2")

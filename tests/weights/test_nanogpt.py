@@ -47,9 +47,7 @@ def save(path: Path, peer: GPT2LMHeadModel, args: dict = ARGS, *, prefix="", zip
     return path
 
 
-def test_arguments_and_model_args_cannot_contradict_and_a_forks_false_switch_is_ignored(
-    tmp_path,
-):
+def test_arguments_and_model_args_cannot_contradict_and_a_forks_false_switch_is_ignored(tmp_path):
     path = save(tmp_path / "ckpt.pt", peer_of(), ARGS | {"use_rmsnorm": False})
     assert GPT.from_pretrained(path).config.n_layer == 2
     with pytest.raises(UserError, match="n_head=2 contradicts"):

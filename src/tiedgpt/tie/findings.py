@@ -120,11 +120,7 @@ def list_findings(decision: TieDecision, load_error: str | None) -> tuple[Findin
     names = {"w": w.name, "shape": format_shape(w.shape), "dtype": w.dtype, "count": w.count}
     if roles.output is not None:
         names |= {"head": roles.output.name, "head_shape": format_shape(roles.output.shape)}
-    rows = [
-        *_describe_one(decision),
-        *_describe_two(decision),
-        *_describe_sizes(decision),
-    ]
+    rows = [*_describe_one(decision), *_describe_two(decision), *_describe_sizes(decision)]
     if decision.kind != "no head":
         rows.append(_describe_claim(decision))
     if load_error is not None:

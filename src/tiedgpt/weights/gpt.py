@@ -16,14 +16,7 @@ from typing import Any
 
 from tiedgpt.core.config import GPTConfig
 from tiedgpt.errors import CorruptInputError, UserError
-from tiedgpt.weights.checkpoint import (
-    EMBEDDING,
-    HEAD,
-    TIE_KEY,
-    Checkpoint,
-    StoredTensor,
-    printable,
-)
+from tiedgpt.weights.checkpoint import EMBEDDING, HEAD, TIE_KEY, Checkpoint, StoredTensor, printable
 
 DROPOUTS = ("embd_pdrop", "attn_pdrop", "resid_pdrop")
 """Fields that the caller may change: the file states how it was trained, not how it must run."""

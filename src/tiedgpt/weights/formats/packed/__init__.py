@@ -24,13 +24,7 @@ from numpy.typing import NDArray
 from tiedgpt.core.config import GPTConfig
 from tiedgpt.errors import CorruptInputError, UserError
 from tiedgpt.files import read_json, reading
-from tiedgpt.weights.checkpoint import (
-    Checkpoint,
-    Native,
-    Storage,
-    StoredTensor,
-    tensor_in_file,
-)
+from tiedgpt.weights.checkpoint import Checkpoint, Native, Storage, StoredTensor, tensor_in_file
 from tiedgpt.weights.containers import is_safetensors, read_safetensors
 from tiedgpt.weights.formats.packed.panels import (
     PANEL,
