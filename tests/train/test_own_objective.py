@@ -303,7 +303,7 @@ def with_data(**changes):
             "arrays, not a Tensor",
         ),
         ("make", with_data(batches=None), "a function, not None"),
-        ("make", with_data(held_out=lambda n, n_batches: []), "held-out batch, not None"),
+        ("make", with_data(held_out=lambda n, n_batches: []), "held-out batch"),
         ("build", lambda model: None, "None"),
         ("build", lambda model: nn.Linear(2, 2), "Linear"),
         ("loss", lambda loss: loss.expand(2), r"scalar .*\(2,\)"),

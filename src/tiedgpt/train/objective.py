@@ -303,7 +303,8 @@ def try_objective(objective: Objective, data: Data, device: torch.device) -> Non
     )
     check("loss", loss, "a scalar tensor with a gradient, or one for each of n_targets", are_terms)
     held_out = [*data.held_out(1, 1)]
-    check("make", None, "data with a held-out batch", bool(held_out))
+    if not held_out:
+        raise UserError(f"{type(objective).__name__}.make must return data with a held-out batch")
     score = objective.score(model, held_out, None)
     is_score = isinstance(getattr(score, "nats", None), float | int)
     check("score", score, "an object whose nats is the mean loss, a float", is_score)
