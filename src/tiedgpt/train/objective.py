@@ -290,7 +290,9 @@ def try_objective(objective: Objective, data: Data, device: torch.device) -> Non
     check("build", model, "a GPT or a module with one as gpt", is_model)
     objective.begin(model.train())
     model.to(device)
-    check("make", data.batches, "data whose batches is a function", callable(data.batches))
+    for name in ("batches", "held_out"):
+        function = getattr(data, name)
+        check("make", function, f"data whose {name} is a function", callable(function))
     rows = tuple(array[:1] for array in data.batches(1, 0)(0))
     others = [array for array in rows if not isinstance(array, np.ndarray)]
     check("make", (*others, rows)[0], "data whose batches are tuples of NumPy arrays", not others)
