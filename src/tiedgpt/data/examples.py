@@ -1,10 +1,10 @@
 """Examples for fine-tuning: `.jsonl` lines -> ids and a mask of the trained ones.
 
-The fields of a line determine its kind, which must be the same for all lines of a run:
+The fields of a line determine its kind (`records.py`), which is the same for all lines of a run:
 
-    {"text": ...}                                         every token is trained
-    {"prompt": ..., "completion": ...}                    the completion is trained
-    {"messages": [{"role": ..., "content": ...}, ...]}    the replies are trained
+    text          every token is trained
+    completion    the completion is trained, and the prompt before it is not
+    messages      the replies are trained
 
 The first two end on the tokenizer's end of text, which is trained. A text file is one `text`.
 """
@@ -13,7 +13,7 @@ from __future__ import annotations
 
 from array import array
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -21,6 +21,14 @@ import numpy as np
 from numpy.typing import NDArray
 
 from tiedgpt.data.corpus import FileCorpus
+from tiedgpt.data.records import (
+    EXPECTED,
+    ExampleType,
+    Message,
+    UnreadFields,
+    find_type,
+    parse_record,
+)
 from tiedgpt.data.templates import CHATML, Piece, Template, encode_pieces, read_template
 from tiedgpt.errors import CorruptInputError, UserError
 from tiedgpt.text.bpe import END_OF_TEXT
@@ -28,22 +36,12 @@ from tiedgpt.text.bpe import END_OF_TEXT
 if TYPE_CHECKING:
     from tiedgpt.text import Tokenizer
 
-ExampleType = Literal["text", "completion", "messages"]
-FIELDS: list[tuple[set[str], ExampleType]] = [
-    ({"text"}, "text"),
-    ({"prompt", "completion"}, "completion"),
-    ({"messages"}, "messages"),
-    ({"conversations"}, "messages"),
-]
-"""A field that is null counts as absent."""
-EXPECTED = '{"text": ...}, {"prompt": ..., "completion": ...} or {"messages": [...]}'
-ROLES = {"human": "user", "gpt": "assistant"}
-"""Names of roles in `conversations`."""
 REMARKS = {
     "skipped": "bad lines that were skipped",
     "dropped": "examples longer than the context, dropped",
     "cut": "examples longer than the context, cut",
     "space": "prompts that end in a space, which should begin the completion instead",
+    "no reply": "messages marked to be trained that are not replies, and are not trained",
 }
 
 
@@ -76,7 +74,8 @@ class ExampleReader:
     The attribute `tokenizer` adds the special tokens of the kind; the model then needs rows for
     them (`tie.add_tokens`). `template` may be the tokenizer's directory, whose template is read,
     with ChatML as the default. `remarks` counts the problems of the last iteration by the names in
-    `REMARKS`; `max_turns` is the largest number of replies in an example.
+    `REMARKS`, `unread` the fields that were not read; `max_turns` is the largest number of replies
+    in an example.
 
     Raises:
         UserError: an example is longer than `context`, with `too_long="error"`; or none is left.
@@ -99,6 +98,7 @@ class ExampleReader:
         self.corpus, self.context, self.template = corpus, context, CHATML
         self.too_long, self.skip_bad = too_long, skip_bad
         self.remarks: dict[str, Remark] = {}
+        self.unread = UnreadFields()
         self.max_turns = 0
         self.kind: ExampleType = next(self._records())[1]
         needed = [END_OF_TEXT] if tokenizer.eos_token_id is None else []
@@ -110,13 +110,13 @@ class ExampleReader:
 
     def __iter__(self) -> Iterator[Example]:
         """Yield the examples in the order of the files."""
-        self.remarks, self.max_turns = {}, 0
+        self.remarks, self.unread, self.max_turns = {}, UnreadFields(), 0
         n_examples = 0
         for location, _, record in self._records():
             try:
                 example = self._encode(location, record)
             except UserError as error:
-                self._bad(CorruptInputError(f"{location}: {error}"))
+                self._bad(_locate(error, location))
                 continue
             if (fitting := self._fitting(example)) is not None:
                 n_examples += 1
@@ -129,16 +129,16 @@ class ExampleReader:
         """Return the remarks in words."""
         return [
             f"{REMARKS[name]}: {r.count:,} (first: {r.first})" for name, r in self.remarks.items()
-        ]
+        ] + self.unread.notes()
 
     def _records(self) -> Iterator[tuple[str, ExampleType, dict[str, Any]]]:
         """Yield the lines with their kind, which is the same for all."""
         first: tuple[str, ExampleType] | None = None
         for location, record in self.corpus.records(EXPECTED, self._bad):
             try:
-                example_type = _find_type(record)
+                example_type = find_type(record)
             except UserError as error:
-                self._bad(CorruptInputError(f"{location}: {error}; a line is {EXPECTED}"))
+                self._bad(_locate(error, location), is_first=first is None)
                 continue
             first = first or (location, example_type)
             if example_type != first[1]:
@@ -153,20 +153,23 @@ class ExampleReader:
             raise UserError(f"no line is an example ({why}): a line is {EXPECTED}")
 
     def _encode(self, location: str, record: Mapping[str, Any]) -> Example:
-        turns = 1
+        parsed, turns = parse_record(record, self.template.roles), 1
+        self.unread.update(parsed.unread)
         if self.kind == "messages":
-            messages = list(_messages(record))
+            messages = list(map(asdict, parsed.messages))
             pieces = list(self.template.pieces(messages))
             turns = self.template.count_turns(messages)
+            if any(self._is_no_reply(message) for message in parsed.messages):
+                self._remark("no reply", location)
         else:
-            names = ("text",) if self.kind == "text" else ("prompt", "completion")
-            pieces = [Piece(_string(record, name), counted=name != "prompt") for name in names]
-            pieces.append(Piece(END_OF_TEXT, True, True))
-            if self.kind == "completion" and pieces[0].text.endswith(" "):
+            *prompt, trained = parsed.texts
+            pieces = [Piece(text, False) for text in prompt]
+            pieces += [Piece(trained, True), Piece(END_OF_TEXT, True, True)]
+            if prompt and prompt[0].endswith(" "):
                 self._remark("space", location)
         ids, counted = encode_pieces(pieces, self.tokenizer)
         if not any(counted[1:]):
-            raise UserError("nothing in it is trained: it has no reply, or no text")
+            raise UserError("nothing in it is trained: it has no text, or no reply to train")
         return Example(location, ids, counted, turns)
 
     def _fitting(self, example: Example) -> Example | None:
@@ -185,46 +188,24 @@ class ExampleReader:
             return None
         return Example(location, example.ids[:room], example.counted[:room], example.turns)
 
-    def _bad(self, error: CorruptInputError) -> None:
+    def _bad(self, error: CorruptInputError, *, is_first: bool = False) -> None:
+        """Raise the error of a line, or count it; where all lines are so, skipping is no remedy."""
         if not self.skip_bad:
-            hint = "--skip-bad skips and counts such lines"
+            skip = [] if is_first and error.hint else ["--skip-bad skips and counts such lines"]
+            hint = "; ".join([error.hint, *skip] if error.hint else skip)
             raise CorruptInputError(error.message, hint=hint) from None
         self._remark("skipped", str(error))
+
+    def _is_no_reply(self, message: Message) -> bool:
+        return bool(message.train) and not self.template.roles[message.role].counted
 
     def _remark(self, name: str, where: str) -> None:
         before = self.remarks.get(name, Remark(0, where))
         self.remarks[name] = Remark(before.count + 1, before.first)
 
 
-def _find_type(record: Mapping[str, Any]) -> ExampleType:
-    present = {name for name, value in record.items() if value is not None}
-    kinds = [example_type for fields, example_type in FIELDS if fields <= present]
-    if len(kinds) != 1:
-        named = " and ".join(kinds) or "none"
-        raise UserError(f"its fields are of {named} of the kinds: {', '.join(map(repr, record))}")
-    return kinds[0]
-
-
-def _string(record: Mapping[str, Any], name: str) -> str:
-    value = record.get(name)
-    if not isinstance(value, str):
-        raise UserError(f"{name!r} must be a string, got {type(value).__name__}")
-    return value
-
-
-def _messages(record: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
-    """Yield role, content and `train` of each message of a line."""
-    listed = record.get("messages")
-    listed = record.get("conversations") if listed is None else listed
-    if not isinstance(listed, list) or not all(isinstance(message, dict) for message in listed):
-        raise UserError("its messages must be a list of objects")
-    for message in listed:
-        role, content = ("role", "content") if "role" in message else ("from", "value")
-        name, train = _string(message, role), message.get("train")
-        if train is not None and not isinstance(train, bool):
-            raise UserError(f"'train' must be true or false, got {train!r}")
-        text = _string(message, content)
-        yield {"role": ROLES.get(name, name), "content": text, "train": train}
+def _locate(error: UserError, location: str) -> CorruptInputError:
+    return CorruptInputError(f"{location}: {error.problem()}", hint=error.hint)
 
 
 @dataclass(frozen=True)

@@ -1,0 +1,317 @@
+"""The fields of a record: its kind, its texts or messages, and the fields that are not read.
+
+    {"text": ...}                                           text
+    {"prompt": ..., "completion": ...}                      completion
+    {"messages": [{"role": ..., "content": ...}, ...]}      messages
+    {"conversations": [{"from": ..., "value": ...}, ...]}   messages, as ShareGPT has them
+    {"instruction": ..., "input": ..., "output": ...}       messages, as Alpaca has them
+    {"prompt": [MESSAGE, ...], "completion": [...]}         messages, as TRL has them
+
+A field that is null counts as absent. What changes the trained tokens is read (`system`, `history`,
+a message's `weight` or `train`) or refused (`rejected`, `tool_calls`); others are counted.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Collection, Iterable, Iterator, Mapping
+from dataclasses import dataclass, replace
+from typing import Any, Literal
+
+from tiedgpt.errors import UserError
+
+ExampleType = Literal["text", "completion", "messages"]
+Record = Mapping[str, Any]
+FIELDS: dict[tuple[str, ...], ExampleType] = {
+    ("text",): "text",
+    ("prompt", "completion"): "completion",
+    ("messages",): "messages",
+    ("conversations",): "messages",
+}
+ALPACA = ("instruction", "output")
+"""Fields of a conversation in a record that has none of `FIELDS`."""
+EXPECTED = '{"text": ...}, {"prompt": ..., "completion": ...} or {"messages": [...]}'
+SYSTEM = ("system", "system_prompt", "system_message")
+"""Fields with the system message of a conversation."""
+ROLES = {
+    "human": "user", "prompter": "user", "gpt": "assistant", "chatgpt": "assistant",
+    "bard": "assistant", "bing": "assistant", "bot": "assistant", "model": "assistant",
+    "developer": "system", "function": "tool", "observation": "tool",
+}  # fmt: skip
+"""Other programs' names of roles."""
+MARKS = ("train", "trainable", "training", "loss")
+"""Fields of a message, true or false: whether it is trained."""
+PREFERENCES = ("chosen", "rejected")
+REFUSED_IN_MESSAGES = {
+    "tool_calls": "write the call as the message's content",
+    "function_call": "write the call as the message's content",
+    "train_detail": "divide the message in two",
+}
+"""Fields of a message that change what is trained and are not supported, each with a remedy."""
+QUESTIONS = ("instruction", "question", "query", "input", "problem", "user", "prompt")
+ANSWERS = ("output", "answer", "response", "reply", "solution", "assistant", "completion", "chosen")
+"""Common names of a question and of its answer, for hints."""
+MAX_NAMED_FIELDS = 12
+
+
+@dataclass(frozen=True, slots=True)
+class Message:
+    """One message of a conversation."""
+
+    role: str
+    content: str
+    train: bool | None = None
+    """Whether it is trained; None: as its role is."""
+
+
+@dataclass(frozen=True, slots=True)
+class ParsedRecord:
+    """The content of a record."""
+
+    kind: ExampleType
+    texts: tuple[str, ...] = ()
+    """The text, or the prompt and the completion."""
+    messages: tuple[Message, ...] = ()
+    unread: tuple[str, ...] = ()
+    """Fields that were not read; one of a message is `messages.NAME`."""
+
+
+class UnreadFields(Counter[str]):
+    """Number of records with each field that was not read."""
+
+    def notes(self) -> list[str]:
+        """Return the fields in words."""
+        if not self:
+            return []
+        named = [f"{name} ({count:,})" for name, count in self.items()][:MAX_NAMED_FIELDS]
+        named[0] = named[0].removesuffix(")") + f" line{'s' * (next(iter(self.values())) != 1)})"
+        more = f" and {len(self) - MAX_NAMED_FIELDS:,} more" * (len(self) > MAX_NAMED_FIELDS)
+        subject = "1 field was" if len(self) == 1 else f"{len(self):,} fields were"
+        return [f"{subject} not read: {', '.join(named)}{more}"]
+
+
+def unread_fields(record: Record, read: Collection[str]) -> Iterator[str]:
+    """Return the names of a record's other fields that hold something."""
+    return (str(name) for name in record if name not in read and _holds(record, name))
+
+
+def find_type(record: Record) -> ExampleType:
+    """Return the kind of a record; raise `UserError`, with the fields to rename, for no example."""
+    present = {name for name, value in record.items() if value is not None}
+    kinds = [kind for names, kind in FIELDS.items() if present.issuperset(names)]
+    if not kinds and present.issuperset(ALPACA):
+        kinds = ["messages"]
+    if len(kinds) != 1:
+        named = "several" if kinds else "none"
+        raise UserError(
+            f"its fields are of {named} of the kinds: {', '.join(map(repr, record))}; a line is "
+            f"{EXPECTED}",
+            hint="leave the fields of one kind" if kinds else _suggest(record),
+        )
+    is_pair = kinds[0] == "completion"
+    if is_pair and any(isinstance(record[name], list) for name in ("prompt", "completion")):
+        return "messages"
+    return kinds[0]
+
+
+def parse_record(record: Record, roles: Collection[str]) -> ParsedRecord:
+    """Return the content of a record; `roles` are those of the chat template.
+
+    Raises `UserError` for a record that is no example, and for a field that is not supported.
+    """
+    kind = find_type(record)
+    if kind != "text":
+        _require_no_preference(record)
+    if kind != "messages":
+        names = ("text",) if kind == "text" else ("prompt", "completion")
+        texts = tuple(_string(record, name) for name in names)
+        return ParsedRecord(kind, texts, unread=tuple(unread_fields(record, names)))
+    read = {*SYSTEM}
+    unread = list[str]()
+    messages = list[Message]()
+
+    def read_messages(name: str) -> list[Message]:
+        read.add(name)
+        listed = record[name]
+        if not isinstance(listed, list) or not all(isinstance(one, dict) for one in listed):
+            raise UserError(f"its {name} must be a list of objects")
+        parsed = [_parse_message(message, roles) for message in listed]
+        unread.extend(f"{name}.{other}" for _, others in parsed for other in others)
+        return [message for message, _ in parsed]
+
+    if record.get("messages") is not None or record.get("conversations") is not None:
+        messages += read_messages("conversations" if record.get("messages") is None else "messages")
+    elif isinstance(record.get("prompt"), list) or isinstance(record.get("completion"), list):
+        for name, role in (("prompt", "user"), ("completion", "assistant")):
+            read.add(name)
+            is_text = isinstance(record[name], str)
+            side = [Message(role, record[name])] if is_text else read_messages(name)
+            if name == "prompt":  # its replies are not trained
+                side = [replace(m, train=False) if m.train is None else m for m in side]
+            messages += side
+    else:
+        read |= {*ALPACA, "input", "history"}
+        messages += _parse_alpaca(record)
+    if system := _find_system(record):
+        if not messages or messages[0].role != "system":
+            messages.insert(0, Message("system", system))
+        elif messages[0].content != system:
+            raise UserError("its system message and its field of that name differ: leave one")
+    unread += unread_fields(record, read)
+    return ParsedRecord(kind, messages=tuple(messages), unread=tuple(dict.fromkeys(unread)))
+
+
+def _parse_message(message: Record, roles: Collection[str]) -> tuple[Message, list[str]]:
+    """Return a message, and the names of its fields that were not read."""
+    for name, remedy in REFUSED_IN_MESSAGES.items():
+        if _holds(message, name):
+            raise UserError(f"{name!r} in a message is not supported", hint=remedy)
+    names = []
+    for pair in (("role", "from"), ("content", "value")):
+        present = [name for name in pair if message.get(name) is not None]
+        if not present:
+            fields = ", ".join(map(repr, message)) or "none"
+            raise UserError(f"a message has no {pair[0]!r} (or {pair[1]!r}), its fields: {fields}")
+        names.append(present[0])
+    role, content = names
+    unread = unread_fields(message, {role, content, "weight", *MARKS})
+    parsed = Message(
+        _find_role(_string(message, role), roles), _join(message, content), _is_trained(message)
+    )
+    return parsed, [*unread]
+
+
+def _find_role(name: str, roles: Collection[str]) -> str:
+    """Return the template's role for a program's name of it."""
+    role = name if name in roles else ROLES.get(name.lower(), name.lower())
+    if role not in roles:
+        others = (other for other, meant in ROLES.items() if meant in roles)
+        raise UserError(f"no role {name!r}: the roles are {', '.join([*roles, *others])}")
+    return role
+
+
+def _join(message: Record, name: str) -> str:
+    """Return the content of a message, a text or a list of parts that are texts."""
+    content = message[name]
+    if not isinstance(content, list):
+        return _string(message, name)
+    texts = []
+    for part in content:
+        if not isinstance(part, dict) or part.get("type") != "text":
+            kind = part.get("type") if isinstance(part, dict) else type(part).__name__
+            raise UserError(f"a part of {name!r} is of the type {kind!r}, and only text is read")
+        texts.append(_string(part, "text"))
+    return "".join(texts)
+
+
+def _is_trained(message: Record) -> bool | None:
+    """Return whether a message is trained by its own fields; None: as its role is."""
+    marks = dict[str, bool]()
+    for name in MARKS:
+        if (value := message.get(name)) is not None:
+            if not isinstance(value, bool):
+                raise UserError(f"{name!r} must be true or false, got {value!r}")
+            marks[name] = value
+    if (weight := message.get("weight")) is not None:
+        if weight not in (0, 1):
+            raise UserError(
+                f"'weight' must be 0 or 1, got {weight!r}: a message is trained or it is not"
+            )
+        marks["weight"] = bool(weight)
+    if len({*marks.values()}) > 1:
+        raise UserError(f"{' and '.join(map(repr, marks))} of a message disagree: leave one")
+    return next(iter(marks.values()), None)
+
+
+def _parse_alpaca(record: Record) -> Iterator[Message]:
+    """Yield the messages of an instruction, as LLaMA-Factory reads them."""
+    history = record["history"] if _holds(record, "history") else []
+    is_list = isinstance(history, list) and all(isinstance(pair, list) for pair in history)
+    if not is_list or not all(
+        len(pair) == 2 and all(isinstance(text, str) for text in pair) for pair in history
+    ):
+        raise UserError("'history' must be a list of pairs, a question and its answer each")
+    for question, answer in history:
+        yield from (Message("user", question), Message("assistant", answer))
+    names = [name for name in ("instruction", "input") if _holds(record, name)]
+    yield Message("user", "\n".join(_string(record, name) for name in names))
+    yield Message("assistant", _string(record, "output"))
+
+
+def _find_system(record: Record) -> str:
+    """Return the system message in a field of a conversation; "" if there is none."""
+    systems = {name: _string(record, name) for name in SYSTEM if _holds(record, name)}
+    if len({*systems.values()}) > 1:
+        raise UserError(f"{' and '.join(map(repr, systems))} differ: leave one")
+    return next(iter(systems.values()), "")
+
+
+def _require_no_preference(record: Record) -> None:
+    """Raise `UserError` for an answer that is marked as worse than another, or as bad."""
+    names = [name for name in PREFERENCES if _holds(record, name)]
+    if names:
+        raise UserError(
+            f"{' and '.join(map(repr, names))} beside an example is a preference",
+            hint="examples/dpo.py trains on preferences; to train on the example, leave them out",
+        )
+    if marks := [name for name in ("label", "kto_tag") if record.get(name) is False]:
+        raise UserError(
+            f"{marks[0]!r} false marks a bad answer, which would be learned like a good one",
+            hint="leave such lines out, or rename the field",
+        )
+
+
+def _suggest(record: Record) -> str | None:
+    """Return the names to give to the fields of a record that is no example, if it has texts."""
+    names = [str(name) for name, value in record.items() if value is not None]
+    lists = [name for name in names if _holds_messages(record[name])]
+    if lists:
+        return f"rename {lists[0]!r} to 'messages'"
+    if {*PREFERENCES} & {*names}:
+        return (
+            "examples/dpo.py trains on preferences; to train on the better answers, rename "
+            "'chosen' to 'completion'"
+        )
+    question, answer = (
+        next((name for word in words for name in names if name.lower() == word), None)
+        for words in (QUESTIONS, ANSWERS)
+    )
+    if question and answer and question != answer:
+        chat = _rename((question, answer), ALPACA)
+        plain = _rename((question, answer), ("prompt", "completion"))
+        return f"for a chat, rename {chat}; to continue the prompt as it is, rename {plain}"
+    texts = [name for name in names if isinstance(record[name], str)]
+    if len(texts) == 1:
+        return (
+            f"rename {texts[0]!r} to 'text' (`tiedgpt train` and `tune` take "
+            f"--text-field {texts[0]})"
+        )
+    return "rename its fields" if texts else None
+
+
+def _rename(old: Iterable[str], new: Iterable[str]) -> str:
+    pairs = zip(old, new, strict=True)
+    return " and ".join(f"{name!r} to {other!r}" for name, other in pairs if name != other)
+
+
+def _holds_messages(value: Any) -> bool:
+    """Return whether a value is a list of objects with a role and a content."""
+    return (
+        isinstance(value, list)
+        and bool(value)
+        and all(isinstance(one, dict) for one in value)
+        and not {"role", "from"}.isdisjoint(value[0])
+    )
+
+
+def _holds(record: Record, name: str) -> bool:
+    """Return whether a field is there and neither null nor empty."""
+    value = record.get(name)
+    return value is not None and not (isinstance(value, (str, list, dict)) and not value)
+
+
+def _string(record: Record, name: str) -> str:
+    value = record.get(name)
+    if not isinstance(value, str):
+        raise UserError(f"{name!r} must be a string, got {type(value).__name__}")
+    return value
