@@ -224,12 +224,14 @@ def read_json_lines(
     name: str,
     expected: str,
     on_bad: Callable[[CorruptInputError], None] | None = None,
+    decode: Callable[[bytes], str] = bytes.decode,
 ) -> Iterator[tuple[str, dict[str, Any]]]:
     """Yield (`name:number`, object) for each line of a `.jsonl` file; skip blank lines.
 
     `lines` is the file, opened as bytes: only a newline ends a line. (`splitlines` would also
     divide lines within a string, at U+2028.) Messages call the content of a line `expected`.
-    `on_bad` is called with the error of a bad line, which is then skipped.
+    `on_bad` is called with the error of a bad line, which is then skipped. `decode` may raise
+    `UserError`.
 
     Raises:
         CorruptInputError: a line is not a JSON object of valid Unicode.
@@ -241,15 +243,16 @@ def read_json_lines(
             continue
         location = f"{name}:{number}"
         try:
-            record = json.loads(line.decode())
+            record = json.loads(decode(line))
             if not isinstance(record, dict):
                 raise ValueError(f"got a JSON {type(record).__name__}")
             if b"\\u" in line:  # escapes may spell half a surrogate pair, which is not Unicode
                 json.dumps(record, ensure_ascii=False).encode()
         except (ValueError, RecursionError) as error:
-            bad = CorruptInputError(
-                f"{location}: not a JSON object ({error}); a line is {expected}"
-            )
+            problem, hint = f"not a JSON object ({error}); a line is {expected}", None
+            if isinstance(error, UserError):
+                problem, hint = error.problem(), error.hint
+            bad = CorruptInputError(f"{location}: {problem}", hint=hint)
             if on_bad is None:
                 raise bad from None
             on_bad(bad)
@@ -262,16 +265,28 @@ def parse_json_lines(
 ) -> Iterator[Parsed]:
     """Yield parse(object, `path:number`) for each line of a `.jsonl` file.
 
-    `parse` raises `UserError`, `TypeError` or `ValueError` for a bad line, which becomes a
-    `CorruptInputError` with its place and `expected`. Raises `UserError` for an unreadable file.
+    Raises the errors of `parse_records`, and `UserError` for an unreadable file.
     """
     with reading(path, "file of JSON lines"), path.open("rb") as file:
-        for origin, record in read_json_lines(file, str(path), expected):
-            try:
-                parsed = parse(record, origin)
-            except (UserError, TypeError, ValueError) as error:
-                raise CorruptInputError(f"{origin}: {error}; a line is {expected}") from None
-            yield parsed
+        yield from parse_records(read_json_lines(file, str(path), expected), expected, parse)
+
+
+def parse_records(
+    records: Iterable[tuple[str, dict[str, Any]]],
+    expected: str,
+    parse: Callable[[dict[str, Any], str], Parsed],
+) -> Iterator[Parsed]:
+    """Yield parse(record, place) for each record with its place.
+
+    `parse` raises `UserError`, `TypeError` or `ValueError` for a bad record, which becomes a
+    `CorruptInputError` with its place and `expected`.
+    """
+    for origin, record in records:
+        try:
+            parsed = parse(record, origin)
+        except (UserError, TypeError, ValueError) as error:
+            raise CorruptInputError(f"{origin}: {error}; a line is {expected}") from None
+        yield parsed
 
 
 def write_json(path: Path, value: object) -> None:

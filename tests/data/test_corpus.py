@@ -4,9 +4,11 @@ import os
 import threading
 from types import SimpleNamespace
 
+import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
 
-from tiedgpt.data import documents
+from tiedgpt.data import documents, plan_preparation, prepare_data
 from tiedgpt.errors import CorruptInputError, UserError
 
 
@@ -102,6 +104,34 @@ def test_a_line_of_jsonl_is_a_document_named_after_its_line(write, name):
     ]
 
 
+@pytest.mark.parametrize("text_field", ["text", "body"])
+@pytest.mark.parametrize("name", ["a.jsonl", "a.csv", "a.parquet"])
+def test_fields_of_a_text_record_that_are_not_read_are_counted_in_one_note(
+    write, tmp_path, name, text_field
+):
+    fields = {text_field: "some text", "id": "4", "url": None, "tags": "", "messages": "[]"}
+    rows = [fields, fields | {"id": None, "more": "x"}]
+    columns = dict.fromkeys(key for row in rows for key in row)
+    if name == "a.jsonl":
+        path = write(name, "".join(json.dumps(row) + "\n" for row in rows))
+    elif name == "a.csv":
+        lines = [columns, *([row.get(key) or "" for key in columns] for row in rows)]
+        path = write(name, "".join(",".join(line) + "\n" for line in lines))
+    else:
+        path = str(tmp_path / name)
+        pq.write_table(
+            pa.Table.from_pylist(rows, pa.schema([(c, pa.string()) for c in columns])), path
+        )
+    corpus = documents([path], text_field=text_field)
+    note = "3 fields were not read: id (1 line), messages (2), more (1)"
+    for _ in range(2):
+        assert len(list(corpus)) == 2
+        assert corpus.remarks.notes() == [note]
+    plan = plan_preparation([path], text_field=text_field)
+    prepared = prepare_data(plan, tmp_path / "prepared", "char")
+    assert prepared is not None and note in prepared.notes
+
+
 def test_blank_documents_are_dropped(write):
     assert texts(write("a.txt", " \n"), write("b.txt", "b"), write("c.jsonl", '{"text": ""}')) == [
         "b"
@@ -135,7 +165,7 @@ def test_nul_byte_is_named_and_its_remedy_works(write):
         (b'{"body": "x"}', "the field 'text' is missing; there are 'body'"),
         (b'{"text": 3}', "the field 'text' must be a string, got 3"),
         (b'{"text": "\\ud800"}', "not a JSON object .*surrogates not allowed"),
-        (b'{"text": "\xff"}', "not a JSON object .*position 10"),
+        (b'{"text": "\xff"}', "no text in UTF-8: give its --encoding"),
     ],
 )
 def test_a_bad_jsonl_line_is_refused_with_its_number(write, line, message):

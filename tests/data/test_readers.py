@@ -128,7 +128,7 @@ def test_the_text_field_can_be_named_and_is_required_if_ambiguous(write, tmp_pat
         ("text,n\nfine,1\nonly one\n", ":3: the line does not have the 2 fields"),
         ("text\nfine\none,two\n", ":3: the line does not have the 1 fields"),
         ('text\n"never closed\n', ":2: .*quote|unexpected end"),
-        (b"text\n\xff\xfe\xfd", "is not in UTF-8"),
+        (b"text\n\xff\xfe\xfd", ":2: no text in UTF-8: .*--encoding"),
     ],
 )
 def test_a_bad_line_of_a_table_is_refused_with_its_number(write, content, problem):

@@ -1,4 +1,4 @@
-"""Records of other programs: what is trained, what is refused, and the fields that are named.
+"""Other programs' records: their trained tokens, their unread fields, and refusals.
 
 The expected texts are ChatML written by hand.
 """
@@ -29,7 +29,7 @@ def chatml(*messages):
     return text, trained
 
 
-def plain(prompt, trained):
+def completion(prompt, trained):
     return f"{prompt}{trained}<|endoftext|>", f"{trained}<|endoftext|>"
 
 
@@ -47,21 +47,21 @@ SECOND_ONLY = chatml("user: hi", "assistant: yo", "user: so", "*assistant: no")
 BOTH = chatml("user: hi", "*assistant: yo", "user: so", "*assistant: no")
 
 READ = {
-    "text": ({"text": "hi"}, plain("", "hi"), {}),
+    "text": ({"text": "hi"}, completion("", "hi"), {}),
     "text with other fields": (
         {"text": "hi", "id": 7, "meta": {"url": "x"}, "label": 0, "weight": 0.5, "tags": []},
-        plain("", "hi"),
+        completion("", "hi"),
         {"id", "meta", "label", "weight"},
     ),
-    "text of Alpaca's own table": (ALPACA | {"text": "hi"}, plain("", "hi"), {*ALPACA}),
+    "text of Alpaca's own table": (ALPACA | {"text": "hi"}, completion("", "hi"), {*ALPACA}),
     "text with preferences": (
         {"text": "hi", "chosen": "a", "rejected": "b"},
-        plain("", "hi"),
+        completion("", "hi"),
         {"chosen", "rejected"},
     ),
-    "pair": (PAIR, plain("hi", " yo"), {}),
-    "pair with a system message": (PAIR | {"system": "S"}, plain("hi", " yo"), {"system"}),
-    "pair that is marked as good": (PAIR | {"label": True}, plain("hi", " yo"), {"label"}),
+    "pair": (PAIR, completion("hi", " yo"), {}),
+    "pair with a system message": (PAIR | {"system": "S"}, completion("hi", " yo"), {"system"}),
+    "pair that is marked as good": (PAIR | {"label": True}, completion("hi", " yo"), {"label"}),
     "messages": ({"messages": [USER, REPLY]}, CHAT, {}),
     "null fields": (
         {"messages": [USER | {"name": None}, REPLY | {"tool_calls": None, "weight": None}],
@@ -112,7 +112,7 @@ READ = {
     ),
     "two marks that agree": (marked(weight=0, train=False), SECOND_ONLY, {}),
     **{
-        f"{name} beside {list(record)[0]}": (record | {name: "S"}, WITH_SYSTEM, {})
+        f"{name} beside {next(iter(record))}": (record | {name: "S"}, WITH_SYSTEM, {})
         for name in ("system", "system_prompt", "system_message")
         for record in ({"messages": [USER, REPLY]}, {"conversations": [HUMAN, GPT]})
     },
@@ -140,7 +140,7 @@ READ = {
     ),
     "functions": ({"messages": [USER, REPLY], "functions": [1]}, CHAT, {"functions"}),
     "fields of a message": (
-        {"messages": [USER | {"name": "Ann"}, REPLY | {"reasoning_content": "hm", "thinking": "x"}]},
+        {"messages": [USER | {"name": "A"}, REPLY | {"reasoning_content": "h", "thinking": "x"}]},
         CHAT,
         {"messages.name", "messages.reasoning_content", "messages.thinking"},
     ),
@@ -247,11 +247,11 @@ def test_a_record_trains_what_its_program_means(show, case, name):
         pytest.skip("Parquet has no type for a list without any element")
     code, facts, err = show(record, name=name)
     assert code == 0, err
-    (shown,) = facts["shown"]
-    assert "".join(shown["tokens"]) == text
-    pairs = zip(shown["tokens"], shown["trained"], strict=True)
-    untrained_first = plain("", "hi")[1] == trained  # the first token of a text has no target
-    expected = trained[len(shown["tokens"][0]) :] if untrained_first else trained
+    (example,) = facts["shown"]
+    assert "".join(example["tokens"]) == text
+    pairs = zip(example["tokens"], example["trained"], strict=True)
+    untrained_first = completion("", "hi")[1] == trained  # the first token of a text has no target
+    expected = trained[len(example["tokens"][0]) :] if untrained_first else trained
     assert "".join(token for token, is_trained in pairs if is_trained) == expected
     assert facts["unread"] == dict.fromkeys(unread, 1)
 
@@ -278,6 +278,6 @@ def test_unread_fields_are_counted_in_one_note(show, capsys):
 def test_a_message_that_is_no_reply_is_not_trained_and_counted(show):
     code, facts, _ = show({"messages": [USER | {"train": True}, REPLY]})
     assert code == 0 and facts["remarks"]["no reply"]["count"] == 1
-    (shown,) = facts["shown"]
-    pairs = zip(shown["tokens"], shown["trained"], strict=True)
+    (example,) = facts["shown"]
+    pairs = zip(example["tokens"], example["trained"], strict=True)
     assert "".join(token for token, is_trained in pairs if is_trained) == CHAT[1]

@@ -1,8 +1,11 @@
 """Lines of .jsonl as examples, and their ids and answers."""
 
+import gzip
 import json
 
 import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
 
 from tests.train.conftest import write_lines
@@ -82,7 +85,7 @@ def test_a_wrong_line_is_refused_with_file_line_and_reason(tmp_path, task, recor
         ("{", CorruptInputError, "x.jsonl:1: not a JSON object"),
         ("[1]", CorruptInputError, "x.jsonl:1: not a JSON object (got a JSON list)"),
         ("[" * 100_000, CorruptInputError, "x.jsonl:1"),
-        (b"\xff\xfe", CorruptInputError, "x.jsonl:1: not a JSON object"),
+        (b"\xff\xff", CorruptInputError, "x.jsonl:1: no text in UTF-8"),
         ("\n \n", UserError, "has no lines"),
         ('{"text": "a", "label": "x"}\n' * 9, UserError, "none is left to train on"),
         (
@@ -98,8 +101,33 @@ def test_files_without_enough_labels_are_refused(tmp_path, text, kind, says):
     with pytest.raises(kind) as error:
         LabelSources(LABELLED["classify"], [str(file)])
     assert says in str(error.value)
-    with pytest.raises(UserError, match=r"missing\.jsonl: cannot be read"):
+    with pytest.raises(UserError, match=r"missing\.jsonl"):
         LabelSources(LABELLED["classify"], [str(tmp_path / "missing.jsonl")])
+
+
+ROWS = [{"text": f"t{n}é", "label": str(n % 2), "id": str(n), "note": ""} for n in range(20)]
+
+
+@pytest.mark.parametrize(
+    "name", ["a.jsonl", "a.csv", "a.tsv", "a.parquet", "a.jsonl.gz", "a.lines"]
+)
+@pytest.mark.parametrize("encoding", ["auto", "cp1252"])
+def test_labelled_records_of_any_file_are_the_same_and_unread_fields_named(
+    tmp_path, name, encoding
+):
+    file = tmp_path / name
+    lines = "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in ROWS)
+    delimiter = "\t" if name == "a.tsv" else ","
+    if name in ("a.csv", "a.tsv"):
+        lines = "".join(delimiter.join(row) + "\n" for row in [ROWS[0], *map(dict.values, ROWS)])
+    data = lines.encode("utf-8" if encoding == "auto" else encoding)
+    file.write_bytes(gzip.compress(data) if name.endswith(".gz") else data)
+    if name == "a.parquet":
+        pq.write_table(pa.Table.from_pylist(ROWS), file)
+    sources = LabelSources(LABELLED["classify"], [str(file)], encoding=encoding)
+    examples = sorted((*sources.train, *sources.held_out), key=lambda e: int(e.texts[0][1:-1]))
+    assert [(*e.texts, *e.labels) for e in examples] == [(r["text"], r["label"]) for r in ROWS]
+    assert sources.notes == ["1 field was not read: id (20 lines)"]
 
 
 def test_a_tenth_is_held_out_by_content_and_equal_lines_stay_together(tmp_path):

@@ -305,8 +305,8 @@ def _as_dict(
         facts = {"place": example.location, "ids": example.ids}
         rows.append(facts | {"tokens": tokens, "trained": trained})
     remarks = {name: asdict(remark) for name, remark in reader.remarks.items()}
-    facts = {"kind": reader.kind, **counts, "remarks": remarks, "unread": reader.unread}
-    return {**facts, "shown": rows}
+    unread = dict(reader.unread)
+    return {"kind": reader.kind, **counts, "remarks": remarks, "unread": unread, "shown": rows}
 
 
 def _print(reader: ExampleReader, counts: dict[str, int], examples: list[Example]) -> None:

@@ -13,13 +13,15 @@ import os
 import re
 import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, BinaryIO
 
 from tiedgpt.data.hub import HUB, HubData, find_data
 from tiedgpt.data.readers import (
+    BYTE_ORDER_MARKS,
     DECOMPRESSORS,
+    GIVE_ENCODING,
     LARGEST_LINE,
     PARQUET,
     Section,
@@ -30,6 +32,7 @@ from tiedgpt.data.readers import (
     open_stream,
     read_records,
 )
+from tiedgpt.data.records import UnreadFields, is_example, unread_fields
 from tiedgpt.errors import CorruptInputError, UserError
 from tiedgpt.files import PREPARED
 from tiedgpt.text.bpe import END_OF_TEXT
@@ -37,11 +40,6 @@ from tiedgpt.text.bpe import END_OF_TEXT
 STDIN = "-"
 CACHES = ("__pycache__", "node_modules", "venv", "site-packages")
 """Folders of other programs, which are not searched."""
-BYTE_ORDER_MARKS = {
-    b"\xff\xfe\0\0": "utf-32", b"\0\0\xfe\xff": "utf-32", b"\xff\xfe": "utf-16",
-    b"\xfe\xff": "utf-16",
-}  # fmt: skip
-"""Encodings by byte order mark; UTF-32 comes first because its mark begins like that of UTF-16."""
 MARKERS = ("run.toml", PREPARED, "CACHEDIR.TAG")
 """Files that identify a training run, prepared data and a cache, which are not searched."""
 NOT_TEXT = (
@@ -92,12 +90,14 @@ class Remarks:
     """Paths in folders that are not UTF-8 or not regular files."""
     unread: set[str] = field(default_factory=set)
     """Paths in folders that were left out because of their ending, such as .pdf."""
+    unread_fields: UnreadFields = field(default_factory=UnreadFields)
+    """Number of records with each field that is not read."""
 
     def to_json(self) -> dict[str, Any]:
         """Return the remarks with lists in place of sets."""
         return {
             name: sorted(value) if isinstance(value, set) else value
-            for name, value in asdict(self).items()
+            for name, value in vars(self).items()
         }
 
     def add(self, remarks: dict[str, Any]) -> None:
@@ -108,6 +108,7 @@ class Remarks:
         self.pins |= remarks["pins"]
         self.skipped |= {*remarks["skipped"]}
         self.unread |= {*remarks["unread"]}
+        self.unread_fields.update(remarks.get("unread_fields", {}))  # new: absent in older files
 
     def notes(self) -> list[str]:
         """Return the remarks in words."""
@@ -133,7 +134,7 @@ class Remarks:
             names = ", ".join(sorted(paths)[:3]) + ", ..." * (len(paths) > 3)
             files = f"{len(paths):,} file{'s' * (len(paths) > 1)}"
             notes += [f"left out {files}, {reason}: {names}"] if paths else []
-        return notes
+        return notes + self.unread_fields.notes()
 
 
 @dataclass
@@ -160,6 +161,8 @@ class FileCorpus:
     """The section to read of the only file; None for all of it."""
     may_be_blank: bool = False
     """Whether a corpus without any text is valid."""
+    only_records: bool = False
+    """Whether named files with another ending hold lines of JSON, and others are left out."""
 
     def __iter__(self) -> Iterator[Document]:
         """Yield the documents that are not blank, in the order of the sources.
@@ -169,14 +172,16 @@ class FileCorpus:
             CorruptInputError: a named file is not text in UTF-8, or a line of a `.jsonl` is wrong.
         """
         blank = True
+        self.remarks.unread_fields.clear()
         for location, record in self.records(f'{{"{self.text_field}": ...}}'):
             text = record.get(self.text_field)
+            self.remarks.unread_fields.update(unread_fields(record, (self.text_field,)))
             if not isinstance(text, str):
                 problem = f"must be a string, got {text!r:.40}"
                 if self.text_field not in record:
                     problem = f"is missing; there are {', '.join(map(repr, record)) or 'none'}"
                 hint = "`tiedgpt train` and `tune` read another field with --text-field"
-                if {"prompt", "messages", "conversations"} & record.keys():
+                if is_example(record):
                     hint = "train on prompts and replies with `tiedgpt tune`"
                 raise CorruptInputError(
                     f"{location}: the field {self.text_field!r} {problem}", hint=hint
@@ -205,20 +210,24 @@ class FileCorpus:
             if path in self.hub:
                 yield from self.hub[path].records(self.section)
                 continue
-            name, is_table = _printable(path), has_records(path)
+            name, is_text = _printable(path), not has_records(path)
+            if is_text and self.only_records:
+                if not self.paths[path]:
+                    self.remarks.unread.add(name)
+                    continue
+                is_text = False
             try:
-                if not is_table and not self.is_text(path):
+                if is_text and not self.is_text(path):
                     continue
                 with self._open(path) as raw, open_stream(raw, name) as file:
-                    if not is_table:
+                    if is_text:
                         yield from self._read_text(file, path)
                         continue
-                    encoding = "utf-8-sig" if self.encoding == "auto" else self.encoding
                     row_groups = self.section if ending(path) == PARQUET else None
                     if self.section is not None and row_groups is None and self.section[0]:
                         name = f"from byte {self.section[0]:,} of {name}"
                     yield from read_records(
-                        file, name, expected, encoding=encoding, on_bad=on_bad,
+                        file, name, expected, encoding=self.encoding, on_bad=on_bad,
                         row_groups=row_groups,
                     )  # fmt: skip
             except OSError as error:
@@ -319,10 +328,8 @@ class FileCorpus:
             )
         is_other = self.encoding.lower() not in ("auto", "utf-8", "utf8")
         nor = f", nor in {self.encoding}" if is_other else ""
-        raise CorruptInputError(
-            f"{name} is not text in UTF-8{nor}",
-            hint="name text files, or their --encoding (often cp1252 or utf-16)",
-        )
+        hint = "give another --encoding" if is_other else f"name text files, or {GIVE_ENCODING}"
+        raise CorruptInputError(f"{name} is not text in UTF-8{nor}", hint=hint)
 
     def is_text(self, path: str) -> bool:
         """Return whether a file's name is that of text; raise `UserError` for a named file."""
@@ -371,7 +378,7 @@ class FileCorpus:
             if is_stdin and sys.stdin is None:
                 raise UserError("standard input is closed", hint="name a file in place of -")
             self.streams[path] = sys.stdin.buffer.read() if is_stdin else Path(path).read_bytes()
-        return io.BytesIO(self.streams[path])
+        return io.BufferedReader(io.BytesIO(self.streams[path]))
 
 
 def documents(
@@ -380,6 +387,7 @@ def documents(
     text_field: str = "text",
     encoding: str = "auto",
     keep_end_of_text: bool = False,
+    only_records: bool = False,
 ) -> FileCorpus:
     """Return the documents of files, folders, globs, `hf:` data sets and `-` (standard input).
 
@@ -390,7 +398,8 @@ def documents(
     files; files in them that are not UTF-8 are listed in `.remarks.skipped`. A file that is reached
     twice is read once. Names are checked now, contents when the documents are iterated.
 
-    A text file is UTF-8, or else in `encoding`; "auto" guesses the encoding of a named file.
+    A text file is UTF-8, or else in `encoding`; "auto" guesses the encoding of a named file. With
+    `only_records`, a named file with another ending holds lines of JSON.
 
     Raises:
         UserError: a source is missing, a glob matches nothing, a folder has no files, or Python
@@ -403,7 +412,12 @@ def documents(
             f"--encoding {encoding}: Python knows no such encoding",
             hint="give one such as utf-8, utf-16 or cp1252",
         ) from None
-    corpus = FileCorpus(text_field, encoding=encoding, keep_end_of_text=keep_end_of_text)
+    corpus = FileCorpus(
+        text_field,
+        encoding=encoding,
+        keep_end_of_text=keep_end_of_text,
+        only_records=only_records,
+    )
     reached: dict[str, str] = {}
     for source in [sources] if isinstance(sources, str) else sources:
         if source.startswith(HUB) and not os.path.exists(source):

@@ -189,7 +189,7 @@ class ExampleReader:
         return Example(location, example.ids[:room], example.counted[:room], example.turns)
 
     def _bad(self, error: CorruptInputError, *, is_first: bool = False) -> None:
-        """Raise the error of a line, or count it; where all lines are so, skipping is no remedy."""
+        """Raise the error of a line, or count it. `is_first`: skipping may leave no line."""
         if not self.skip_bad:
             skip = [] if is_first and error.hint else ["--skip-bad skips and counts such lines"]
             hint = "; ".join([error.hint, *skip] if error.hint else skip)

@@ -246,8 +246,8 @@ def _list_sections(path: str, size: int, corpus: FileCorpus, target: int) -> lis
     with open(path, "rb") as file:
         if ending(path) == PARQUET:
             size = count_row_groups(file, path)
-        elif not has_records(path) and not (
-            corpus.in_parts and corpus.has_lines(file.read(PEEK_BYTES))
+        elif not (corpus.in_parts or has_records(path)) or not corpus.has_lines(
+            file.read(PEEK_BYTES)
         ):
             return []
     n_sections = min(n_sections, size)

@@ -23,13 +23,18 @@ import os
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
 from importlib import import_module
-from itertools import count
+from itertools import chain, count
 from pathlib import PurePath
 from typing import IO, Any, AnyStr, BinaryIO, cast
 
 from tiedgpt.errors import CorruptInputError, UserError
 from tiedgpt.files import JSON_LINES, read_json_lines, reading
 
+BYTE_ORDER_MARKS = {
+    b"\xff\xfe\0\0": "utf-32", b"\0\0\xfe\xff": "utf-32", b"\xff\xfe": "utf-16",
+    b"\xfe\xff": "utf-16",
+}  # fmt: skip
+"""Encodings by byte order mark; UTF-32 comes first because its mark begins like that of UTF-16."""
 DELIMITERS = {".csv": ",", ".tsv": "\t"}
 """Endings of tables in text, whose first line names the columns."""
 PARQUET = ".parquet"
@@ -40,6 +45,7 @@ LARGEST_LINE = 1 << 28
 LARGEST_PART = 1 << 20
 """Bytes of a document in a text that is read in parts; of longer ones each part is a document."""
 FETCH_AGAIN = "fetch or make it again"
+GIVE_ENCODING = "give its --encoding (often cp1252 or utf-16)"
 OnBad = Callable[[CorruptInputError], None] | None
 Section = tuple[int, int]
 """From where a file is read, and up to where: in bytes, or in row groups of a Parquet file."""
@@ -174,18 +180,57 @@ def read_records(
     on_bad: OnBad,
     row_groups: Section | None,
 ) -> Iterator[tuple[str, dict[str, Any]]]:
-    """Yield (place, record) for each record of an open file whose name `has_records`.
+    """Yield (place, record) for each record of an open file, of lines of JSON by default.
 
     `expected` describes a line of .jsonl in messages. `on_bad` receives the error of each bad line,
-    which is skipped. `row_groups` selects row groups of a Parquet file.
+    which is skipped. `row_groups` selects row groups of a Parquet file. A line of another file is
+    in UTF-8, or else in `encoding`.
     """
     suffix = ending(name)
-    if suffix in JSON_LINES:
-        yield from read_json_lines(_lines(file, name), name, expected, on_bad)
-    elif suffix in DELIMITERS:
-        yield from _read_table(file, name, DELIMITERS[suffix], encoding)
-    else:
+    if suffix == PARQUET:
         yield from _read_parquet(file, name, row_groups)
+        return
+    lines, decode = _open_lines(file, name, encoding)
+    if suffix in DELIMITERS:
+        yield from _read_table(map(decode, lines), name, DELIMITERS[suffix])
+    else:
+        yield from read_json_lines(lines, name, expected, on_bad, decode)
+
+
+def _open_lines(
+    file: BinaryIO, name: str, encoding: str
+) -> tuple[Iterator[bytes], Callable[[bytes], str]]:
+    """Return the lines of a file, and the function that decodes one or raises `UserError`."""
+    head = cast(io.BufferedReader, file).peek(4)
+    marked = (marked for mark, marked in BYTE_ORDER_MARKS.items() if head.startswith(mark))
+    if encoding == "auto":
+        encoding = next(marked, "utf-8")
+    if "\n".encode(encoding) != b"\n":
+        return _transcode(file, name, encoding), bytes.decode
+
+    def decode(line: bytes) -> str:
+        for candidate in ("utf-8", encoding):
+            with contextlib.suppress(UnicodeDecodeError):
+                return line.decode(candidate)
+        if encoding == "utf-8":
+            raise UserError("no text in UTF-8", hint=GIVE_ENCODING)
+        raise UserError(f"no text in UTF-8, nor in {encoding}", hint="give another --encoding")
+
+    return _lines(file, name), decode
+
+
+def _transcode(file: BinaryIO, name: str, encoding: str) -> Iterator[bytes]:
+    """Yield the lines of a file in UTF-8, from an encoding whose newline is another byte."""
+    text = io.TextIOWrapper(file, encoding, newline="\n")
+    try:
+        for line in _lines(text, name):
+            yield line.encode()
+    except UnicodeError:  # also where a file that is to be UTF-16 has no byte order mark
+        raise CorruptInputError(
+            f"{name} is not in {encoding.upper()}", hint="give another --encoding, or none"
+        ) from None
+    finally:
+        text.detach()
 
 
 def _lines(file: IO[AnyStr], name: str) -> Iterator[AnyStr]:
@@ -200,31 +245,41 @@ def _lines(file: IO[AnyStr], name: str) -> Iterator[AnyStr]:
 
 
 def _read_table(
-    file: BinaryIO, name: str, delimiter: str, encoding: str
+    lines: Iterator[str], name: str, delimiter: str
 ) -> Iterator[tuple[str, dict[str, Any]]]:
-    text = io.TextIOWrapper(file, encoding, newline="")
+    """Yield (place, record) for each row of a table; its place is the row's first line."""
     csv.field_size_limit(LARGEST_LINE)
-    reader = csv.DictReader(_lines(text, name), delimiter=delimiter, strict=True)
+    pieces = chain.from_iterable(
+        io.StringIO(line, newline="") for line in _without_mark(lines)
+    )  # an old file ends its lines with "\r"
+    rows = csv.reader(pieces, delimiter=delimiter, strict=True)
+    columns, first_line = list[str](), 1
     try:
-        _require_distinct(reader.fieldnames or (), name)
-        for record in reader:
-            location = f"{name}:{reader.line_num}"
-            if None in record or None in record.values():
-                n_columns = len(reader.fieldnames or ())
+        for row in rows:
+            location, first_line = f"{name}:{first_line}", rows.line_num + 1
+            if not columns:
+                columns = row
+                _require_distinct(columns, name)
+            elif row and len(row) != len(columns):
                 raise CorruptInputError(
-                    f"{location}: the line does not have the {n_columns} fields of the first line",
+                    f"{location}: the line does not have the {len(columns)} fields of the first "
+                    "line",
                     hint="the first line names the columns",
                 )
-            yield location, record
+            elif row:
+                yield location, dict(zip(columns, row, strict=True))
     except csv.Error as error:
-        raise CorruptInputError(f"{name}:{reader.line_num}: {error}") from None
-    except UnicodeError:  # also where a file that is to be UTF-16 has no byte order mark
-        raise CorruptInputError(
-            f"{name} is not in {encoding.removesuffix('-sig').upper()}",
-            hint="give its --encoding (often cp1252 or utf-16)",
-        ) from None
-    finally:
-        text.detach()
+        raise CorruptInputError(f"{name}:{first_line}: {error}") from None
+    except UserError as error:
+        line = rows.line_num + 1
+        raise CorruptInputError(f"{name}:{line}: {error.problem()}", hint=error.hint) from None
+
+
+def _without_mark(lines: Iterator[str]) -> Iterator[str]:
+    """Yield lines without a byte order mark before the first."""
+    for first_line in lines:
+        yield first_line.removeprefix("\ufeff")
+        yield from lines
 
 
 def _read_parquet(

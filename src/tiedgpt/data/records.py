@@ -29,7 +29,7 @@ FIELDS: dict[tuple[str, ...], ExampleType] = {
     ("conversations",): "messages",
 }
 ALPACA = ("instruction", "output")
-"""Fields of a conversation in a record that has none of `FIELDS`."""
+"""Fields of a conversation; a record with one of `FIELDS` is of that kind."""
 EXPECTED = '{"text": ...}, {"prompt": ..., "completion": ...} or {"messages": [...]}'
 SYSTEM = ("system", "system_prompt", "system_message")
 """Fields with the system message of a conversation."""
@@ -47,7 +47,7 @@ REFUSED_IN_MESSAGES = {
     "function_call": "write the call as the message's content",
     "train_detail": "divide the message in two",
 }
-"""Fields of a message that change what is trained and are not supported, each with a remedy."""
+"""Unsupported fields of a message that change its trained tokens, and remedies."""
 QUESTIONS = ("instruction", "question", "query", "input", "problem", "user", "prompt")
 ANSWERS = ("output", "answer", "response", "reply", "solution", "assistant", "completion", "chosen")
 """Common names of a question and of its answer, for hints."""
@@ -68,7 +68,7 @@ class Message:
 class ParsedRecord:
     """The content of a record."""
 
-    kind: ExampleType
+    example_type: ExampleType
     texts: tuple[str, ...] = ()
     """The text, or the prompt and the completion."""
     messages: tuple[Message, ...] = ()
@@ -98,7 +98,7 @@ def unread_fields(record: Record, read: Collection[str]) -> Iterator[str]:
 def find_type(record: Record) -> ExampleType:
     """Return the kind of a record; raise `UserError`, with the fields to rename, for no example."""
     present = {name for name, value in record.items() if value is not None}
-    kinds = [kind for names, kind in FIELDS.items() if present.issuperset(names)]
+    kinds = [FIELDS[names] for names in FIELDS if present.issuperset(names)]
     if not kinds and present.issuperset(ALPACA):
         kinds = ["messages"]
     if len(kinds) != 1:
@@ -114,18 +114,26 @@ def find_type(record: Record) -> ExampleType:
     return kinds[0]
 
 
-def parse_record(record: Record, roles: Collection[str]) -> ParsedRecord:
-    """Return the content of a record; `roles` are those of the chat template.
+def is_example(record: Record) -> bool:
+    """Return whether a record is an example with a reply."""
+    try:
+        return find_type(record) != "text"
+    except UserError:
+        return False
 
-    Raises `UserError` for a record that is no example, and for a field that is not supported.
+
+def parse_record(record: Record, roles: Collection[str]) -> ParsedRecord:
+    """Parse a record; `roles` are the roles of the chat template.
+
+    Raises `UserError` for a record that is no example, and for an unsupported field.
     """
-    kind = find_type(record)
-    if kind != "text":
+    example_type = find_type(record)
+    if example_type != "text":
         _require_no_preference(record)
-    if kind != "messages":
-        names = ("text",) if kind == "text" else ("prompt", "completion")
+    if example_type != "messages":
+        names = ("text",) if example_type == "text" else ("prompt", "completion")
         texts = tuple(_string(record, name) for name in names)
-        return ParsedRecord(kind, texts, unread=tuple(unread_fields(record, names)))
+        return ParsedRecord(example_type, texts, unread=tuple(unread_fields(record, names)))
     read = {*SYSTEM}
     unread = list[str]()
     messages = list[Message]()
@@ -158,7 +166,7 @@ def parse_record(record: Record, roles: Collection[str]) -> ParsedRecord:
         elif messages[0].content != system:
             raise UserError("its system message and its field of that name differ: leave one")
     unread += unread_fields(record, read)
-    return ParsedRecord(kind, messages=tuple(messages), unread=tuple(dict.fromkeys(unread)))
+    return ParsedRecord(example_type, messages=tuple(messages), unread=tuple(dict.fromkeys(unread)))
 
 
 def _parse_message(message: Record, roles: Collection[str]) -> tuple[Message, list[str]]:
@@ -185,7 +193,7 @@ def _find_role(name: str, roles: Collection[str]) -> str:
     """Return the template's role for a program's name of it."""
     role = name if name in roles else ROLES.get(name.lower(), name.lower())
     if role not in roles:
-        others = (other for other, meant in ROLES.items() if meant in roles)
+        others = (other for other in ROLES if ROLES[other] in roles)
         raise UserError(f"no role {name!r}: the roles are {', '.join([*roles, *others])}")
     return role
 
@@ -196,11 +204,11 @@ def _join(message: Record, name: str) -> str:
     if not isinstance(content, list):
         return _string(message, name)
     texts = []
-    for part in content:
-        if not isinstance(part, dict) or part.get("type") != "text":
-            kind = part.get("type") if isinstance(part, dict) else type(part).__name__
-            raise UserError(f"a part of {name!r} is of the type {kind!r}, and only text is read")
-        texts.append(_string(part, "text"))
+    for item in content:
+        if not isinstance(item, dict) or item.get("type") != "text":
+            got = item.get("type") if isinstance(item, dict) else type(item).__name__
+            raise UserError(f"a part of {name!r} is of the type {got!r}, and only text is read")
+        texts.append(_string(item, "text"))
     return "".join(texts)
 
 
@@ -239,7 +247,7 @@ def _parse_alpaca(record: Record) -> Iterator[Message]:
 
 
 def _find_system(record: Record) -> str:
-    """Return the system message in a field of a conversation; "" if there is none."""
+    """Return the text of the fields in `SYSTEM`, or ""."""
     systems = {name: _string(record, name) for name in SYSTEM if _holds(record, name)}
     if len({*systems.values()}) > 1:
         raise UserError(f"{' and '.join(map(repr, systems))} differ: leave one")
@@ -262,7 +270,7 @@ def _require_no_preference(record: Record) -> None:
 
 
 def _suggest(record: Record) -> str | None:
-    """Return the names to give to the fields of a record that is no example, if it has texts."""
+    """Return a hint that renames fields so that a record becomes an example, or None."""
     names = [str(name) for name, value in record.items() if value is not None]
     lists = [name for name in names if _holds_messages(record[name])]
     if lists:
@@ -278,8 +286,8 @@ def _suggest(record: Record) -> str | None:
     )
     if question and answer and question != answer:
         chat = _rename((question, answer), ALPACA)
-        plain = _rename((question, answer), ("prompt", "completion"))
-        return f"for a chat, rename {chat}; to continue the prompt as it is, rename {plain}"
+        pair = _rename((question, answer), ("prompt", "completion"))
+        return f"for a chat, rename {chat}; to continue the prompt as it is, rename {pair}"
     texts = [name for name in names if isinstance(record[name], str)]
     if len(texts) == 1:
         return (

@@ -1,4 +1,4 @@
-"""Labelled examples: lines of .jsonl train a head on a GPT's body, one label or choice for each.
+"""Labelled examples: records train a head on a GPT's body, one label or choice for each.
 
 `parse` turns a line into an example, `encode` an example into ids with their answer, and `collate`
 several of these into a batch for the head's `losses`.
@@ -12,7 +12,6 @@ from abc import abstractmethod
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from pathlib import Path
 from typing import Any, ClassVar, Self
 
 import numpy as np
@@ -22,10 +21,11 @@ from torch import Tensor
 from tiedgpt.core.config import GPTConfig
 from tiedgpt.core.loss import IGNORED
 from tiedgpt.core.model import GPT
-from tiedgpt.data import permutation
+from tiedgpt.data import documents, permutation
+from tiedgpt.data.records import UnreadFields, unread_fields
 from tiedgpt.errors import UserError
 from tiedgpt.evaluate.perplexity import totals
-from tiedgpt.files import parse_json_lines
+from tiedgpt.files import parse_records
 from tiedgpt.heads import Head, MultipleChoice, SequenceClassifier, pad
 from tiedgpt.heads.inputs import read_choices, read_text
 from tiedgpt.runtime import eval_mode
@@ -98,6 +98,8 @@ class Labelled(Objective):
     labels: tuple[str, ...] = ()
     fields: ClassVar[str]
     """The fields of a line, for messages."""
+    read_fields: ClassVar[tuple[str, ...]] = ()
+    """Fields that `parse` reads, if others are to be counted in a note."""
     head_class: ClassVar[type[Head]]
     """The head on the body."""
     use: ClassVar[str]
@@ -109,7 +111,7 @@ class Labelled(Objective):
     @classmethod
     def open(cls, options: TrainOptions) -> LabelSources:
         """Open the labelled examples of the options."""
-        return LabelSources(cls, options.data, options.val)
+        return LabelSources(cls, options.data, options.val, encoding=options.encoding)
 
     @classmethod
     def make(
@@ -118,7 +120,8 @@ class Labelled(Objective):
         """Return the objective, and the examples as ids."""
         objective = cls(*setup, labels=sources.labels)
         context = options.context or setup.config.n_positions
-        return objective, objective.encode_examples(sources.train, sources.held_out, context)
+        data = objective.encode_examples(sources.train, sources.held_out, context)
+        return objective, replace(data, notes=[*sources.notes, *data.notes])
 
     @functools.cached_property
     def numbers(self) -> dict[str, int]:
@@ -293,7 +296,9 @@ class Labelled(Objective):
 
 
 class LabelSources(Sources):
-    """Lines of .jsonl for one objective; without --val, a tenth of them is held out.
+    """Records for one objective; without `validation`, a tenth of them is held out.
+
+    `sources`, `validation` and the options of `reading` are those of `tiedgpt.data.documents`.
 
     The split follows the content, so equal lines are on the same side. Raises `UserError` or
     `CorruptInputError`, with file and line, for a wrong line, and `UserError` if no example is left
@@ -301,11 +306,16 @@ class LabelSources(Sources):
     """
 
     def __init__(
-        self, kind: type[Labelled], sources: Sequence[str], validation: str | None = None
+        self,
+        kind: type[Labelled],
+        sources: Sequence[str],
+        validation: str | None = None,
+        **reading: Any,
     ) -> None:
-        examples = [example for source in sources for example in _read(kind, source)]
+        examples, self.notes = _read(kind, sources, reading)
         if validation is not None:
-            self.held_out = _read(kind, validation)
+            self.held_out, notes = _read(kind, [validation], reading)
+            self.notes += [f"--val: {note}" for note in notes]
             digests = {example.digest for example in self.held_out}
         else:
             order = sorted({example.digest for example in examples})
@@ -353,22 +363,30 @@ def _name_labels(train: Sequence[Example], held_out: Sequence[Example]) -> tuple
     return tuple(sorted(seen, key=(lambda name: (int(name), name)) if numeric else None))
 
 
-def _read(kind: type[Labelled], source: str) -> list[Example]:
-    """Return the examples of a file."""
+def _read(
+    kind: type[Labelled], sources: Sequence[str], reading: Mapping[str, Any]
+) -> tuple[list[Example], list[str]]:
+    """Return the examples of files, and notes about the files."""
+    corpus, unread = documents(sources, **reading, only_records=True), UnreadFields()
 
     def parse(record: dict[str, Any], place: str) -> Example:
-        return replace(kind.parse(record), place=place)
+        example = replace(kind.parse(record), place=place)
+        if kind.read_fields:
+            unread.update(unread_fields(record, kind.read_fields))
+        return example
 
-    examples = list(parse_json_lines(Path(source), kind.fields, parse))
+    examples = [*parse_records(corpus.records(kind.fields), kind.fields, parse)]
     if not examples:
-        raise UserError(f"{source} has no lines", hint=f"give .jsonl, each line {kind.fields}")
-    return examples
+        names = ", ".join(sources)
+        raise UserError(f"{names} has no lines", hint=f"give .jsonl, each line {kind.fields}")
+    return examples, [*corpus.remarks.notes(), *unread.notes()]
 
 
 class Classify(Labelled):
     """{"text": "...", "label": "name or number"}; a long text is cut to its beginning."""
 
     fields = '{"text": ..., "label": ...}'
+    read_fields = ("text", "label")
     head_class = SequenceClassifier
     use = 'head.labels[head(*pad([tokenizer.encode("a text")])).argmax()]'
 
@@ -398,6 +416,7 @@ class Choose(Labelled):
     """
 
     fields = '{"text": ..., "choices": [...], "answer": 0}'
+    read_fields = ("text", "choices", "answer")
     head_class = MultipleChoice
     keeps_end = keeps_head = True
     use = 'head(*(x[None] for x in pad([tokenizer.encode(t) for t in ("a b", "a c")]))).argmax()'

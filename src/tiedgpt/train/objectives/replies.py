@@ -49,7 +49,7 @@ def has_examples(options: TrainOptions) -> bool:
         return False
     if options.packing == "on":
         return True
-    corpus = documents(options.data)
+    corpus = documents(options.data, encoding=options.encoding)
     of_text = options.text_field != TrainOptions.text_field
     if of_text or not corpus.has_records:
         return False
