@@ -5,7 +5,7 @@ import json
 import pytest
 from rich.console import Console
 
-from tiedgpt import Tokenizer
+from tiedgpt import GPT, GPTConfig, Tokenizer
 from tiedgpt.cli import data
 from tiedgpt.cli.main import main
 from tiedgpt.data import TEMPLATES, write_template
@@ -98,3 +98,42 @@ def test_the_template_beside_the_tokenizer_is_used_unless_it_is_foreign(folder, 
     assert main([*command, "--template", "chatml"]) == 0
     command[2] = "pairs.jsonl"
     assert main([*command, "--skip-bad"]) == 0, "pairs need no template"
+
+
+@pytest.mark.parametrize("encoding", ["cp1252", "utf-16"])
+@pytest.mark.parametrize(
+    "command",
+    [["data", "show", "pairs.jsonl", "--tokenizer", "tok", "-f", "json"],
+     ["tune", "pairs.jsonl", "--from", "gpt", "--steps", "1", "--out", "run"],
+     ["train", "texts.jsonl", "--text-field", "body", "--start", "gpt", "--steps", "1",
+      "--out", "run", "--context", "8"],
+     ["train", "labels.jsonl", "--task", "classify", "--start", "gpt", "--steps", "1",
+      "--out", "run"],
+     ["eval", "gpt", "cloze.jsonl", "--format", "json"]],
+    ids=lambda command: " ".join(command[:2]),
+)  # fmt: skip
+def test_an_encoding_that_is_named_counts_for_lines_of_every_verb(
+    folder, capsys, encoding, command
+):
+    shape = {"n_positions": 128, "n_embd": 8, "n_layer": 1, "n_head": 2}
+    tokenizer = Tokenizer.from_pretrained("tok")
+    config = GPTConfig(vocab_size=len(tokenizer), **shape, eos_token_id=tokenizer.eos_token_id)
+    GPT(config).save_pretrained("gpt")
+    tokenizer.save_pretrained("gpt")
+    rows = {
+        "pairs.jsonl": [{"prompt": f"größer {n}", "completion": " é"} for n in range(7)],
+        "texts.jsonl": [{"body": f"größer und größer {n}" * 5} for n in range(7)],
+        "labels.jsonl": [{"text": f"größer {n}", "label": "äö"[n % 2]} for n in range(29)],
+        "cloze.jsonl": [{"context": f"größer {n}", "completion": " é"} for n in range(7)],
+    }
+    for name, records in rows.items():
+        lines = "".join(json.dumps(record, ensure_ascii=False) + "\n" for record in records)
+        (folder / name).write_bytes(lines.encode(encoding))
+    if encoding == "cp1252":
+        assert main(command) == 3
+        assert "no text in UTF-8" in capsys.readouterr().err
+    assert main([*command, "--encoding", encoding]) == 0
+    out = capsys.readouterr().out
+    if command[:2] == ["data", "show"]:
+        (first, *_) = json.loads(out)["shown"]
+        assert "".join(first["tokens"]) == "größer 0 é<|endoftext|>"

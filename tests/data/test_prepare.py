@@ -201,6 +201,16 @@ def test_sections_of_lines_hold_every_line_once(tmp_path_factory, lengths, n):
     assert b"".join(section.read() for section in sections) == data
 
 
+@pytest.mark.parametrize("encoding", ["cp1252", "utf-16"])
+def test_lines_in_another_encoding_are_prepared_whole(tmp_path, encoding):
+    texts = [f"größer {n} " * 97 for n in range(211)]
+    lines = "".join(json.dumps({"text": text}, ensure_ascii=False) + "\n" for text in texts)
+    (tmp_path / "a.jsonl").write_bytes(lines.encode(encoding))
+    plan = plan_preparation([str(tmp_path / "a.jsonl")], encoding=encoding)
+    assert len(plan.parts) == {"cp1252": 4, "utf-16": 1}[encoding]
+    assert [document.text for piece in plan.parts for document in piece.open()[0]] == texts
+
+
 def test_documents_do_not_depend_on_the_size_of_parts(tmp_path, large, monkeypatch):
     monkeypatch.setattr(readers, "LARGEST_PART", 500)
     (tmp_path / "a.txt").write_text("\n<|endoftext|>\n".join(TEXTS))

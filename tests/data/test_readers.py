@@ -122,22 +122,107 @@ def test_the_text_field_can_be_named_and_is_required_if_ambiguous(write, tmp_pat
         texts(path)
 
 
+@pytest.mark.parametrize("end", ["\n", "\r\n"])
 @pytest.mark.parametrize(
     ("content", "problem"),
     [
         ("text,n\nfine,1\nonly one\n", ":3: the line does not have the 2 fields"),
         ("text\nfine\none,two\n", ":3: the line does not have the 1 fields"),
-        ('text\n"never closed\n', ":2: .*quote|unexpected end"),
+        ('text,n\n"of\nthree\nlines",1\n\nbad\n', ":6: the line does not have the 2 fields"),
+        ('text,n\nfine,1\n"of\ntwo lines"\nfine,2\n', ":3: the line does not have the 2 fields"),
+        ('text\nfine\n"never\nclosed\n', ":3: .*quote|unexpected end"),
+        ('text\nfine\n"closed" and more\n', ":3: .*expected after"),
+        ('"text\nfine\n', ":1: .*unexpected end"),
         (b"text\n\xff\xfe\xfd", ":2: no text in UTF-8: .*--encoding"),
+        (b"t\xffxt\nfine\n", ":1: no text in UTF-8: .*--encoding"),
     ],
 )
-def test_a_bad_line_of_a_table_is_refused_with_its_number(write, content, problem):
+def test_a_bad_row_is_refused_with_the_line_in_which_it_begins(write, content, problem, end):
+    data = content if isinstance(content, bytes) else content.encode()
     with pytest.raises(CorruptInputError, match=problem):
-        texts(write("a.csv", content))
+        texts(write("a.csv", data.replace(b"\n", end.encode())))
 
 
-def test_a_table_in_another_encoding_can_be_read(write):
-    assert texts(write("a.csv", "text\ngrößer\n".encode("cp1252")), encoding="cp1252") == ["größer"]
+@pytest.mark.parametrize("end", ["\n", "\r\n", "\r"])
+def test_a_row_is_placed_in_the_line_in_which_it_begins(write, end):
+    table = 'text,n\n"one\ntwo",1\n\nthree,2\n'
+    path = write("reviews.csv", table.replace("\n", end).encode())
+    documents_of_table = [*documents([path])]
+    assert [document.name for document in documents_of_table] == [f"{path}:2", f"{path}:5"]
+    assert [document.text for document in documents_of_table] == [f"one{end}two", "three"]
+
+
+@pytest.mark.parametrize("name", ["a.csv", "a.tsv", "a.tsv.gz"])
+def test_rows_joined_by_a_quote_have_a_note_and_are_apart_without_quoting(write, name):
+    delimiter = "," if name == "a.csv" else "\t"
+    lines = ["n,text", '1,"tis one', "2,two", '3,three"', '4,say "four"', "5,five"]
+    table = "\n".join(lines).replace(",", delimiter) + "\n"
+    path = write(name, gzip.compress(table.encode()) if name.endswith(".gz") else table)
+    corpus = documents([path])
+    joined = f"tis one\n2{delimiter}two\n3{delimiter}three"
+    for _ in range(2):
+        assert [document.text for document in corpus] == [joined, 'say "four"', "five"]
+        (note,) = [note for note in corpus.remarks.notes() if "--no-quoting" in note]
+        assert f"{name} has 1 row of several lines" in note and "line 2)" in note
+    apart = documents([path], quoting=False)
+    assert [d.text for d in apart] == ['"tis one', "two", 'three"', 'say "four"', "five"]
+    assert apart.remarks.notes() == ["1 field was not read: n (5 lines)"]
+
+
+def test_line_ends_in_a_text_file_are_newlines_and_strings_of_records_are_kept(write, tmp_path):
+    text = "one\r\ntwo\u2028\x85three\rfour"
+    assert texts(write("a.txt", text)) == [text.replace("\r\n", "\n")]
+    assert texts(write("a.jsonl", json.dumps({"text": text}) + "\r\n")) == [text]
+    assert texts(write("a.csv", f'text\r\n"{text}"\r\n')) == [text]
+    assert texts(parquet(tmp_path, text=[text])) == [text]
+
+
+LINES = {".jsonl": '{{"text": "{}"}}\n', ".csv": "{}\n", ".tsv": "{}\n"}
+
+
+@pytest.mark.parametrize("compress", [False, True])
+@pytest.mark.parametrize("suffix", LINES)
+@pytest.mark.parametrize(
+    ("encoding", "written", "text"),
+    [
+        ("cp1252", "cp1252", "größer €"),
+        ("utf-16", "utf-16", "größer €"),
+        ("utf-16-le", "utf-16-le", "größer 語"),
+        ("utf-32", "utf-32", "größer 語"),
+        ("shift_jis", "shift_jis", "日本語"),
+        ("gb18030", "gb18030", "größer 語"),
+        ("cp1252", "utf-8", "größer €"),
+        ("utf-8", "utf-8-sig", "größer €"),
+        ("auto", "utf-8-sig", "größer €"),
+        ("auto", "utf-16", "größer €"),
+        ("auto", "utf-32", "größer €"),
+    ],
+)
+def test_lines_are_utf_8_or_in_the_encoding_that_is_named_or_marked(
+    write, suffix, encoding, written, text, compress
+):
+    lines = LINES[suffix].format(text) * 2
+    data = (lines if suffix == ".jsonl" else "text\n" + lines).encode(written)
+    name = f"a{suffix}.gz" if compress else f"a{suffix}"
+    path = write(name, gzip.compress(data) if compress else data)
+    assert texts(path, encoding=encoding) == [text] * 2
+    tokenizer = Tokenizer.characters([text])
+    examples = [*ExampleReader(documents([path], encoding=encoding), tokenizer)]
+    assert [tokenizer.decode(example.ids[:-1]) for example in examples] == [text] * 2
+
+
+@pytest.mark.parametrize("suffix", LINES)
+@pytest.mark.parametrize(
+    ("encoding", "remedy"),
+    [("auto", "--encoding (often cp1252"), ("ascii", "another"), ("utf-16", "another")],
+)
+def test_an_encoding_that_cannot_help_is_not_proposed(write, suffix, encoding, remedy):
+    lines = "text\n" + LINES[suffix].format("größer")
+    path = write(f"a{suffix}", lines.removeprefix("text\n" * (suffix == ".jsonl")).encode("cp1252"))
+    with pytest.raises(CorruptInputError, match=f"a{suffix}") as error:
+        texts(path, encoding=encoding)
+    assert remedy in error.value.hint
+    assert encoding not in error.value.hint
 
 
 def test_tables_hold_examples(write, tmp_path):
@@ -164,12 +249,6 @@ def test_a_missing_package_names_the_extra(tmp_path, monkeypatch):
     with pytest.raises(UserError, match="need the package pyarrow") as caught:
         texts(path)
     assert "tiedgpt[data]" in caught.value.hint
-
-
-def test_a_table_in_another_encoding_than_the_named_one_is_refused_by_name(write):
-    path = write("a.csv", table(","))
-    with pytest.raises(CorruptInputError, match=r"a\.csv is not in UTF-16: .*--encoding"):
-        texts(path, encoding="utf-16")  # Python's decoder misses the byte order mark
 
 
 def test_two_columns_of_one_name_are_refused_and_columns_without_a_name_are_not(write, tmp_path):

@@ -20,7 +20,7 @@ from tiedgpt.errors import UserError
 from tiedgpt.files import format_bytes
 from tiedgpt.options import argument, option
 from tiedgpt.runtime import count_cores
-from tiedgpt.train.options import DataOptions
+from tiedgpt.train.options import DataOptions, FileOptions
 
 if TYPE_CHECKING:
     from tiedgpt.data import EncodedCorpus, Example, ExampleReader
@@ -71,7 +71,7 @@ class Arguments:
 
 
 @dataclass(frozen=True, kw_only=True)
-class ShowArguments:
+class ShowArguments(FileOptions):
     """Options of `data show`."""
 
     data: tuple[str, ...] = argument("Files of examples: .jsonl, or text files.")
@@ -269,7 +269,7 @@ def show(arguments: list[str]) -> None:
     from tiedgpt.text import Tokenizer
     from tiedgpt.weights.sources import local_directory
 
-    corpus = documents(args.data)
+    corpus = documents(args.data, **args.file_reading)
     source = source_or_newest(args.tokenizer)
     tokenizer = Tokenizer.from_pretrained(source)
     path = local_directory(source)

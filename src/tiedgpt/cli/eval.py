@@ -19,6 +19,7 @@ from tiedgpt.cli.source import TEXTS, EngineOptions, describe_source, source_or_
 from tiedgpt.errors import TiedGPTError, UserError
 from tiedgpt.files import JSON_LINES, replacing
 from tiedgpt.options import argument, option
+from tiedgpt.train.options import FileOptions
 from tiedgpt.train.storage import RunDirectory
 
 if TYPE_CHECKING:
@@ -35,16 +36,12 @@ With --tasks, tasks of lm-evaluation-harness are run instead (pip install 'tiedg
 
 
 @dataclass(frozen=True, kw_only=True)
-class Arguments(EngineOptions):
+class Arguments(EngineOptions, FileOptions):
     """Measure how well a model predicts."""
 
     source: str = argument("A run, a model's directory or file, or a hub name.", metavar="MODEL")
     data: str | None = argument(
         "Text: a file, a folder, a glob, - for standard input; or a .jsonl file.", default=None
-    )
-    encoding: str = option(
-        "auto",
-        "Encoding of text that is not UTF-8: cp1252, utf-16, ...; auto: guess it, with a note.",
     )
     keep_end_of_text: bool = option(
         False, "Take <|endoftext|> in text files for text; by itself it separates documents."
@@ -95,13 +92,11 @@ def _evaluate(args: Arguments) -> None:
 
     data: list[Any] = []
     if args.data is not None and args.data.lower().endswith(JSON_LINES):
-        data = examples.read_examples(Path(args.data))[: args.limit]
+        data = examples.read_examples(Path(args.data), args.encoding)[: args.limit]
     elif args.data is not None:
         if args.limit is not None:
             raise UserError(f"--limit is for .jsonl files and --tasks, not for {args.data}")
-        corpus = documents(
-            [args.data], encoding=args.encoding, keep_end_of_text=args.keep_end_of_text
-        )
+        corpus = documents([args.data], **args.file_reading, keep_end_of_text=args.keep_end_of_text)
         data = [document.text for document in corpus]
         note(*corpus.remarks.notes())
         if _was_trained_on(args.source, args.data):

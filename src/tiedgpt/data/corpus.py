@@ -93,6 +93,9 @@ class Remarks:
     unread_fields: UnreadFields = field(default_factory=UnreadFields)
     """Number of records with each field that is not read."""
 
+    long_rows: dict[str, tuple[int, int]] = field(default_factory=dict)
+    """Number of rows of several lines in each table, and the line of the first."""
+
     def to_json(self) -> dict[str, Any]:
         """Return the remarks with lists in place of sets."""
         return {
@@ -108,7 +111,8 @@ class Remarks:
         self.pins |= remarks["pins"]
         self.skipped |= {*remarks["skipped"]}
         self.unread |= {*remarks["unread"]}
-        self.unread_fields.update(remarks.get("unread_fields", {}))  # new: absent in older files
+        self.unread_fields.update(remarks.get("unread_fields", {}))  # older records lack it
+        self.long_rows |= remarks.get("long_rows", {})
 
     def notes(self) -> list[str]:
         """Return the remarks in words."""
@@ -134,6 +138,11 @@ class Remarks:
             names = ", ".join(sorted(paths)[:3]) + ", ..." * (len(paths) > 3)
             files = f"{len(paths):,} file{'s' * (len(paths) > 1)}"
             notes += [f"left out {files}, {reason}: {names}"] if paths else []
+        notes += [
+            f"{name} has {count:,} row{'s' * (count != 1)} of several lines, inside quotes (the "
+            f"first in line {line:,}); --no-quoting takes quotes for text"
+            for name, (count, line) in [*self.long_rows.items()][:3]
+        ]
         return notes + self.unread_fields.notes()
 
 
@@ -147,6 +156,8 @@ class FileCorpus:
     skipped, a named one must be text."""
     encoding: str = "auto"
     """Encoding of files that are not UTF-8."""
+    quoting: bool = True
+    """Whether quotes in .csv and .tsv surround fields, which may then hold several lines."""
     keep_end_of_text: bool = False
     """Whether `<|endoftext|>` in a text file is ordinary text."""
     remarks: Remarks = field(default_factory=Remarks)
@@ -226,10 +237,13 @@ class FileCorpus:
                     row_groups = self.section if ending(path) == PARQUET else None
                     if self.section is not None and row_groups is None and self.section[0]:
                         name = f"from byte {self.section[0]:,} of {name}"
+                    long_rows = list[int]()
                     yield from read_records(
-                        file, name, expected, encoding=self.encoding, on_bad=on_bad,
-                        row_groups=row_groups,
+                        file, name, expected, encoding=self.encoding, quoting=self.quoting,
+                        on_bad=on_bad, on_long_row=long_rows.append, row_groups=row_groups,
                     )  # fmt: skip
+                    if long_rows:
+                        self.remarks.long_rows[name] = len(long_rows), long_rows[0]
             except OSError as error:
                 raise _unreadable(name, error) from error
 
@@ -386,6 +400,7 @@ def documents(
     *,
     text_field: str = "text",
     encoding: str = "auto",
+    quoting: bool = True,
     keep_end_of_text: bool = False,
     only_records: bool = False,
 ) -> FileCorpus:
@@ -399,7 +414,8 @@ def documents(
     twice is read once. Names are checked now, contents when the documents are iterated.
 
     A text file is UTF-8, or else in `encoding`; "auto" guesses the encoding of a named file. With
-    `only_records`, a named file with another ending holds lines of JSON.
+    `only_records`, a named file with another ending holds lines of JSON. Without `quoting`, each
+    line of a table is a row, and a quote in it is text.
 
     Raises:
         UserError: a source is missing, a glob matches nothing, a folder has no files, or Python
@@ -415,6 +431,7 @@ def documents(
     corpus = FileCorpus(
         text_field,
         encoding=encoding,
+        quoting=quoting,
         keep_end_of_text=keep_end_of_text,
         only_records=only_records,
     )

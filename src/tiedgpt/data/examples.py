@@ -69,7 +69,7 @@ class Remark:
 
 
 class ExampleReader:
-    """The examples of files, encoded; it can be iterated any number of times.
+    """The encoded examples of files, to be iterated any number of times.
 
     The attribute `tokenizer` adds the special tokens of the kind; the model then needs rows for
     them (`tie.add_tokens`). `template` may be the tokenizer's directory, whose template is read,

@@ -158,6 +158,7 @@ def plan_preparation(
     val: str | None = None,
     text_field: str = "text",
     encoding: str = "auto",
+    quoting: bool = True,
     keep_end_of_text: bool = False,
 ) -> Plan:
     """Divide files into parts, and decide how they are split; the options are `documents`'s.
@@ -169,6 +170,7 @@ def plan_preparation(
         "text_field": text_field,
         "encoding": encoding,
         "keep_end_of_text": keep_end_of_text,
+        **({} if quoting else {"quoting": False}),  # older directories lack it
     }
     names: dict[Side, Sequence[str]] = {"train": data}
     if val is not None:
@@ -335,7 +337,8 @@ def _begin(directory: Path, facts: dict[str, Any]) -> None:
         write_sealed(path, facts)
     recorded = read_sealed(path)
     then, now = (
-        {**record["reading"], "tokenizer": record["tokenizer"]} for record in (recorded, facts)
+        {"quoting": True, **record["reading"], "tokenizer": record["tokenizer"]}
+        for record in (recorded, facts)
     )
     for name in now:
         if then.get(name) != now[name]:

@@ -21,7 +21,7 @@ import io
 import lzma
 import os
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from importlib import import_module
 from itertools import chain, count
 from pathlib import PurePath
@@ -177,14 +177,17 @@ def read_records(
     expected: str,
     *,
     encoding: str,
+    quoting: bool,
     on_bad: OnBad,
+    on_long_row: Callable[[int], None],
     row_groups: Section | None,
 ) -> Iterator[tuple[str, dict[str, Any]]]:
     """Yield (place, record) for each record of an open file, of lines of JSON by default.
 
     `expected` describes a line of .jsonl in messages. `on_bad` receives the error of each bad line,
     which is skipped. `row_groups` selects row groups of a Parquet file. A line of another file is
-    in UTF-8, or else in `encoding`.
+    in UTF-8, or else in `encoding`. `on_long_row` receives the line where each row of several lines
+    begins; there are none without `quoting`.
     """
     suffix = ending(name)
     if suffix == PARQUET:
@@ -192,7 +195,9 @@ def read_records(
         return
     lines, decode = _open_lines(file, name, encoding)
     if suffix in DELIMITERS:
-        yield from _read_table(map(decode, lines), name, DELIMITERS[suffix])
+        rows = csv.QUOTE_MINIMAL if quoting else csv.QUOTE_NONE
+        dialect = {"delimiter": DELIMITERS[suffix], "quoting": rows}
+        yield from _read_table(map(decode, lines), name, dialect, on_long_row)
     else:
         yield from read_json_lines(lines, name, expected, on_bad, decode)
 
@@ -245,18 +250,24 @@ def _lines(file: IO[AnyStr], name: str) -> Iterator[AnyStr]:
 
 
 def _read_table(
-    lines: Iterator[str], name: str, delimiter: str
+    lines: Iterator[str],
+    name: str,
+    dialect: Mapping[str, Any],
+    on_long_row: Callable[[int], None],
 ) -> Iterator[tuple[str, dict[str, Any]]]:
     """Yield (place, record) for each row of a table; its place is the row's first line."""
     csv.field_size_limit(LARGEST_LINE)
     pieces = chain.from_iterable(
         io.StringIO(line, newline="") for line in _without_mark(lines)
     )  # an old file ends its lines with "\r"
-    rows = csv.reader(pieces, delimiter=delimiter, strict=True)
+    rows = csv.reader(pieces, strict=True, **dialect)
     columns, first_line = list[str](), 1
     try:
         for row in rows:
-            location, first_line = f"{name}:{first_line}", rows.line_num + 1
+            location = f"{name}:{first_line}"
+            if rows.line_num > first_line:
+                on_long_row(first_line)
+            first_line = rows.line_num + 1
             if not columns:
                 columns = row
                 _require_distinct(columns, name)

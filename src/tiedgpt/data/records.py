@@ -123,9 +123,9 @@ def is_example(record: Record) -> bool:
 
 
 def parse_record(record: Record, roles: Collection[str]) -> ParsedRecord:
-    """Parse a record; `roles` are the roles of the chat template.
+    """Return the content of a record, given the roles of the chat template.
 
-    Raises `UserError` for a record that is no example, and for an unsupported field.
+    Raises `UserError` for an unsupported field, and where the fields make no example.
     """
     example_type = find_type(record)
     if example_type != "text":

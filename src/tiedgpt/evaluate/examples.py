@@ -8,10 +8,11 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from tiedgpt.data import documents
 from tiedgpt.errors import CorruptInputError, UserError
 from tiedgpt.evaluate.intervals import Interval, share_interval
 from tiedgpt.evaluate.texts import require_tokenizer
-from tiedgpt.files import parse_json_lines
+from tiedgpt.files import parse_records
 from tiedgpt.infer import Engine
 from tiedgpt.infer.prompts import split_choices
 
@@ -106,12 +107,13 @@ class ExamplesScore:
         return result
 
 
-def read_examples(path: Path) -> list[Example] | list[str]:
+def read_examples(path: Path, encoding: str = "auto") -> list[Example] | list[str]:
     """Read a .jsonl file: examples, or, where each line has a `text`, these texts.
 
     A line is {"context": .., "choices": [..], "answer": index} or {"context": .., "completion": ..}
     or {"text": ..}; `prompt` and `question` are other names of `context`. All lines are of one
-    kind; an empty line is skipped. Raises `CorruptInputError` with the line's number.
+    kind; an empty line is skipped. `encoding` is that of `tiedgpt.data.documents`. Raises
+    `CorruptInputError` with the line's number.
     """
     examples = list[Example | str]()
 
@@ -122,7 +124,8 @@ def read_examples(path: Path) -> list[Example] | list[str]:
             raise ValueError(f"{name} after {expected}: a file holds one kind")
         return example
 
-    for example in parse_json_lines(path, EXPECTED, parse):
+    corpus = documents([str(path)], encoding=encoding, only_records=True)
+    for example in parse_records(corpus.records(EXPECTED), EXPECTED, parse):
         examples.append(example)
     if not examples:
         raise CorruptInputError(f"{path} holds no example")

@@ -35,7 +35,7 @@ START_BATCH = 8
 """Default batch size with --start."""
 START_RATE = 6.25e-5 * 768
 """Peak learning rate with --start, times the width: 6.25e-5 at a width of 768, as in that paper."""
-READING = ("text_field", "encoding", "keep_end_of_text")
+READING = ("text_field", "encoding", "quoting", "keep_end_of_text")
 """Options that say how text is read."""
 DURATIONS = ("steps", "minutes", "epochs")
 """Options of the training duration; at most one is given."""
@@ -161,7 +161,26 @@ def format_count(count: float, noun: str) -> str:
 
 
 @dataclass(frozen=True, kw_only=True, eq=False, repr=False)
-class DataOptions:
+class FileOptions:
+    """How files of data are read."""
+
+    encoding: str = option(
+        "auto",
+        "Encoding of text that is not UTF-8: cp1252, utf-16, ...; auto: guess it, with a note.",
+        "data",
+    )
+    quoting: bool = option(
+        True, "Take quotes in .csv and .tsv for text: each line is a row.", "data"
+    )
+
+    @property
+    def file_reading(self) -> dict[str, Any]:
+        """Return the options of `tiedgpt.data.documents` for files of any kind."""
+        return {"encoding": self.encoding, "quoting": self.quoting}
+
+
+@dataclass(frozen=True, kw_only=True, eq=False, repr=False)
+class DataOptions(FileOptions):
     """The training data and how they are read."""
 
     GROUP: ClassVar = "data"
@@ -181,10 +200,6 @@ class DataOptions:
     val: str | None = option(None, "Validate on this data.", metavar="DATA")
     text_field: str = option(
         "text", "The field of records (.jsonl, .csv, ...) that holds the text.", metavar="NAME"
-    )
-    encoding: str = option(
-        "auto",
-        "Encoding of text that is not UTF-8: cp1252, utf-16, ...; auto: guess it, with a note.",
     )
     keep_end_of_text: bool = option(
         False, "Take <|endoftext|> in text files for text; by itself it separates documents."

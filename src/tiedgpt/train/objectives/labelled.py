@@ -111,7 +111,7 @@ class Labelled(Objective):
     @classmethod
     def open(cls, options: TrainOptions) -> LabelSources:
         """Open the labelled examples of the options."""
-        return LabelSources(cls, options.data, options.val, encoding=options.encoding)
+        return LabelSources(cls, options.data, options.val, **options.file_reading)
 
     @classmethod
     def make(

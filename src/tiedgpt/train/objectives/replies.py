@@ -49,7 +49,7 @@ def has_examples(options: TrainOptions) -> bool:
         return False
     if options.packing == "on":
         return True
-    corpus = documents(options.data, encoding=options.encoding)
+    corpus = documents(options.data, **options.file_reading)
     of_text = options.text_field != TrainOptions.text_field
     if of_text or not corpus.has_records:
         return False
@@ -78,9 +78,7 @@ class ReplySources(Sources):
 
         def open_reader(data: Sequence[str], tokenizer: Tokenizer) -> ExampleReader:
             return ExampleReader(
-                documents(
-                    data, encoding=options.encoding, keep_end_of_text=options.keep_end_of_text
-                ),
+                documents(data, **options.file_reading, keep_end_of_text=options.keep_end_of_text),
                 tokenizer,
                 template=template,
                 context=self.context,
