@@ -260,6 +260,11 @@ def read_json_lines(
             yield location, record
 
 
+def split_lines(text: str) -> list[str]:
+    """Return the lines of a text, which end at a newline, or at a carriage return and a newline."""
+    return [line.removesuffix("\r") for line in text.split("\n")]
+
+
 def parse_json_lines(
     path: Path, expected: str, parse: Callable[[dict[str, Any], str], Parsed]
 ) -> Iterator[Parsed]:

@@ -1,6 +1,8 @@
 """The answers of a trained head, in Python and on the command line."""
 
+import io
 import json
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -132,6 +134,23 @@ def test_classify_answers_a_file_line_by_line(head_class, saved, tmp_path, capsy
     assert len(answers) == 2
     for record, answer in zip(RECORDS[head_class], answers, strict=True):
         assert {**answer, **record} == answer and "probabilities" in answer
+
+
+@pytest.mark.parametrize("name", ["in.txt", "-", "in.jsonl", "in.csv", "in.tsv"])
+def test_classify_ends_lines_at_newlines_only_and_reads_no_byte_order_mark(
+    saved, tmp_path, capsys, monkeypatch, name
+):
+    texts = ["Ada\u2028went\u2029home", "Ada\x85went", "Ada\x0b\x0c\x1c\x1d\x1ewent", "home\rhome"]
+    lines = [*texts, ""] if name in ("in.txt", "-") else ["text", *(f'"{text}"' for text in texts)]
+    if name == "in.jsonl":
+        lines = [json.dumps({"text": text}, ensure_ascii=False) for text in texts]
+    data = "\r\n".join(lines).encode("utf-8-sig")
+    (tmp_path / name).write_bytes(data)
+    monkeypatch.setattr("sys.stdin", SimpleNamespace(buffer=io.BytesIO(data)))
+    source = name if name == "-" else str(tmp_path / name)
+    assert main(["classify", saved(SequenceClassifier), source, "--format", "json"]) == 0
+    answers = [json.loads(line)["text"] for line in capsys.readouterr().out.split("\n")[:-1]]
+    assert answers == texts
 
 
 def test_classify_reads_lines_of_text_and_names_missing_choices(saved, tmp_path, capsys):

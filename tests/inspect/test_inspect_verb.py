@@ -148,3 +148,12 @@ def test_a_table_may_have_the_whole_vocabulary(model):
     rows = replace(found.matrices[0], norm=some, centred_norm=some, prior_logit=some)
     found = replace(found, matrices=(rows,), pieces=tuple(f" word{i}" for i in range(n)))
     assert found.table(n).count("' word") == n
+
+
+def test_a_piped_text_has_no_byte_order_mark_and_ends_its_lines_at_newlines(capsys, monkeypatch):
+    tokens = []
+    for text in ("the cat\nsat", "\ufeffthe cat\r\nsat"):
+        monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(text.encode())))
+        assert main(["inspect", "positions", "model", "--text", "-", "--format", "json"]) == 0
+        tokens.append(capsys.readouterr().out)
+    assert tokens[0] == tokens[1]

@@ -81,6 +81,15 @@ def test_an_engine_is_steered_inside_the_block_only(model, tokenizer):
         assert again.ids == plain.ids and again.logprobs == pytest.approx(plain.logprobs, abs=1e-5)
 
 
+def test_texts_of_a_direction_are_the_lines_that_newlines_end(model, tokenizer):
+    lines = ["the\u2028cat", "sat\x85on", "the\rmat"]
+    options = {"away": AWAY, "layer": 0}
+    of_lines = direction(model, tokenizer, toward=lines, **options)
+    of_text = direction(model, tokenizer, toward="\r\n".join(lines) + "\n", **options)
+    assert len(of_text.toward) == 3
+    np.testing.assert_array_equal(of_text.vector, of_lines.vector)
+
+
 def test_the_command_finds_a_direction_and_generates_along_it(here, model, tokenizer, capsys):
     texts = ["--toward", "\n".join(TOWARD), "--away", AWAY]
     assert main(["inspect", "direction", "model", *texts]) == 0

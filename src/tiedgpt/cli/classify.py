@@ -12,14 +12,14 @@ from tiedgpt.cli.console import show_text
 from tiedgpt.cli.options import UsageError, parse
 from tiedgpt.cli.source import read_text
 from tiedgpt.errors import UserError
-from tiedgpt.files import JSON_LINES, parse_json_lines
+from tiedgpt.files import split_lines
 from tiedgpt.options import argument, option
 
 ABOUT = """Label texts, or choose continuations, with a model of `train --task`; print
 probabilities.
 
-INPUT is a text, or a file with a text a line, or .jsonl with an object a line,
-as in training but without its label:
+INPUT is a text, or a file with a text a line, or records as in training, but
+without their label:
   classify  {"text": ...}
   choose    {"text": ..., "choices": [...]}"""
 
@@ -55,7 +55,7 @@ def run(arguments: list[str]) -> None:
         raise UserError(f"{args.input} holds no text")
     for record, answer in zip(records, predict(head, tokenizer, records), strict=True):
         if args.format == "json":
-            print(json.dumps(record | answer, ensure_ascii=False), flush=True)
+            print(json.dumps(record | answer, ensure_ascii=False, default=str), flush=True)
         elif needs_choices:
             best = answer["choice"]
             show_text(f"{record['choices'][best]}  {answer['probabilities'][best]:.2f}")
@@ -65,14 +65,18 @@ def run(arguments: list[str]) -> None:
 
 def _records(args: Arguments, fields: str, *, needs_choices: bool) -> Iterator[dict[str, Any]]:
     """Yield the records of the input."""
+    from tiedgpt.data import documents
+    from tiedgpt.data.readers import has_records
+
     path = Path(args.input)
     shared = {"choices": list(args.choices)} if args.choices else {}
     is_file = args.input != "-" and len(args.input) < 256 and path.is_file()
-    if is_file and path.suffix.lower() in JSON_LINES:
-        yield from parse_json_lines(path, fields, lambda record, _: shared | record)
+    if is_file and has_records(args.input):
+        records = documents([args.input]).records(fields)
+        yield from (shared | record for _, record in records)
         return
     if needs_choices and not shared:
         raise UsageError("this model needs choices", "give --choices, or .jsonl with `choices`")
     is_text = not is_file and args.input != "-"
     text = args.input if is_text else read_text(args.input, "INPUT")
-    yield from (shared | {"text": line} for line in text.splitlines() if line.strip())
+    yield from (shared | {"text": line} for line in split_lines(text) if line.strip())

@@ -162,16 +162,16 @@ def chat_template(source: str) -> Template | None:
 
 
 def read_text(path: str | Path, flag: str) -> str:
-    """Return the UTF-8 text of a file, or of standard input for "-"; errors name `flag`."""
+    """Return the UTF-8 text of a file, or of standard input for "-"; errors name `flag`.
+
+    A byte order mark is left out, and lines end at newlines.
+    """
     origin = "standard input" if path == "-" else str(path)
+    if path == "-" and sys.stdin is None:
+        raise UserError(f"standard input is closed, and {flag} - reads it", hint="give the text")
     try:
-        if path != "-":
-            return Path(path).read_text(encoding="utf-8")
-        if sys.stdin is None:
-            raise UserError(
-                f"standard input is closed, and {flag} - reads it", hint="give the text"
-            )
-        return sys.stdin.buffer.read().decode()
+        data = sys.stdin.buffer.read() if path == "-" else Path(path).read_bytes()
+        return data.decode("utf-8-sig").replace("\r\n", "\n")
     except OSError as error:
         raise UserError(f"{flag} {origin} cannot be read: {error.strerror}") from None
     except UnicodeDecodeError as error:

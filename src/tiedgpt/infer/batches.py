@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from tiedgpt.errors import UserError
-from tiedgpt.files import JSON_LINES, parse_json_lines, reading
+from tiedgpt.files import JSON_LINES, parse_json_lines, reading, split_lines
 from tiedgpt.infer.engine import Engine
 from tiedgpt.infer.generation_config import GenerationConfig, Prompt, with_options
 from tiedgpt.infer.worker import QUEUE_SIZE, Generation
@@ -60,8 +60,8 @@ def read_prompts(path: Path, config: GenerationConfig, field: str = "prompt") ->
         lines = list(parse_json_lines(path, EXPECTED, parse))
     else:
         with reading(path, "file of prompts"):
-            texts = enumerate(path.read_bytes().decode("utf-8-sig").split("\n"), start=1)
-        lines = [PromptLine(n, x.removesuffix("\r"), config) for n, x in texts if x.strip()]
+            texts = enumerate(split_lines(path.read_bytes().decode("utf-8-sig")), start=1)
+        lines = [PromptLine(n, text, config) for n, text in texts if text.strip()]
     if not lines:
         raise UserError(f"{path} holds no prompt")
     return lines

@@ -23,7 +23,7 @@ from torch import Tensor
 
 from tiedgpt.core.model import GPT
 from tiedgpt.errors import CorruptInputError, UserError
-from tiedgpt.files import read_json
+from tiedgpt.files import read_json, split_lines
 from tiedgpt.inspect.inputs import Model, index, numpy, open_input, open_model, piece
 from tiedgpt.inspect.results import SHOWN_ROWS, Figure, Result, lines
 from tiedgpt.inspect.vocab_matrices import vocab_matrices
@@ -122,7 +122,7 @@ def _states_of(
     model: GPT, tokenizer: Any, texts: str | Sequence[str], layer: int, name: str
 ) -> Tensor:
     """Return the mean state (n, D) of each text after a layer."""
-    documents = texts.splitlines() if isinstance(texts, str) else list(texts)
+    documents = split_lines(texts) if isinstance(texts, str) else list(texts)
     documents = [text for text in documents if text.strip()]
     if not documents:
         raise UserError("must have at least one text", option=name)

@@ -23,7 +23,7 @@ from tiedgpt.data import Shards, Template, open_encoded, write_template
 from tiedgpt.data.encode import note_split_characters
 from tiedgpt.errors import TiedGPTError
 from tiedgpt.evaluate.perplexity import Score, score
-from tiedgpt.files import replacing
+from tiedgpt.files import replacing, split_lines
 from tiedgpt.infer import Engine
 from tiedgpt.runtime import eval_mode
 from tiedgpt.text import Tokenizer
@@ -193,7 +193,7 @@ class LanguageModelling(Objective):
                 context_end="slide",
             ).text
             title = f"sample {number + 1}" + (f": from {begin!r}" if begin else "")
-            lines = f"{begin}{text}".strip().splitlines()
+            lines = split_lines(f"{begin}{text}".strip())
             samples.append((title, "\n".join(lines[:FINAL_SAMPLE_LINES])))
         ids = data.validation.read(0, min(ACCURACY_TOKENS, len(data.validation))).tolist()
         ranks = engine.score(ids).ranks
