@@ -250,6 +250,8 @@ def read_json_lines(
                 json.dumps(record, ensure_ascii=False).encode()
         except (ValueError, RecursionError) as error:
             problem, hint = f"not a JSON object ({error}); a line is {expected}", None
+            if number == 1 and line.startswith(b"["):
+                hint = "jq -c '.[]' makes lines of a JSON array"
             if isinstance(error, UserError):
                 problem, hint = error.problem(), error.hint
             bad = CorruptInputError(f"{location}: {problem}", hint=hint)

@@ -8,6 +8,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
+from tiedgpt.cli.main import main
 from tiedgpt.data import documents, plan_preparation, prepare_data
 from tiedgpt.errors import CorruptInputError, UserError
 
@@ -192,6 +193,89 @@ def test_a_source_without_text_is_a_one_line_error_that_names_it(write, tmp_path
     with pytest.raises(UserError, match=message) as caught:
         texts(f"{tmp_path}/{source}")
     assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("source", "words"),
+    [
+        ("link.csv", ["link.csv", "a link to gone.csv", "missing"]),
+        ("*.csv", ["link.csv", "a link to gone.csv", "missing"]),
+        ("links", ["links/link.txt", "a link to", "missing"]),
+        ("pipes*", ["pipes", "no regular file"]),
+        ("https://a.org/b/texts.txt?x=1&y=2", ["download it first", "'https://a.org/b/texts.txt?x=1&y=2'"]),
+        ("HTTP://a.org/b.jsonl", ["download it first"]),
+        ("s3://bucket/b.jsonl", ["download it first"]),
+        ("https://huggingface.co/datasets/me/texts", ["hf:me/texts"]),
+    ],
+)  # fmt: skip
+@pytest.mark.parametrize("task", ["lm", "classify"])
+def test_a_source_that_is_no_file_is_named_as_what_it_is(
+    tmp_path, monkeypatch, capsys, source, words, task
+):
+    monkeypatch.chdir(tmp_path)
+    os.symlink("gone.csv", "link.csv")
+    os.mkdir("links")
+    os.symlink("../gone.txt", "links/link.txt")
+    os.mkfifo("pipes")
+    assert main(["train", source, "--task", task]) == 1
+    err = " ".join(capsys.readouterr().err.split())
+    for word in words:
+        assert word in err
+
+
+CHATS = [{"messages": [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]}]
+JSON_TEXTS = {
+    "array": (json.dumps(CHATS * 3), "a JSON array of conversations", "jq -c '.[]'"),
+    "indented array": (json.dumps(CHATS, indent=2), "a JSON array of conversations", "jq"),
+    "array with a mark": ("\ufeff" + json.dumps(CHATS * 3), "a JSON array of conver", "jq"),
+    "array of Alpaca": (
+        json.dumps([{"instruction": "a", "output": "b"}]), "a JSON array of conversations", "jq",
+    ),
+    "array of texts": (json.dumps([{"text": "a"}] * 2), "a JSON array of texts", "jq"),
+    "array of others": (json.dumps([{"a": 1}] * 2), "a JSON array of records", "jq"),
+    "long array": (
+        json.dumps([{"prompt": "a", "completion": "b"}] * 5000), "a JSON array of pairs", "jq",
+    ),
+    "lines": ("".join(json.dumps(chat) + "\n" for chat in CHATS * 2),
+              "conversations in lines of JSON", "mv"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("case", JSON_TEXTS)
+def test_a_text_of_json_records_is_named_as_what_it_is(write, tmp_path, case):
+    content, description, remedy = JSON_TEXTS[case]
+    for source in (write("f/a.txt", content), str(tmp_path / "f")):
+        corpus = documents([source])
+        assert len(list(corpus)) == 1
+        (note,) = corpus.remarks.notes()
+        assert description in note and remedy in note and "a.jsonl" in note
+    with pytest.raises(UserError, match=description) as error:
+        documents([write("a.json", content)]).is_text(write("a.json", content))
+    assert remedy in error.value.hint
+    if remedy == "jq":
+        with pytest.raises(CorruptInputError, match=r"b\.jsonl:1: .*jq -c"):
+            texts(write("b.jsonl", content))
+
+
+@pytest.mark.parametrize(
+    "content", ["[1] is a footnote.\n", "{a} is a set\n", "[[1, 2]]", "{}", "[]"]
+)
+def test_other_texts_are_not_taken_for_records(write, content):
+    corpus = documents([write("a.txt", content)])
+    assert [document.text for document in corpus] == [content]
+    assert corpus.remarks.notes() == []
+
+
+def test_a_binary_file_in_a_folder_is_counted_in_a_note(write, tmp_path):
+    write("f/a.txt", "text")
+    write("f/b.bin", b"\0\1")
+    write("f/c.o", b"ELF\0")
+    write("f/d.txt", b"\xff\xfd")
+    corpus = documents([str(tmp_path / "f")])
+    assert [document.text for document in corpus] == ["text"]
+    notes = " ".join(corpus.remarks.notes())
+    assert "left out 2 files, binary: " in notes and "b.bin" in notes and "c.o" in notes
+    assert "left out 1 file, not text in UTF-8: " in notes and "d.txt" in notes
 
 
 def test_no_sources_are_an_error():

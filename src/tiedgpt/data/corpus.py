@@ -11,6 +11,7 @@ import hashlib
 import io
 import os
 import re
+import shlex
 import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
@@ -32,12 +33,19 @@ from tiedgpt.data.readers import (
     open_stream,
     read_records,
 )
-from tiedgpt.data.records import UnreadFields, is_example, unread_fields
+from tiedgpt.data.records import is_example, unread_fields
+from tiedgpt.data.remarks import (
+    STDIN,
+    Remarks,
+    find_json,
+    format_conversion,
+    format_endings,
+    printable,
+)
 from tiedgpt.errors import CorruptInputError, UserError
 from tiedgpt.files import PREPARED
 from tiedgpt.text.bpe import END_OF_TEXT
 
-STDIN = "-"
 CACHES = ("__pycache__", "node_modules", "venv", "site-packages")
 """Folders of other programs, which are not searched."""
 MARKERS = ("run.toml", PREPARED, "CACHEDIR.TAG")
@@ -52,6 +60,9 @@ ENCODINGS = (
     "cp1252", "cp1251", "cp1253", "koi8_r", "shift_jis", "euc_jp", "gb18030", "big5", "euc_kr",
 )  # fmt: skip
 """Candidates for the encoding of text that is not UTF-8."""
+URL = re.compile(r"(https?|ftp|s3|gs)://", re.IGNORECASE)
+HUB_URL = re.compile(r"https?://huggingface\.co/datasets/([\w.-]+/[\w.-]+)/?$")
+"""The page of a data set of the hub."""
 COMPRESSION = 4
 """Estimated ratio of a text's size to that of its compressed file."""
 PEEK_BYTES = 65536
@@ -74,76 +85,6 @@ class Document:
 
 Corpus = Iterable[Document]
 """Documents that can be iterated more than once, each time the same in the same order."""
-
-
-@dataclass
-class Remarks:
-    """Facts about the files of a corpus that the user should know."""
-
-    pins: dict[str, str] = field(default_factory=dict)
-    """Hub sources without a revision, and the same sources with the resolved revision."""
-    guessed: dict[str, str] = field(default_factory=dict)
-    """Encodings of named files that are not UTF-8."""
-    separated: dict[str, int] = field(default_factory=dict)
-    """Number of documents of each text file that contains `<|endoftext|>`."""
-    skipped: set[str] = field(default_factory=set)
-    """Paths in folders that are not UTF-8 or not regular files."""
-    unread: set[str] = field(default_factory=set)
-    """Paths in folders that were left out because of their ending, such as .pdf."""
-    unread_fields: UnreadFields = field(default_factory=UnreadFields)
-    """Number of records with each field that is not read."""
-
-    long_rows: dict[str, tuple[int, int]] = field(default_factory=dict)
-    """Number of rows of several lines in each table, and the line of the first."""
-
-    def to_json(self) -> dict[str, Any]:
-        """Return the remarks with lists in place of sets."""
-        return {
-            name: sorted(value) if isinstance(value, set) else value
-            for name, value in vars(self).items()
-        }
-
-    def add(self, remarks: dict[str, Any]) -> None:
-        """Add the output of `to_json` of other files, or of other sections of the same files."""
-        for name, count in remarks["separated"].items():
-            self.separated[name] = self.separated.get(name, 0) + count
-        self.guessed |= remarks["guessed"]
-        self.pins |= remarks["pins"]
-        self.skipped |= {*remarks["skipped"]}
-        self.unread |= {*remarks["unread"]}
-        self.unread_fields.update(remarks.get("unread_fields", {}))  # older records lack it
-        self.long_rows |= remarks.get("long_rows", {})
-
-    def notes(self) -> list[str]:
-        """Return the remarks in words."""
-        notes = [
-            f"{name} is read as {encoding}; --encoding names another"
-            for name, encoding in self.guessed.items()
-        ]
-        notes += [
-            f"{source} is {pin}, which names this revision" for source, pin in self.pins.items()
-        ]
-        separated = {f"{name} has": count for name, count in self.separated.items()}
-        if len(separated) > 3:
-            separated = {f"{len(separated):,} files have": sum(separated.values())}
-        notes += [
-            f"{name} {count:,} document{'s' * (count != 1)}, separated by {END_OF_TEXT}; "
-            "--keep-end-of-text treats it as ordinary text"
-            for name, count in separated.items()
-        ]
-        reasons = {"not text in UTF-8": self.skipped}
-        if self.unread:
-            reasons[f"as {_endings(self.unread)} is not read"] = self.unread
-        for reason, paths in reasons.items():
-            names = ", ".join(sorted(paths)[:3]) + ", ..." * (len(paths) > 3)
-            files = f"{len(paths):,} file{'s' * (len(paths) > 1)}"
-            notes += [f"left out {files}, {reason}: {names}"] if paths else []
-        notes += [
-            f"{name} has {count:,} row{'s' * (count != 1)} of several lines, inside quotes (the "
-            f"first in line {line:,}); --no-quoting takes quotes for text"
-            for name, (count, line) in [*self.long_rows.items()][:3]
-        ]
-        return notes + self.unread_fields.notes()
 
 
 @dataclass
@@ -201,10 +142,10 @@ class FileCorpus:
                 blank = False
                 yield Document(location, text)
         if blank and not self.may_be_blank:
-            names = ", ".join(map(_printable, list(self.paths)[:3]))
+            names = ", ".join(map(printable, list(self.paths)[:3]))
             reason, hint = "every document is empty", "name files with text"
             if self.remarks.unread:
-                reason = f"{_endings(self.remarks.unread)} is not read"
+                reason = f"{format_endings(self.remarks.unread)} is not read"
                 hint = f'text files are read, and .jsonl with {{"{self.text_field}": ...}} lines'
             raise UserError(f"no text in {names}: {reason}", hint=hint)
 
@@ -221,7 +162,7 @@ class FileCorpus:
             if path in self.hub:
                 yield from self.hub[path].records(self.section)
                 continue
-            name, is_text = _printable(path), not has_records(path)
+            name, is_text = printable(path), not has_records(path)
             if is_text and self.only_records:
                 if not self.paths[path]:
                     self.remarks.unread.add(name)
@@ -283,7 +224,9 @@ class FileCorpus:
 
     def _read_text(self, file: BinaryIO, path: str) -> Iterator[tuple[str, dict[str, Any]]]:
         """Yield the documents of a text file; with `in_parts`, several for each long one."""
-        name, head = _printable(path), file.read(PEEK_BYTES)
+        name, head = printable(path), file.read(PEEK_BYTES)
+        if self.section is None and (records := find_json(head)):
+            self.remarks.json_texts[name] = records
         if self.in_parts and self.has_lines(head):
             pieces = cut_text(file, self.separator.encode(), head)
             for location, text in self._read_pieces(pieces, path):
@@ -311,7 +254,7 @@ class FileCorpus:
         self, pieces: Iterable[tuple[bytes, bool]], path: str
     ) -> Iterator[tuple[str, str]]:
         """Yield (place, text) of the pieces of a file, and count its documents."""
-        name, n_documents, is_separated = _printable(path), 0, False
+        name, n_documents, is_separated = printable(path), 0, False
         for number, (data, is_ended) in enumerate(pieces, 1):
             text = self._decode(data, path) or ""
             is_separated = is_separated or is_ended
@@ -326,13 +269,12 @@ class FileCorpus:
 
     def _decode(self, data: bytes, path: str) -> str | None:
         """Return the text of a file's bytes; None if the file is skipped."""
-        name, is_binary = _printable(path), self._is_binary(data)
+        name, is_binary = printable(path), self._is_binary(data)
         text = None if is_binary else self._decode_text(data, path)
         if text is not None:
             return text.replace("\r\n", "\n")
         if not self.paths[path]:
-            if not is_binary:
-                self.remarks.skipped.add(name)
+            (self.remarks.binary if is_binary else self.remarks.skipped).add(name)
             return None
         if is_binary:
             location = f"a NUL byte at {data.index(0):,}"
@@ -350,11 +292,14 @@ class FileCorpus:
         if ending(path) not in NOT_TEXT:
             return True
         if self.paths[path]:
-            raise UserError(
-                f"{_printable(path)} is not read, as a {ending(path)} file is no plain text",
-                hint=f'write its texts as {{"{self.text_field}": ...}}, one on each line of .jsonl',
-            )
-        self.remarks.unread.add(_printable(path))
+            problem = f"as a {ending(path)} file is no plain text"
+            hint = f'write its texts as {{"{self.text_field}": ...}}, one on each line of .jsonl'
+            if path.lower().endswith(".json"):
+                with contextlib.suppress(OSError), open(path, "rb") as file:
+                    if records := find_json(file.read(PEEK_BYTES)):
+                        problem, hint = f"it holds {records}", format_conversion(path, records)
+            raise UserError(f"{printable(path)} is not read: {problem}", hint=hint)
+        self.remarks.unread.add(printable(path))
         return False
 
     def _is_binary(self, data: bytes) -> bool:
@@ -373,10 +318,10 @@ class FileCorpus:
             encodings.insert(0 if b"\0" in data and not is_utf_8 else 1, self.encoding)
         text, encoding = _decode_as(encodings, data)
         if text is None and self.encoding == "auto" and self.paths[path]:
-            _require_no_surrogate(data, _printable(path))
+            _require_no_surrogate(data, printable(path))
             text, encoding = _decode_as(_guess_encoding(data), data)
         if text is not None and encoding not in ("utf-8-sig", self.encoding):
-            self.remarks.guessed[_printable(path)] = encoding
+            self.remarks.guessed[printable(path)] = encoding
         return text
 
     def _open(self, path: str) -> BinaryIO:
@@ -444,6 +389,11 @@ def documents(
             if data.name != source:
                 corpus.remarks.pins[source] = data.name
             continue
+        if URL.match(source) and not os.path.lexists(source):
+            hint = f"download it first: curl -LO {shlex.quote(source)}"
+            if match := HUB_URL.match(source):
+                hint = f"name the data set of the hub: {HUB}{match[1]}"
+            raise UserError(f"{source} is an address, and only files are read", hint=hint)
         named = source == STDIN or (os.path.exists(source) and not os.path.isdir(source))
         for path in [source] if named else _search(source):
             if not named and not os.path.isfile(path):
@@ -452,10 +402,20 @@ def documents(
             first = reached.setdefault(path if path == STDIN else os.path.realpath(path), path)
             corpus.paths[first] = named or corpus.paths.get(first, False)
     if not corpus.paths:
-        raise UserError(
-            "no data was named", hint="give a text file, a folder, a glob or - for stdin"
-        )
+        problem, hint = "no data was named", "give a text file, a folder, a glob or - for stdin"
+        if missing := sorted(corpus.remarks.skipped):
+            names = ", ".join(map(_describe_special, missing[:3])) + ", ..." * (len(missing) > 3)
+            problem, hint = f"no file to read: {names}", "check the name"
+        raise UserError(problem, hint=hint)
     return corpus
+
+
+def _describe_special(path: str) -> str:
+    """Return a description of a path that names no file."""
+    if os.path.islink(path):
+        target = os.readlink(path)
+        return f"{printable(path)} is a link to {printable(target)}, which is missing"
+    return f"{printable(path)} is no regular file"
 
 
 def _search(source: str) -> list[str]:
@@ -525,15 +485,5 @@ def _guess_encoding(data: bytes) -> list[str]:
 
 def _unreadable(path: str, error: OSError) -> UserError:
     return UserError(
-        f"cannot read {_printable(path)}: {error.strerror or error}", hint="check the file"
+        f"cannot read {printable(path)}: {error.strerror or error}", hint="check the file"
     )
-
-
-def _endings(paths: Iterable[str]) -> str:
-    """Return the endings of file names: `.csv`, or `.csv or .zip`."""
-    return " or ".join(sorted({os.path.splitext(path)[1].lower() for path in paths}))
-
-
-def _printable(path: str) -> str:
-    """Return a path that can be printed even if its bytes are not UTF-8."""
-    return "<stdin>" if path == STDIN else path.encode(errors="replace").decode()

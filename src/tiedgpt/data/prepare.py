@@ -26,7 +26,7 @@ from itertools import pairwise
 from pathlib import Path, PurePath
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from tiedgpt.data.corpus import PEEK_BYTES, FileCorpus, Remarks, documents
+from tiedgpt.data.corpus import PEEK_BYTES, FileCorpus, documents
 from tiedgpt.data.encode import (
     SIDES,
     TARGET_SHARE,
@@ -51,6 +51,7 @@ from tiedgpt.data.readers import (
     ending,
     has_records,
 )
+from tiedgpt.data.remarks import Remarks
 from tiedgpt.data.shards import require_vocabulary
 from tiedgpt.errors import (
     CheckFailedError,

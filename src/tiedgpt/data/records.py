@@ -122,6 +122,15 @@ def is_example(record: Record) -> bool:
         return False
 
 
+def describe_kind(record: Record) -> str:
+    """Return the kind of a record as a plural: texts, pairs, conversations or records."""
+    try:
+        example_type = find_type(record)
+    except UserError:
+        return "records"
+    return {"text": "texts", "completion": "pairs", "messages": "conversations"}[example_type]
+
+
 def parse_record(record: Record, roles: Collection[str]) -> ParsedRecord:
     """Return the content of a record, given the roles of the chat template.
 
