@@ -9,6 +9,7 @@ class ByteTokenizer:
     """One id a UTF-8 byte, and 256 for the end of text."""
 
     eos_token_id: int | None = 256
+    special_tokens = ("<|endoftext|>",)
 
     def encode_array(self, text: str) -> np.ndarray:
         return np.frombuffer(text.encode(), dtype=np.uint8).astype(np.uint16)

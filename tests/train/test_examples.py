@@ -2,6 +2,7 @@
 
 import gzip
 import json
+from pathlib import Path
 
 import numpy as np
 import pyarrow as pa
@@ -9,7 +10,8 @@ import pyarrow.parquet as pq
 import pytest
 
 from tests.train.conftest import write_lines
-from tiedgpt import GPTConfig
+from tiedgpt import GPT, GPTConfig
+from tiedgpt.cli.main import main
 from tiedgpt.errors import CorruptInputError, UserError
 from tiedgpt.text import Tokenizer
 from tiedgpt.train.objectives import OBJECTIVES, load_objective
@@ -156,3 +158,51 @@ def test_numeric_labels_are_ordered_by_value(tmp_path):
     records = [{"text": f"t{n}", "label": n % 12} for n in range(240)]
     found = LabelSources(LABELLED["classify"], [write_lines(tmp_path / "a.jsonl", records)])
     assert found.labels == tuple(str(n) for n in range(12))
+
+
+TAIL = "ab" * 99
+"""The last tenth of a document validates, and has no special token."""
+SPELLED = f"<|startoftext|>{TAIL}<|endoftext|><|startoftext|>{TAIL}"
+TEXT = SPELLED * 9
+
+
+@pytest.mark.parametrize(
+    ("command", "text", "counted"),
+    [
+        ("train data.txt --start gpt --context 8", TEXT, {"<|startoftext|>": 18}),
+        ("train data.txt --start gpt --context 8 --keep-end-of-text", TEXT,
+         {"<|startoftext|>": 18, "<|endoftext|>": 9}),
+        ("train data.jsonl --start gpt --context 8", {"text": TEXT},
+         {"<|startoftext|>": 162, "<|endoftext|>": 81}),
+        ("tune data.jsonl --from gpt", {"text": SPELLED},
+         {"<|startoftext|>": 18, "<|endoftext|>": 9}),
+        ("tune data.jsonl --from gpt", {"prompt": "<|startoftext|>", "completion": "a"},
+         {"<|startoftext|>": 9}),
+        ("tune data.jsonl --from gpt",
+         {"messages": [{"role": "assistant", "content": "<|im_end|>a"}]}, {"<|im_end|>": 9}),
+        ("train data.jsonl --task classify --start gpt", {"text": SPELLED},
+         {"<|startoftext|>": 38, "<|endoftext|>": 19}),
+        ("data prepare data.txt --tokenizer gpt", TEXT, {"<|startoftext|>": 18}),
+    ],
+)  # fmt: skip
+def test_special_tokens_that_a_text_spells_are_counted_in_a_note(
+    tmp_path, monkeypatch, capsys, command, text, counted
+):
+    monkeypatch.chdir(tmp_path)
+    tokenizer = Tokenizer.characters([SPELLED + "user\nmti_ "])
+    tokenizer = tokenizer.with_special_tokens(["<|startoftext|>"])
+    shape = {"n_positions": 512, "n_embd": 8, "n_layer": 1, "n_head": 2}
+    GPT(GPTConfig(vocab_size=len(tokenizer), **shape)).save_pretrained("gpt")
+    tokenizer.save_pretrained("gpt")
+    if isinstance(text, str):
+        Path("data.txt").write_text(text)
+    else:
+        records = [text] * 9
+        if "--task" in command:
+            records = [{"text": SPELLED + "a" * n, "label": n % 2} for n in range(19)]
+        write_lines(tmp_path / "data.jsonl", records)
+    more = ["--out", "run"] if "prepare" in command else ["--out", "run", "--steps", "1"]
+    assert main([*command.split(), *more]) == 0
+    err = " ".join(capsys.readouterr().err.split())
+    named = ", ".join(f"{token} ({count})" for token, count in counted.items())
+    assert f"special tokens that the texts spell are read as ordinary text: {named}" in err

@@ -305,8 +305,14 @@ def _as_dict(
         facts = {"place": example.location, "ids": example.ids}
         rows.append(facts | {"tokens": tokens, "trained": trained})
     remarks = {name: asdict(remark) for name, remark in reader.remarks.items()}
-    unread = dict(reader.unread)
-    return {"kind": reader.kind, **counts, "remarks": remarks, "unread": unread, "shown": rows}
+    return {
+        "kind": reader.kind,
+        **counts,
+        "remarks": remarks,
+        "unread": dict(reader.unread),
+        "special_tokens": dict(reader.special_tokens),
+        "shown": rows,
+    }
 
 
 def _print(reader: ExampleReader, counts: dict[str, int], examples: list[Example]) -> None:

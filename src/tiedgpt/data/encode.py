@@ -23,6 +23,7 @@ from typing import TYPE_CHECKING, Any, Literal
 import numpy as np
 
 from tiedgpt.data.corpus import Corpus, Document
+from tiedgpt.data.remarks import note_special_tokens, special_token_finder
 from tiedgpt.data.shards import TOKENS_PER_SHARD, Shards, ShardWriter
 from tiedgpt.errors import CorruptInputError, UserError
 from tiedgpt.files import PREPARED, read_json, replacing, write_json
@@ -234,11 +235,11 @@ def encode_corpus(
         raise UserError(f"{directory} exists already: remove it or name another directory")
     with replacing(directory) as temporary:
         temporary.mkdir()
-        counts = write_shards(
+        counts, special_tokens = write_shards(
             split, tokenizer, temporary, tokens_per_shard=tokens_per_shard, progress=progress
         )
         files = {path.name: identify(path) for path in temporary.iterdir()}
-        write_manifest(temporary, counts, files)
+        write_manifest(temporary, counts, files, note_special_tokens(special_tokens))
     return open_encoded(directory)
 
 
@@ -249,14 +250,16 @@ def write_shards(
     *,
     tokens_per_shard: int = TOKENS_PER_SHARD,
     progress: Callable[[int, int], None] | None = None,
-) -> dict[Side, Counts]:
-    """Encode a split into shards in a directory; return the sizes of its sides.
+) -> tuple[dict[Side, Counts], Counter[str]]:
+    """Encode a split into shards in a directory.
 
-    The arguments and the errors are those of `encode_corpus`; a side may have no tokens.
+    Returns the sizes of its sides, which may have no tokens, and how often the texts spell each
+    special token. The arguments and the errors are those of `encode_corpus`.
     """
     counts = dict.fromkeys(SIDES, Counts())
     eos = tokenizer.eos_token_id
     end = np.array([] if eos is None else [eos], dtype=np.uint32)
+    find_special_tokens, special_tokens = special_token_finder(tokenizer), Counter[str]()
     size = {"vocab_size": len(tokenizer), "tokens_per_shard": tokens_per_shard}
     done = 0
     with ExitStack() as stack:
@@ -267,6 +270,7 @@ def write_shards(
             writer = writers[side]
             writer.write(tokenizer.encode_array(document.text))
             writer.write(end)
+            special_tokens.update(find_special_tokens(document.text))
             counts[side] = Counts(
                 documents=counts[side].documents + 1,
                 characters=counts[side].characters + len(document.text),
@@ -276,7 +280,7 @@ def write_shards(
             done += len(document.text)
             if progress is not None:
                 progress(done, split.characters)
-    return counts
+    return counts, special_tokens
 
 
 def write_manifest(

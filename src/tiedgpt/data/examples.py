@@ -12,6 +12,7 @@ The first two end on the tokenizer's end of text, which is trained. A text file 
 from __future__ import annotations
 
 from array import array
+from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -29,6 +30,7 @@ from tiedgpt.data.records import (
     find_type,
     parse_record,
 )
+from tiedgpt.data.remarks import note_special_tokens, special_token_finder
 from tiedgpt.data.templates import CHATML, Piece, Template, encode_pieces, read_template
 from tiedgpt.errors import CorruptInputError, UserError
 from tiedgpt.text.bpe import END_OF_TEXT
@@ -74,8 +76,9 @@ class ExampleReader:
     The attribute `tokenizer` adds the special tokens of the kind; the model then needs rows for
     them (`tie.add_tokens`). `template` may be the tokenizer's directory, whose template is read,
     with ChatML as the default. `remarks` counts the problems of the last iteration by the names in
-    `REMARKS`, `unread` the fields that were not read; `max_turns` is the largest number of replies
-    in an example.
+    `REMARKS`, `unread` the fields that were not read, and `special_tokens` the special tokens that
+    texts spell, which are ordinary text. `max_turns` is the largest number of replies in an
+    example.
 
     Raises:
         UserError: an example is longer than `context`, with `too_long="error"`; or none is left.
@@ -98,7 +101,7 @@ class ExampleReader:
         self.corpus, self.context, self.template = corpus, context, CHATML
         self.too_long, self.skip_bad = too_long, skip_bad
         self.remarks: dict[str, Remark] = {}
-        self.unread = UnreadFields()
+        self.unread, self.special_tokens = UnreadFields(), Counter[str]()
         self.max_turns = 0
         self.kind: ExampleType = next(self._records())[1]
         needed = [END_OF_TEXT] if tokenizer.eos_token_id is None else []
@@ -107,10 +110,12 @@ class ExampleReader:
             self.template = chosen or CHATML
             needed += self.template.tokens
         self.tokenizer = tokenizer.with_special_tokens(needed)
+        self._find_special_tokens = special_token_finder(self.tokenizer)
 
     def __iter__(self) -> Iterator[Example]:
         """Yield the examples in the order of the files."""
-        self.remarks, self.unread, self.max_turns = {}, UnreadFields(), 0
+        self.remarks, self.max_turns = {}, 0
+        self.unread, self.special_tokens = UnreadFields(), Counter[str]()
         n_examples = 0
         for location, _, record in self._records():
             try:
@@ -129,7 +134,7 @@ class ExampleReader:
         """Return the remarks in words."""
         return [
             f"{REMARKS[name]}: {r.count:,} (first: {r.first})" for name, r in self.remarks.items()
-        ] + self.unread.notes()
+        ] + [*note_special_tokens(self.special_tokens), *self.unread.notes()]
 
     def _records(self) -> Iterator[tuple[str, ExampleType, dict[str, Any]]]:
         """Yield the lines with their kind, which is the same for all."""
@@ -155,6 +160,8 @@ class ExampleReader:
     def _encode(self, location: str, record: Mapping[str, Any]) -> Example:
         parsed, turns = parse_record(record, self.template.roles), 1
         self.unread.update(parsed.unread)
+        for text in (*parsed.texts, *(message.content for message in parsed.messages)):
+            self.special_tokens.update(self._find_special_tokens(text))
         if self.kind == "messages":
             messages = list(map(asdict, parsed.messages))
             pieces = list(self.template.pieces(messages))

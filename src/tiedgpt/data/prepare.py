@@ -434,7 +434,8 @@ def _encode_part(cwd: str, directory: Path, number: int, piece: InputPart, ident
         with replacing(output) as temporary:
             temporary.mkdir()
             corpus, split = piece.open()
-            counts = write_shards(split, _load_tokenizer(directory, identity), temporary)
+            tokenizer = _load_tokenizer(directory, identity)
+            counts, corpus.remarks.special_tokens = write_shards(split, tokenizer, temporary)
             files = {path.name: identify(path) for path in sorted(temporary.iterdir())}
             record = {"identity": identity, "counts": {s: asdict(counts[s]) for s in SIDES}}
             record |= {"files": files, "remarks": corpus.remarks.to_json()}

@@ -5,7 +5,8 @@ import json
 import os
 import re
 import shlex
-from collections.abc import Iterable
+from collections import Counter
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -38,6 +39,8 @@ class Remarks:
     unread_fields: UnreadFields = field(default_factory=UnreadFields)
     """Number of records with each field that is not read."""
 
+    special_tokens: Counter[str] = field(default_factory=Counter)
+    """Number of times that the texts spell each special token of the tokenizer."""
     long_rows: dict[str, tuple[int, int]] = field(default_factory=dict)
     """Number of rows of several lines in each table, and the line of the first."""
 
@@ -59,6 +62,7 @@ class Remarks:
         self.binary |= {*remarks.get("binary", ())}  # older records lack it and the following
         self.json_texts |= remarks.get("json_texts", {})
         self.unread_fields.update(remarks.get("unread_fields", {}))
+        self.special_tokens.update(remarks.get("special_tokens", {}))
         self.long_rows |= remarks.get("long_rows", {})
 
     def notes(self) -> list[str]:
@@ -94,7 +98,25 @@ class Remarks:
             f"first in line {line:,}); --no-quoting takes quotes for text"
             for name, (count, line) in [*self.long_rows.items()][:3]
         ]
+        notes += note_special_tokens(self.special_tokens)
         return notes + self.unread_fields.notes()
+
+
+def special_token_finder(tokenizer: Any) -> Callable[[str], list[str]]:
+    """Return a function that lists the special tokens that a text spells."""
+    tokens = sorted(tokenizer.special_tokens, key=len, reverse=True)  # the longest match counts
+    if not tokens:
+        return lambda text: []
+    return re.compile("|".join(map(re.escape, tokens))).findall
+
+
+def note_special_tokens(counts: Mapping[str, int]) -> list[str]:
+    """Return a note on special tokens that texts spell, if there are any."""
+    if not counts:
+        return []
+    named = ", ".join(f"{token} ({count:,})" for token, count in [*counts.items()][:3])
+    more = ", ..." if len(counts) > 3 else ""
+    return [f"special tokens that the texts spell are read as ordinary text: {named}{more}"]
 
 
 def find_json(head: bytes) -> str:

@@ -107,6 +107,11 @@ class Tokenizer(ExplainsNames):
         return Tokenizer(rust, self._settings)
 
     @property
+    def special_tokens(self) -> tuple[str, ...]:
+        """The special tokens, such as "<|endoftext|>", which `encode` takes for ordinary text."""
+        return tuple(self._special_ids)
+
+    @property
     def vocab_size(self) -> int:
         """V, as `len(tokenizer)`."""
         return self._size

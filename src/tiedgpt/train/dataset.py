@@ -269,7 +269,7 @@ class TextSources(Sources):
     def notes(self, run: RunDirectory) -> list[str]:
         """Return notes on the texts."""
         remarks = (note for files in self.files for note in files.remarks.notes())
-        return [*self.split.notes(), *remarks]
+        return [*self.split.notes(), *remarks, *open_encoded(self.shards(run)).notes]
 
 
 @dataclass(frozen=True, kw_only=True)

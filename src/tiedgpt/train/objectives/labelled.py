@@ -12,6 +12,7 @@ from abc import abstractmethod
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from itertools import chain
 from typing import Any, ClassVar, Self
 
 import numpy as np
@@ -23,6 +24,7 @@ from tiedgpt.core.loss import IGNORED
 from tiedgpt.core.model import GPT
 from tiedgpt.data import documents, permutation
 from tiedgpt.data.records import UnreadFields, unread_fields
+from tiedgpt.data.remarks import note_special_tokens, special_token_finder
 from tiedgpt.errors import UserError
 from tiedgpt.evaluate.perplexity import totals
 from tiedgpt.files import parse_records
@@ -159,7 +161,9 @@ class Labelled(Objective):
         """Return examples as ids; each epoch visits every example once, in a new order."""
         rows, notes = self._encode_all("to train on", train, context)
         validation, more_notes = self._encode_all("to validate on", held_out, context)
-        n = len(rows)
+        n, find_special_tokens = len(rows), special_token_finder(self.tokenizer)
+        texts = (text for example in (*train, *held_out) for text in example.texts)
+        spelled = Counter(chain.from_iterable(map(find_special_tokens, texts)))
 
         def batches(batch_size: int, seed: int) -> Callable[[int], Arrays]:
             order = functools.lru_cache(2)(lambda epoch: permutation(n, seed=seed, epoch=epoch))
@@ -200,7 +204,7 @@ class Labelled(Objective):
                 "tokens": f"{self.tokenizer.kind} vocabulary of {len(self.tokenizer):,}, the "
                 f"longest row has {longest:,}",
             },
-            notes=[*notes, *more_notes],
+            notes=[*notes, *more_notes, *note_special_tokens(spelled)],
             validation=validation,
         )
 
