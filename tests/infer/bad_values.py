@@ -5,8 +5,8 @@ import math
 BAD_VALUES = {
     "max_new_tokens": [0, -1, 1.5, True, "5"],
     "temperature": [-1, math.nan, math.inf, 10**400, True, "1"],
-    "top_k": [0, -1, 2.5],
-    "top_p": [0, 1.1, -1],
+    "top_k": [-2, 2.5],
+    "top_p": [1.1, -1],
     "min_p": [-0.1, 2, "0.1"],
     "top_n_sigma": [-1, "1"],
     "repetition_penalty": [0, -1],
@@ -17,6 +17,9 @@ BAD_VALUES = {
     "seed": [-1, 1 << 64, 1.5, "1"],
     "stop": [[""], "", 3, b"a", [5]],
     "stop_ids": [3, "3", [True], [-1], [10**8]],
+    "include_stop": [1, "yes"],
+    "min_new_tokens": [-1, 1.5, True],
+    "ignore_eos": [1, "yes"],
     "context_end": ["wrap"],
     "timeout": [-1, math.inf],
     "top_logprobs": [-1, True],
@@ -39,5 +42,10 @@ BAD_PAIRS = [
     {"num_beams": 2, "n": 2},
     {"n": 2, "temperature": 0},
     {"regex": "a", "grammar": 'start: "a"'},
+    {"regex": "a", "ignore_eos": True},
+    {"grammar": 'start: "a"', "min_new_tokens": 2},
+    {"n": 2, "top_p": 0},
+    {"num_beams": 2, "ignore_eos": True},
+    {"min_new_tokens": 9, "max_new_tokens": 8},
 ]
 """Options that exclude each other."""

@@ -30,9 +30,9 @@ class Pieces:
         return ""
 
 
-def decode(tokenizer, ids, stops):
+def decode(tokenizer, ids, stops, **options):
     """Return the text and the part emitted before its end."""
-    detokenizer, shown, n_tokens = Detokenizer(tokenizer, 0, stops), [], 0
+    detokenizer, shown, n_tokens = Detokenizer(tokenizer, 0, stops, **options), [], 0
     for token in ids:
         n_tokens += 1
         detokenizer.push(token)
@@ -64,6 +64,23 @@ def test_a_text_ends_before_its_earliest_stop_string_however_it_is_divided(text,
     assert decode(Pieces(pieces), range(len(pieces)), stops) == expected
     assert decode(LETTERS, LETTERS.encode(text), stops) == expected
     assert decode(WORDS, WORDS.encode(text), stops) == expected
+
+
+@given(texts, stop_lists, st.integers(0, 9))
+@example("abcabc", ["bc"], 3)
+@example("abcabc", ["ca"], 4)
+def test_the_text_before_min_tokens_completes_no_stop_string(text, stops, least):
+    """Each token is a character: a match ends the text if it ends at `least` or later."""
+    matches = [
+        (at, at + len(stop))
+        for stop in stops
+        for at in range(len(text))
+        if text.startswith(stop, at) and at + len(stop) >= least
+    ]
+    for include, place in ((False, 0), (True, 1)):
+        expected = text[: min(matches)[place]] if matches else text, bool(matches)
+        options = {"include_stop": include, "min_tokens": least}
+        assert decode(Pieces(list(text)), range(len(text)), stops, **options) == expected
 
 
 @given(texts, stop_lists)

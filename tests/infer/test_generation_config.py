@@ -6,10 +6,11 @@ from functools import partial
 import numpy as np
 import pytest
 import torch
+import transformers
 
 from tests.infer.bad_values import BAD_PAIRS, BAD_VALUES
 from tiedgpt.errors import UserError
-from tiedgpt.infer import GenerationConfig
+from tiedgpt.infer import Engine, GenerationConfig
 from tiedgpt.options import REMOVED_OPTIONS
 
 
@@ -20,6 +21,79 @@ def test_a_stop_id_ends_the_text_like_the_end_of_text(engine):
     cut = engine.generate([5, 6], max_new_tokens=20, temperature=0, stop_ids=[stop])
     assert (cut.ids, cut.finish_reason) == (full.ids[:n], "stop")
     assert cut.text == engine.tokenizer.decode(full.ids[: n - 1])
+
+
+@pytest.fixture(scope="module")
+def twin(engine, tmp_path_factory):
+    """The engine's model in transformers."""
+    directory = tmp_path_factory.mktemp("twin")
+    engine.model.save_pretrained(directory)
+    return transformers.GPT2LMHeadModel.from_pretrained(directory).eval()
+
+
+@pytest.mark.parametrize("n_ends", [1, 2])
+@pytest.mark.parametrize("least", [0, 1, 5, 12])
+def test_min_new_tokens_and_stop_ids_choose_as_transformers(engine, twin, least, n_ends):
+    free = engine.generate([5, 6], max_new_tokens=20, temperature=0).ids
+    ends = free[2 : 2 + n_ends]
+    theirs = twin.generate(
+        torch.tensor([[5, 6]]), attention_mask=torch.ones(1, 2), min_new_tokens=least,
+        max_new_tokens=20, do_sample=False, eos_token_id=ends, pad_token_id=0,
+    )[0, 2:].tolist()  # fmt: skip
+    options = {"max_new_tokens": 20, "temperature": 0, "ignore_eos": True}
+    ours = engine.generate([5, 6], stop_ids=ends, min_new_tokens=least, **options)
+    assert ours.ids == theirs
+    assert ours.stop_reason == (theirs[-1] if theirs[-1] in ends else None)
+    log_p = engine.model(torch.tensor([[5, 6, *theirs]])).log_softmax(-1)[0, 1:-1]
+    expected = log_p.gather(1, torch.tensor(theirs)[:, None])[:, 0].tolist()
+    assert ours.logprobs == pytest.approx(expected, abs=1e-4)
+
+
+def test_ignored_ends_are_ids_without_text(engine):
+    eos, other = engine.tokenizer.eos_token_id, 7
+    bias = {"logit_bias": {eos: 100.0}, "max_new_tokens": 3, "temperature": 0}
+    ended = engine.generate([5, 6], **bias)
+    assert (ended.ids, ended.finish_reason, ended.stop_reason) == ([eos], "stop", None)
+    ignored = engine.generate([5, 6], **bias, ignore_eos=True)
+    assert (ignored.ids, ignored.text, ignored.finish_reason) == ([eos] * 3, "", "length")
+    bias["logit_bias"] = {eos: 100.0, other: 90.0}
+    at_least_two = engine.generate([5, 6], **bias, min_new_tokens=2)
+    assert at_least_two.ids == [other, other, eos]
+    assert at_least_two.text == engine.tokenizer.decode([other, other])
+
+
+def test_include_stop_shows_the_stop_string_and_stop_reason_names_it(engine):
+    options = {"max_new_tokens": 30, "seed": 4}
+    whole = engine.generate([5, 6], **options).text
+    stops = [whole[4:7], whole[5:9]]
+    begin = whole.index(stops[0])
+    assert begin <= whole.index(stops[1])
+    for include, end in ((False, begin), (True, begin + 3)):
+        cut = engine.generate([5, 6], stop=stops, include_stop=include, **options)
+        assert (cut.text, cut.stop_reason) == (whole[:end], stops[0])
+        *_, last = stream = list(engine.stream([5, 6], stop=stops, include_stop=include, **options))
+        assert "".join(token.text for token in stream) == cut.text
+        assert (last.finish_reason, last.stop_reason) == ("stop", stops[0])
+
+
+@pytest.mark.parametrize("off", [0, -1])
+def test_top_k_of_0_or_less_is_off(engine, off):
+    options = {"seed": 3, "max_new_tokens": 12}
+    free = engine.generate("the cat", **options)
+    assert engine.generate("the cat", top_k=off, **options).ids == free.ids
+    assert GenerationConfig(num_beams=2, top_k=off).top_k is None
+
+
+def test_top_p_of_0_is_greedy(engine):
+    greedy = engine.generate("the cat", temperature=0, max_new_tokens=12)
+    assert engine.generate("the cat", top_p=0, seed=3, max_new_tokens=12).ids == greedy.ids
+
+
+def test_cached_tokens_count_the_prompt_that_a_slot_held(directory):
+    with Engine(directory) as engine:
+        prompt = list(range(5, 42))
+        counts = [engine.generate(prompt, max_new_tokens=2).cached_tokens for _ in range(2)]
+        assert counts == [0, len(prompt) - 1]
 
 
 def test_top_logprobs_are_sorted_and_equal_the_models(engine):

@@ -50,13 +50,14 @@ class GenerationConfig:
         short="t", bounds=(0, math.inf), neutral=1.0,
     )  # fmt: skip
     top_k: int | None = option(
-        None, "Sample only from the k likeliest tokens.", "sampling",
-        bounds=(1, MAX_INT), neutral=0,
+        None, "Sample only from the k likeliest tokens; 0 or -1: from all.", "sampling",
+        bounds=(-1, MAX_INT), neutral=0,
     )  # fmt: skip
     top_p: float | None = option(
         None,
-        "Nucleus sampling: sample from the likeliest tokens that together reach this probability.",
-        "sampling", bounds=(1e-9, 1), neutral=1.0,
+        "Nucleus sampling: sample from the likeliest tokens that together reach this probability; "
+        "0: greedy decoding.",
+        "sampling", bounds=(0, 1), neutral=1.0,
     )  # fmt: skip
     min_p: float | None = option(
         None, "Drop tokens whose probability is below this share of the highest probability.",
@@ -93,6 +94,12 @@ class GenerationConfig:
     )
     stop_ids: Sequence[int] = ()
     """The text ends with the first of these ids, as with the end-of-text token."""
+    include_stop: bool = False
+    """Whether the text includes the stop string that ends it."""
+    min_new_tokens: int = 0
+    """No end-of-text token, stop id or stop string ends the text before this many tokens."""
+    ignore_eos: bool = False
+    """Whether the text continues after an end-of-text token, which its text does not show."""
     context_end: ContextEnd = option(
         "stop",
         "When the context is full: stop, or slide (drop the older half and continue).",
@@ -155,6 +162,11 @@ class GenerationConfig:
         if not isinstance(self.processors, Sequence) or not all(map(callable, self.processors)):
             raise _refusal("processors", "a list of functions", self.processors)
         self._set("processors", tuple(self.processors))
+        for name in ("include_stop", "ignore_eos"):
+            if not isinstance(getattr(self, name), bool):
+                raise _refusal(name, "True or False", getattr(self, name))
+        if self.top_k is not None and self.top_k <= 0:
+            self._set("top_k", None)
         _check_bias(self.logit_bias)
         self._check_together()
 
@@ -166,7 +178,13 @@ class GenerationConfig:
         if self.n > 1 and self.num_beams > 1:
             raise UserError("exclude each other", option=("num_beams", "n"))
         if self.n > 1 and self.greedy:
-            raise UserError("0 would make the same text each time", option=("n", "temperature"))
+            name = "top_p" if self.top_p == 0 else "temperature"
+            raise UserError("0 would make the same text each time", option=("n", name))
+        if self.min_new_tokens > self.max_new_tokens:
+            raise UserError(
+                f"{self.min_new_tokens} tokens are more than {self.max_new_tokens}",
+                option=("min_new_tokens", "max_new_tokens"),
+            )
         for name in ("length_penalty", "early_stopping"):
             if self._is_set(name) and self.num_beams == 1:
                 raise UserError(
@@ -176,6 +194,9 @@ class GenerationConfig:
                 )
         if len(self.constraint) > 1:
             raise UserError("exclude each other", option=tuple(self.constraint))
+        for name in ("min_new_tokens", "ignore_eos") if self.constraint else ():
+            if self._is_set(name):
+                raise UserError("exclude each other", option=(name, *self.constraint))
         for name in _EXCLUDED_BY_BEAMS if self.num_beams > 1 else ():
             if self._is_set(name) and not (name == "temperature" and self.temperature == 0):
                 raise UserError("exclude each other", option=("num_beams", name))
@@ -187,7 +208,7 @@ class GenerationConfig:
     @cached_property
     def greedy(self) -> bool:
         """Whether the likeliest token is taken."""
-        return self.temperature < GREEDY_BELOW
+        return self.temperature < GREEDY_BELOW or self.top_p == 0
 
     @cached_property
     def numbers(self) -> dict[str, Any]:
@@ -210,7 +231,9 @@ class GenerationConfig:
 
 _FIELDS: dict[str, Any] = {option.name: option for option in fields(GenerationConfig)}
 BOUNDS = {name: x.metadata["bounds"] for name, x in _FIELDS.items() if "bounds" in x.metadata}
-BOUNDS |= {"top_logprobs": (0, MAX_INT), "length_penalty": (-50, 50)}
+BOUNDS |= {
+    "top_logprobs": (0, MAX_INT), "length_penalty": (-50, 50), "min_new_tokens": (0, MAX_INT)
+}  # fmt: skip
 """The least and the greatest value of each option that is a number."""
 NEUTRAL = {name: x.metadata["neutral"] for name, x in _FIELDS.items() if "neutral" in x.metadata}
 """The sampling options, each with the value that changes nothing."""
@@ -221,7 +244,8 @@ _CHOICES: dict[str, tuple[object, ...]] = {
 _PENALTIES = [name for name in NEUTRAL if name.endswith("_penalty")]
 _EXCLUDED_BY_BEAMS = (
     *(name for name in NEUTRAL if name not in _PENALTIES),
-    *("stop", "stop_ids", "context_end", "top_logprobs", "prompt_logprobs"),
+    *("stop", "stop_ids", "include_stop", "min_new_tokens", "ignore_eos"),
+    *("context_end", "top_logprobs", "prompt_logprobs"),
 )
 """Options of sampling and streaming, which beam search does not use."""
 
@@ -229,6 +253,11 @@ _EXCLUDED_BY_BEAMS = (
 OTHER_NAMES = {
     "max_length": "max_new_tokens", "max_tokens": "max_new_tokens", "do_sample": "temperature",
     "max_num_seqs": "slots", "num_return_sequences": "n", "n_threads": "threads",
+    "n_predict": "max_new_tokens", "min_tokens": "min_new_tokens", "stop_token_ids": "stop_ids",
+    "include_stop_str_in_output": "include_stop", "repeat_penalty": "repetition_penalty",
+    "n_probs": "top_logprobs", "eos_token_id": "stop_ids", "stop_strings": "stop",
+    "until": "stop", "guided_regex": "regex", "guided_json": "json_schema",
+    "guided_grammar": "grammar",
 }  # fmt: skip
 """Names of the same options in transformers, vLLM and llama.cpp."""
 

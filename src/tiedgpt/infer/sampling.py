@@ -126,6 +126,7 @@ def no_token_error(highest: float) -> UserError | None:
         return None
     if highest == -math.inf:
         return UserError(
-            "no token is left to choose from: logit_bias or a constraint rules all of them out"
+            "no token is left to choose from: logit_bias, min_new_tokens or a constraint rules all "
+            "of them out"
         )
     return UserError("the model's logits are not numbers: its weights are damaged")

@@ -41,6 +41,8 @@ class Token:
     """On the first token: the logprob of each token of the prompt after its first, if asked for."""
     prompt_top_logprobs: Sequence[Likeliest] = ()
     """For each of these, the likeliest tokens."""
+    stop_reason: str | int | None = None
+    """On the last token: as in `Completion`."""
 
 
 @dataclass(frozen=True)
@@ -66,6 +68,10 @@ class Completion:
     """For each of these, the likeliest tokens."""
     error: Exception | None = None
     """Why the request failed, in a list of completions."""
+    stop_reason: str | int | None = None
+    """The stop string or the stop id that ended the text; None for any other end."""
+    cached_tokens: int = 0
+    """Number of the prompt's tokens that a slot already held, so that they were not run."""
 
     @property
     def mean_logprob(self) -> float:
@@ -86,19 +92,35 @@ class Piece(NamedTuple):
 class Detokenizer:
     """The text of a sequence's new tokens.
 
-    The text ends where the earliest match of any of the `stops` begins, however tokens divide it.
+    The text ends where the earliest match of any of the `stops` begins, however tokens divide it;
+    with `include_stop`, where that match ends. Tokens before `min_tokens` do not complete a match.
     A character is certain once it is complete and no stop string can begin at it or before it.
     """
 
-    def __init__(self, tokenizer: Tokenizer | None, after: int, stops: Sequence[str]) -> None:
-        self.has_stopped = False
-        """Whether a stop string ends the text."""
+    def __init__(
+        self,
+        tokenizer: Tokenizer | None,
+        after: int,
+        stops: Sequence[str],
+        *,
+        include_stop: bool = False,
+        min_tokens: int = 0,
+    ) -> None:
+        self.stop: str | None = None
+        """The stop string that ends the text."""
+        self._include_stop, self._min_tokens = include_stop, min_tokens
         self._decoder = None if tokenizer is None else tokenizer.stream(after=after)
         self._stops = tuple(stops)
         self._decoded = ""  # with text that a stop string cuts off, or may cut off
         self._n_certain = 0
+        self._n_ignored = 0  # a stop string that is complete within so much of the text is text
         self._ends = list[int]()  # of each token, its end in the decoded text
         self._n_released = 0
+
+    @property
+    def has_stopped(self) -> bool:
+        """Whether a stop string ends the text."""
+        return self.stop is not None
 
     @property
     def text(self) -> str:
@@ -110,6 +132,8 @@ class Detokenizer:
         if token is not None and self._decoder is not None:
             self._decoded += self._decoder.push(token)
         self._ends.append(len(self._decoded))
+        if len(self._ends) < self._min_tokens:
+            self._n_ignored = len(self._decoded)
         n_open = max((self._open_length(stop) for stop in self._stops), default=0)
         self._settle(len(self._decoded) - n_open)
 
@@ -136,10 +160,16 @@ class Detokenizer:
         """Make the text certain up to `certain`, or to a complete stop string before that."""
         if self.has_stopped:
             return
-        matches = (self._decoded.find(stop, self._n_certain) for stop in self._stops)
-        first = min((at for at in matches if at >= 0), default=len(self._decoded) + 1)
-        self.has_stopped = first <= certain
-        self._n_certain = min(first, certain)
+        matches = list[tuple[int, int, str]]()
+        for stop in self._stops:
+            start = max(self._n_certain, self._n_ignored - len(stop) + 1)
+            if (at := self._decoded.find(stop, start)) >= 0:
+                matches.append((at, len(stop), stop))
+        first, length, stop = min(matches, default=(certain + 1, 0, ""))
+        if first <= certain:
+            self.stop = stop
+            certain = first + length if self._include_stop else first
+        self._n_certain = certain
 
     def _open_length(self, stop: str) -> int:
         """Return the length of the longest end of the text with which a stop string begins."""
@@ -182,9 +212,18 @@ class SequenceState:
         self.top_logprobs: list[Likeliest] = []
         self.prompt_logprobs: list[float] = []
         self.prompt_top_logprobs: list[Likeliest] = []
-        self.ends = {model.eos_token_id, *end_ids, *config.stop_ids}
-        self._processors = (*config.processors, *processors)
-        self._detokenizer = Detokenizer(tokenizer, prompt[-1], config.stop)
+        self.cached_tokens = 0
+        """Number of the prompt's tokens that its slot held."""
+        model_ends = {model.eos_token_id, *end_ids}
+        self.ends = {*(() if config.ignore_eos else model_ends), *config.stop_ids}
+        self._hidden = self.ends | model_ends
+        self._stop_ids = self.ends if config.ignore_eos else self.ends - model_ends
+        suppress = (self._suppress_ends,) if config.min_new_tokens else ()
+        self._processors = (*config.processors, *processors, *suppress)
+        self._detokenizer = Detokenizer(
+            tokenizer, prompt[-1], config.stop,
+            include_stop=config.include_stop, min_tokens=config.min_new_tokens,
+        )  # fmt: skip
         seeds = None if config.seed is None else [config.seed, copies]
         self._generator = np.random.Generator(np.random.PCG64(seeds))
 
@@ -215,6 +254,14 @@ class SequenceState:
             raise UserError(f"a processor must return logits {logits.shape}, got {processed.shape}")
         return processed
 
+    def _suppress_ends(self, ids: Sequence[int], n_prompt: int, logits: Array) -> Array:
+        """Return logits (V,) that exclude the ends of the text until it is long enough."""
+        if len(ids) - n_prompt >= self.config.min_new_tokens:
+            return logits
+        logits = logits.copy()
+        logits[[end for end in self.ends if end is not None and end < len(logits)]] = -np.inf
+        return logits
+
     def append(
         self, next: NextToken, logits: Array | None = None, *, is_full: bool = False
     ) -> None:
@@ -224,7 +271,7 @@ class SequenceState:
             self.top_logprobs.append(filters.likeliest(logits, n, self.n_tokens))
         self.ids.append(token)
         self.logprobs.append(logprob)
-        self._detokenizer.push(None if token in self.ends else token)
+        self._detokenizer.push(None if token in self._hidden else token)
         if token in self.ends or self._detokenizer.has_stopped:
             self.finish("stop")
         elif len(self.ids) - self.n_prompt >= self.config.max_new_tokens:
@@ -243,8 +290,9 @@ class SequenceState:
             top = self.top_logprobs[at] if self.config.top_logprobs else []
             reason = self.finish_reason if at == n_new - 1 else None
             token, logprob = self.ids[self.n_prompt + at], self.logprobs[at]
-            prompt = () if at else (self.prompt_logprobs, self.prompt_top_logprobs)
-            self.emit(Token(token, text, logprob, top, offset, reason, *prompt))
+            scores, tops = ([], []) if at else (self.prompt_logprobs, self.prompt_top_logprobs)
+            stop_reason = None if reason is None else self.stop_reason
+            self.emit(Token(token, text, logprob, top, offset, reason, scores, tops, stop_reason))
 
     def add_prompt_logprobs(self, at: int, logits: Array) -> None:
         """Add the logprobs of the prompt's tokens by logits (n, V) after its ids from `at` on."""
@@ -253,6 +301,13 @@ class SequenceState:
             if not isinstance(self.config.prompt_logprobs, bool) and self.config.prompt_logprobs:
                 top = filters.likeliest(row, self.config.prompt_logprobs, self.n_tokens)
                 self.prompt_top_logprobs.append(top)
+
+    @property
+    def stop_reason(self) -> str | int | None:
+        """The stop string or the stop id that ended the text; None for any other end."""
+        if self.finish_reason != "stop" or self._detokenizer.stop is not None:
+            return self._detokenizer.stop
+        return self.ids[-1] if self.ids[-1] in self._stop_ids else None
 
     def slide(self, capacity: int) -> None:
         """Drop the older half of the context."""
@@ -272,7 +327,7 @@ class SequenceState:
         return Completion(
             self.new_ids, self._detokenizer.text, self.finish_reason or "length",
             self.logprobs, self.start, self.top_logprobs, self.prompt_logprobs,
-            self.prompt_top_logprobs, error,
+            self.prompt_top_logprobs, error, self.stop_reason, self.cached_tokens,
         )  # fmt: skip
 
 
@@ -285,6 +340,7 @@ def decode(
     """
     config, session, (slot_id,) = sequence.config, pool.session, slot_ids
     capacity = session.capacity
+    sequence.cached_tokens = session.lengths[slot_id]
     while sequence.finish_reason is None:
         if len(sequence.ids) - sequence.start > capacity:
             sequence.slide(capacity)
