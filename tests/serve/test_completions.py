@@ -43,7 +43,8 @@ def test_a_completion_equals_the_engines(client, engine):
     assert choice["text"] == ours.text and choice["logprobs"] is None
     n = len(engine.tokenizer.encode(PROMPT))
     assert answer["usage"] == {
-        "prompt_tokens": n, "completion_tokens": len(ours.ids), "total_tokens": n + len(ours.ids)
+        "prompt_tokens": n, "completion_tokens": len(ours.ids), "total_tokens": n + len(ours.ids),
+        "prompt_tokens_details": {"cached_tokens": 0},
     }  # fmt: skip
     assert answer["object"] == "text_completion" and answer["model"] == "tiny"
 
@@ -161,22 +162,27 @@ def test_stop_bias_and_constraints_are_followed(client):
     assert json.loads(answer) in (1, 2)
 
 
-FIELDS = {"max_new_tokens": "max_tokens", "top_logprobs": "logprobs"}
+FIELDS = {
+    "max_new_tokens": "max_tokens", "top_logprobs": "logprobs", "min_new_tokens": "min_tokens",
+    "stop_ids": "stop_token_ids", "include_stop": "include_stop_str_in_output",
+}  # fmt: skip
 """Options of the engine whose field has another name."""
-NOT_SERVED = {"processors", "stop_ids", "prompt_logprobs", "length_penalty", "early_stopping"}
-ONLY_SERVED = {"logit_bias", "top_logprobs"}
-"""Options of OpenAI's API that the command line lacks."""
+NOT_SERVED = {"processors", "prompt_logprobs", "length_penalty", "early_stopping"}
+ONLY_SERVED = {
+    "logit_bias", "top_logprobs", "min_new_tokens", "ignore_eos", "stop_ids", "include_stop",
+}  # fmt: skip
+"""Options of OpenAI's and vLLM's APIs that the command line lacks."""
 ALLOWED = {"max_tokens": [0], "seed": [-1]}
 """Values that OpenAI's API allows and the engine does not."""
 HOSTILE = {
     "prompt": [5, [], [1, "a"], [[-1]], [[True]], {"a": 1}, [["a"]], ["a"] * 129, [9999], [1.5]],
     "max_tokens": [10**9, 10**30], "temperature": [2.1], "n": [9, 10**6], "logprobs": [21, 10**6],
-    "stop": [["a"] * 5, "a" * 300], "seed": [2**200, -(2**64)], "repetition_penalty": [11],
+    "stop": [["a"] * 65, "a" * 300], "seed": [2**200, -(2**64)], "repetition_penalty": [11],
     "logit_bias": [{"1": 101}, {"9999": 1}, {str(n): 1 for n in range(301)}],
     "suffix": ["x"], "echo": [1, "yes"], "stream": ["no"], "presence_penalty": [3],
     "frequency_penalty": [-3], "regex": ["a" * 70_000], "grammar": ['start: "a" start | start "b"'],
     "response_format": [{"type": "xml"}, "json", 5], "model": [5], "unknown": [1],
-    "stream_options": [5, {"x": 1}], "best_of": [2], "metadata": [5, {"a": 1}],
+    "stream_options": [5, {"x": 1}], "best_of": [2, True],
 }  # fmt: skip
 for name, values in BAD_VALUES.items():
     field = FIELDS.get(name, name)
@@ -198,7 +204,7 @@ def test_every_option_of_the_command_line_is_a_field_with_its_bounds_and_help(cl
             assert is_served == (name in flags or name in ONLY_SERVED), name
         for name in flags.keys() - {"max_new_tokens"}:
             assert fields[name]["description"] == flags[name]
-    for name, expected in (("min_p", (0, 1)), ("top_p", (1e-9, 1))):
+    for name, expected in (("min_p", (0, 1)), ("top_p", (0, 1))):
         bounds = fields[name]["anyOf"][0]
         assert (bounds["minimum"], bounds["maximum"]) == expected
     assert set(fields["context_end"]["anyOf"][0]["enum"]) == {"stop", "slide"}

@@ -101,6 +101,15 @@ class Template:
         yield from self.pieces(messages)
         yield from self._split(self._reply().prefix)
 
+    def continuation(self, messages: Iterable[Mapping[str, Any]]) -> Iterator[Piece]:
+        """Yield the pieces of a conversation whose last message the model is to continue."""
+        *earlier, last = messages
+        yield from self.pieces(earlier)
+        role = self.roles[last["role"]]
+        yield from self._split(role.prefix)
+        yield from self._split(role.before, role.counted)
+        yield Piece(last["content"], role.counted)
+
     def count_turns(self, messages: Iterable[Mapping[str, Any]]) -> int:
         """Return the number of messages that the model writes in a conversation."""
         return sum(self.roles[message["role"]].counted for message in messages)
@@ -138,6 +147,11 @@ class Template:
         lines += ["{%- endif -%}", "{%- endfor -%}", "{%- if add_generation_prompt -%}"]
         lines += [self._visible(self._reply().prefix), "{%- endif -%}", ""]
         return "\n".join(lines)
+
+    def plain_jinja(self, end: str) -> str:
+        """Return the template for any Jinja: `end` is the end of text, replies are not marked."""
+        text = re.sub(r"\{%- (end)?generation -%\}", "", self.jinja())
+        return "{%- set eos_token = " + json.dumps(end) + " -%}" + text
 
     def ollama(self, tokenizer: Tokenizer) -> str:
         """Return the template as Ollama executes it, in Go's language."""

@@ -182,7 +182,7 @@ class GenerationConfig:
             raise UserError("0 would make the same text each time", option=("n", name))
         if self.min_new_tokens > self.max_new_tokens:
             raise UserError(
-                f"{self.min_new_tokens} tokens are more than {self.max_new_tokens}",
+                f"contradict each other: {self.min_new_tokens} is more than {self.max_new_tokens}",
                 option=("min_new_tokens", "max_new_tokens"),
             )
         for name in ("length_penalty", "early_stopping"):
@@ -252,6 +252,7 @@ _EXCLUDED_BY_BEAMS = (
 
 OTHER_NAMES = {
     "max_length": "max_new_tokens", "max_tokens": "max_new_tokens", "do_sample": "temperature",
+    "max_completion_tokens": "max_new_tokens", "max_output_tokens": "max_new_tokens",
     "max_num_seqs": "slots", "num_return_sequences": "n", "n_threads": "threads",
     "n_predict": "max_new_tokens", "min_tokens": "min_new_tokens", "stop_token_ids": "stop_ids",
     "include_stop_str_in_output": "include_stop", "repeat_penalty": "repetition_penalty",

@@ -22,6 +22,7 @@ from tiedgpt.serve.assets import HEADERS, etag, media_type, page_files
 from tiedgpt.serve.completions import Service
 from tiedgpt.serve.errors import APIError, add_error_handlers
 from tiedgpt.serve.guards import Guard, Hosts, Limits
+from tiedgpt.serve.logprobs import TokenNames
 from tiedgpt.serve.metrics import Metrics
 from tiedgpt.serve.schemas import (
     Body,
@@ -132,11 +133,18 @@ def _add_tokens(app: FastAPI, service: Service) -> None:
     @app.post("/tokenize")
     async def tokenize(body: TokenizeRequest) -> dict[str, Any]:
         tokenizer = require_tokenizer()
-        ids = await asyncio.to_thread(tokenizer.encode, body.prompt)
-        end = tokenizer.eos_token_id
-        if end is not None and body.prompt.encode() == tokenizer.token_bytes(end):
-            ids = [end]  # so clients ask for it; within a text it is ordinary text
-        return {"tokens": ids, "count": len(ids), "max_model_len": config.n_positions}
+        if (body.prompt is None) == (body.messages is None):
+            raise APIError(400, "give a prompt or messages, and not both", param="prompt")
+        if body.messages is not None:
+            ids = await completions.encode_messages(service, body.messages, body, param="messages")
+        else:
+            ids = await asyncio.to_thread(tokenizer.encode, body.prompt or "")
+            end = tokenizer.eos_token_id
+            if end is not None and (body.prompt or "").encode() == tokenizer.token_bytes(end):
+                ids = [end]  # so clients ask for it; within a text it is ordinary text
+        texts = list(map(TokenNames(tokenizer).of, ids)) if body.return_token_strs else None
+        counts = {"count": len(ids), "max_model_len": config.n_positions}
+        return {"tokens": ids, "token_strs": texts, **counts}
 
     @app.post("/detokenize")
     async def detokenize(body: DetokenizeRequest) -> dict[str, Any]:
@@ -145,9 +153,11 @@ def _add_tokens(app: FastAPI, service: Service) -> None:
     @app.get("/tokenizer_info")
     async def tokenizer_info() -> dict[str, Any]:
         tokenizer = require_tokenizer()
-        ends = {"bos_token": tokenizer.bos_token_id, "eos_token": tokenizer.eos_token_id}
-        texts = {k: None if id is None else tokenizer.decode([id]) for k, id in ends.items()}
-        return {**texts, "vocab_size": len(tokenizer), "kind": tokenizer.kind}
+        info: dict[str, Any] = {"bos_token": None, "eos_token": None, **tokenizer.config()}
+        info |= {"vocab_size": len(tokenizer), "model_max_length": config.n_positions}
+        template = service.template
+        text = None if template is None else template.plain_jinja(info["eos_token"] or "")
+        return info | {"kind": tokenizer.kind, "chat_template": text}
 
 
 def _add_torch_model(app: FastAPI, service: Service, model: TorchModel) -> None:

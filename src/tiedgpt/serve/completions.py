@@ -15,7 +15,7 @@ from fastapi import Request
 from fastapi.responses import JSONResponse, Response
 
 from tiedgpt.errors import UserError
-from tiedgpt.infer import Completion, Engine, GenerationConfig
+from tiedgpt.infer import Completion, Engine, GenerationConfig, Token
 from tiedgpt.infer.generation_config import Prompt
 from tiedgpt.serve.errors import APIError, api_error
 from tiedgpt.serve.logprobs import (
@@ -27,7 +27,15 @@ from tiedgpt.serve.logprobs import (
     token_entry,
 )
 from tiedgpt.serve.metrics import Metrics
-from tiedgpt.serve.schemas import ChatRequest, CompletionRequest, as_list
+from tiedgpt.serve.schemas import (
+    ChatRequest,
+    CompletionRequest,
+    GenerationBody,
+    Message,
+    StreamOptions,
+    TemplateOptions,
+    as_list,
+)
 from tiedgpt.serve.streams import Choice, EventStream, RequestStream, encode_prompts
 
 if TYPE_CHECKING:
@@ -76,6 +84,8 @@ class Answer:
     config: GenerationConfig
     has_logprobs: bool
     object_type, chunk_type, id_prefix = "text_completion", "text_completion", "cmpl"
+    has_one_prompt = False
+    """Whether the ids of the prompt are a field of the answer, not of each choice."""
 
     def message(self, text: str) -> dict[str, Any]:
         """Return the content of a choice."""
@@ -85,9 +95,9 @@ class Answer:
         """Return the content of a streamed choice."""
         return {"text": text}
 
-    def first_delta(self, echo: str) -> dict[str, Any]:
+    def first_delta(self, choice: Choice) -> dict[str, Any]:
         """Return the content of the first event of a choice; empty for no event."""
-        return {"text": echo} if self.body.echo else {}
+        return {"text": choice.echo} if self.body.echo or self.body.return_token_ids else {}
 
     def logprobs(self, entries: Sequence[Entry]) -> dict[str, Any]:
         """Return the log-probabilities of a choice."""
@@ -104,14 +114,37 @@ class Answer:
         return self.config.prompt_logprobs is not False
 
     def choice(
-        self, index: int, content: dict[str, Any], logprobs: Any = None, reason: str | None = None
+        self,
+        index: int,
+        content: dict[str, Any],
+        logprobs: Any = None,
+        *,
+        end: Completion | Token | None = None,
+        prompt_ids: Sequence[int] | None = None,
+        token_ids: Sequence[int] = (),
     ) -> dict[str, Any]:
-        """Return one entry of the answer's `choices`."""
-        return {"index": index, **content, "logprobs": logprobs, "finish_reason": reason}
+        """Return one entry of the answer's `choices`; `end` is given once the text has ended."""
+        reason = None if end is None else FINISH[end.finish_reason or "length"]
+        choice = {"index": index, **content, "logprobs": logprobs}
+        if self.body.return_token_ids:
+            choice["token_ids"] = list(token_ids)
+            if prompt_ids is not None and not self.has_one_prompt:
+                choice["prompt_token_ids"] = prompt_ids
+        choice["finish_reason"] = reason if self.has_text or end is None else "length"
+        choice["stop_reason"] = None if end is None else self.stop_reason(end)
+        return choice
 
-    def finish_reason(self, done: Completion) -> str:
-        """Return why a text ended."""
-        return FINISH[done.finish_reason] if self.has_text else "length"
+    def stop_reason(self, end: Completion | Token) -> str | int | None:
+        """Return the stop string or the requested stop id that ended a text."""
+        is_other_id = isinstance(end.stop_reason, int) and (
+            end.stop_reason not in (self.body.stop_token_ids or ())
+        )
+        return None if is_other_id or not self.has_text else end.stop_reason
+
+    def fields_of_prompt(self) -> dict[str, Any]:
+        """Return the fields of the whole answer that describe its one prompt."""
+        has_ids = self.body.return_token_ids and self.has_one_prompt
+        return {"prompt_token_ids": self.choices[0].prompt_ids} if has_ids else {}
 
     def whole_choice(self, index: int, choice: Choice) -> dict[str, Any]:
         """Return one text as a choice."""
@@ -122,22 +155,32 @@ class Answer:
             entries += [token_entry(choice, token) for token in choice.tokens]
         logprobs = self.logprobs(entries) if self.has_logprobs else None
         text = self.names.text(done) if self.has_text else ""
-        message = self.message(choice.echo + text)
-        return self.choice(index, message, logprobs, self.finish_reason(done))
+        return self.choice(
+            index, self.message(choice.echo + text), logprobs, end=done,
+            prompt_ids=choice.prompt_ids, token_ids=done.ids if self.has_text else (),
+        )  # fmt: skip
 
-    def usage(self, n_new: int) -> dict[str, int]:
-        """Count tokens, also for the log; each prompt once, however many texts it has."""
+    def usage(self, n_new: int) -> dict[str, Any]:
+        """Count tokens so far; each prompt once, however many texts it has."""
         n_prompt = sum(len(choice.prompt_ids) for choice in self.choices[:: self.body.n])
         n_new = n_new if self.has_text else 0
         usage = {"prompt_tokens": n_prompt, "completion_tokens": n_new}
-        self.request.state.log_fields |= usage
         return {**usage, "total_tokens": n_prompt + n_new}
+
+    def final_usage(self) -> dict[str, Any]:
+        """Count tokens when all texts have ended, also for the log."""
+        usage = self.usage(sum(len(choice.result.ids) for choice in self.choices))
+        n_cached = sum(choice.result.cached_tokens for choice in self.choices[:: self.body.n])
+        fields = ("prompt_tokens", "completion_tokens")
+        self.request.state.log_fields |= {name: usage[name] for name in fields}
+        return usage | {"prompt_tokens_details": {"cached_tokens": n_cached}}
 
 
 class ChatAnswer(Answer):
     """The answer to a valid request for messages, in the format of /v1/chat/completions."""
 
     object_type, chunk_type, id_prefix = "chat.completion", "chat.completion.chunk", "chatcmpl"
+    has_one_prompt = True
 
     def message(self, text: str) -> dict[str, Any]:
         """Return the message of a choice."""
@@ -147,7 +190,7 @@ class ChatAnswer(Answer):
         """Return the content of a streamed choice."""
         return {"delta": {"content": text} if text else {}}
 
-    def first_delta(self, _: str) -> dict[str, Any]:
+    def first_delta(self, _: Choice) -> dict[str, Any]:
         """Return the role."""
         return {"delta": {"role": "assistant", "content": ""}}
 
@@ -172,42 +215,67 @@ async def complete(service: Service, request: Request, body: CompletionRequest) 
 
 async def chat(service: Service, request: Request, body: ChatRequest) -> Response:
     """Answer /v1/chat/completions."""
+    if body.top_logprobs and not body.logprobs:
+        raise APIError(400, "top_logprobs needs logprobs to be true", param="top_logprobs")
+    max_tokens = body.max_completion_tokens or body.max_tokens
+    choices, config = await prepare_reply(service, body, body.messages, max_tokens, body)
+    names = TokenNames(service.engine.tokenizer, body.return_tokens_as_token_ids)
+    return await _respond(ChatAnswer(service, request, body, choices, names, config, body.logprobs))
+
+
+async def prepare_reply(
+    service: Service,
+    body: GenerationBody,
+    messages: Sequence[Message],
+    max_tokens: int | None,
+    options: TemplateOptions | None = None,
+    *,
+    param: str = "messages",
+) -> tuple[list[Choice], GenerationConfig]:
+    """Return the replies to be generated to a conversation, and the engine's options."""
+    ids = await encode_messages(service, messages, options or TemplateOptions(), param=param)
+    assert service.template is not None and service.engine.tokenizer is not None
+    max_tokens = max_tokens or max(1, service.engine.runner.config.n_positions - len(ids))
+    config = body.config(
+        service.template.end_ids(service.engine.tokenizer),
+        max_new_tokens=max_tokens, top_logprobs=body.top_logprobs or 0,
+    )  # fmt: skip
+    return await _encode(service, body, [ids], max_tokens, param=param), config
+
+
+async def encode_messages(
+    service: Service, messages: Sequence[Message], options: TemplateOptions, *, param: str
+) -> list[int]:
+    """Return the ids of a conversation as the model's template writes it."""
+    from tiedgpt.data.templates import encode_pieces
+
     template, tokenizer = service.template, service.engine.tokenizer
     if template is None or tokenizer is None:
         raise APIError(
-            400, "this model has no chat template: use /v1/completions", param="messages",
+            400, "this model has no chat template: use /v1/completions", param=param,
             code="no_chat_template",
         )  # fmt: skip
-    if body.top_logprobs is not None and not body.logprobs:
-        raise APIError(400, "top_logprobs needs logprobs to be true", param="top_logprobs")
-    from tiedgpt.data.templates import encode_pieces
-
+    if options.continue_final_message and options.add_generation_prompt:
+        both = ("continue_final_message", "add_generation_prompt")
+        raise UserError("exclude each other", option=both)
     roles = [*template.roles, *(["developer"] if "system" in template.roles else [])]
-    for message in body.messages:
+    for message in messages:
         if message.role not in roles:
             problem = f"there is no role {message.role!r}: use {', '.join(roles)}"
-            raise APIError(400, f"messages: {problem}", param="messages")
-    messages = [message.for_template() for message in body.messages]
+            raise APIError(400, f"{param}: {problem}", param=param)
+    write = template.prompt if options.add_generation_prompt is not False else template.pieces
+    write = template.continuation if options.continue_final_message else write
+    conversation = [message.for_template() for message in messages]
     try:
-        ids, _ = await asyncio.to_thread(
-            lambda: encode_pieces(template.prompt(messages), tokenizer)
-        )
+        ids, _ = await asyncio.to_thread(lambda: encode_pieces(write(conversation), tokenizer))
     except UserError as error:
-        raise APIError(400, f"messages: {error}", param="messages") from None
-    room = service.engine.runner.config.n_positions - len(ids)
-    max_tokens = body.max_completion_tokens or body.max_tokens or max(1, room)
-    config = body.config(
-        max_new_tokens=max_tokens, top_logprobs=body.top_logprobs or 0,
-        stop_ids=template.end_ids(tokenizer),
-    )  # fmt: skip
-    choices = await _encode(service, body, [ids], max_tokens, param="messages")
-    names = TokenNames(tokenizer)
-    return await _respond(ChatAnswer(service, request, body, choices, names, config, body.logprobs))
+        raise APIError(400, f"{param}: {error}", param=param) from None
+    return ids
 
 
 async def _encode(
     service: Service,
-    body: CompletionRequest | ChatRequest,
+    body: GenerationBody,
     prompts: Sequence[Prompt],
     max_tokens: int,
     **options: Any,
@@ -245,56 +313,80 @@ async def _respond(answer: Answer) -> Response:
     if answer.body.stream:
         return EventStream(_events(answer, stream, head), stream)
     await stream.wait(answer.request)
-    usage = answer.usage(sum(len(choice.result.ids) for choice in answer.choices))
+    usage = answer.final_usage()
     choices = await asyncio.to_thread(
         lambda: [answer.whole_choice(*choice) for choice in enumerate(answer.choices)]
     )
-    return JSONResponse({**head, "choices": choices, "usage": usage})
+    return JSONResponse({**head, "choices": choices, "usage": usage, **answer.fields_of_prompt()})
 
 
 async def _events(
     answer: Answer, stream: RequestStream, head: dict[str, Any]
 ) -> AsyncIterator[bytes]:
-    """Yield server-sent events: pieces of texts, perhaps the usage, and the end."""
-    options = answer.body.stream_options
-    has_usage = options is not None and options.include_usage
-    counts = [0] * len(answer.choices)
+    """Yield server-sent events: pieces of texts, perhaps the usage, and the end.
 
-    def event(*choices: dict[str, Any], usage: Any = None) -> bytes:
-        return _event({**head, "choices": choices, **({"usage": usage} if has_usage else {})})
+    A text's first event comes with its first token, its last event with its last token.
+    """
+    options = answer.body.stream_options or StreamOptions()
+    counts = [0] * len(answer.choices)
+    begun, ended = set[int](), set[int]()
+
+    def event(*choices: dict[str, Any], **more: Any) -> bytes:
+        usage: dict[str, Any] = {"usage": None} if options.include_usage else {}
+        if options.continuous_usage_stats:
+            usage = {"usage": answer.usage(sum(counts))}
+        return encode_event({**head, "choices": choices, **usage, **more})
 
     try:
-        first = [answer.first_delta(choice.echo) for choice in answer.choices]
-        for index, delta in enumerate(first):
-            if delta and not answer.has_prompt_logprobs:
-                yield event(answer.choice(index, delta))
         async for index, token in stream:
             choice = answer.choices[index]
+            if index not in begun:
+                begun.add(index)
+                if delta := answer.first_delta(choice):
+                    logprobs = None
+                    if answer.has_prompt_logprobs and token is not None:
+                        entries = await asyncio.to_thread(
+                            prompt_entries, choice, token, answer.names
+                        )
+                        logprobs = answer.logprobs(entries)
+                    content = answer.choice(index, delta, logprobs, prompt_ids=choice.prompt_ids)
+                    yield event(content, **answer.fields_of_prompt())
             if token is None:
-                stream.require_finished(choice.result)
-                reason = answer.finish_reason(choice.result)
-                yield event(answer.choice(index, answer.delta(""), None, reason))
+                if index not in ended:
+                    stream.require_finished(choice.result)
+                    yield event(answer.choice(index, answer.delta(""), end=choice.result))
                 continue
-            if answer.has_prompt_logprobs and not counts[index]:
-                entries = await asyncio.to_thread(prompt_entries, choice, token, answer.names)
-                yield event(answer.choice(index, first[index], answer.logprobs(entries)))
-            entry = token_entry(choice, token)
-            logprobs = answer.logprobs([entry]) if answer.has_logprobs else None
-            text = answer.names.piece(token, is_first=not counts[index])
-            counts[index] += 1
-            if (text or logprobs) and answer.has_text:
-                yield event(answer.choice(index, answer.delta(text), logprobs))
+            is_first, counts[index] = not counts[index], counts[index] + 1
+            if not answer.has_text:
+                continue
+            logprobs = None
+            if answer.has_logprobs:
+                logprobs = answer.logprobs([token_entry(choice, token)])
+            text = answer.names.piece(token, is_first=is_first)
+            end = token if token.finish_reason in FINISH else None
+            if end is not None:
+                ended.add(index)
+            if text or logprobs or end is not None or answer.body.return_token_ids:
+                delta = answer.delta(text)
+                yield event(answer.choice(index, delta, logprobs, end=end, token_ids=[token.id]))
+        usage = answer.final_usage()
     except Exception as error:
-        if (refusal := api_error(error)).status == 500:
-            error_log.exception("a stream failed")
-        yield _event(refusal.content)
+        yield encode_event(stream_error(error).content)
         return
-    usage = answer.usage(sum(counts))
-    if has_usage:
+    if options.include_usage:
         yield event(usage=usage)
     yield b"data: [DONE]\n\n"
 
 
-def _event(content: dict[str, Any]) -> bytes:
+def stream_error(error: Exception) -> APIError:
+    """Return the error that ends a stream; a bug is logged."""
+    if (refusal := api_error(error)).status == 500:
+        error_log.error("a stream failed", exc_info=error)
+    return refusal
+
+
+def encode_event(content: dict[str, Any], name: str | None = None) -> bytes:
+    """Return a server-sent event."""
     text = json.dumps(content, ensure_ascii=False, separators=(",", ":"), allow_nan=False)
-    return b"data: " + text.encode() + b"\n\n"
+    head = b"" if name is None else f"event: {name}\n".encode()
+    return head + b"data: " + text.encode() + b"\n\n"

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import difflib
 import re
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from typing import Any
 
 from fastapi import FastAPI, Request
@@ -14,7 +15,7 @@ from starlette.exceptions import HTTPException
 from tiedgpt.errors import NoRoomError, TiedGPTError
 from tiedgpt.infer import ClosedError, QueueFullError
 from tiedgpt.infer.generation_config import OTHER_NAMES
-from tiedgpt.options import REMOVED_OPTIONS
+from tiedgpt.serve.foreign_fields import REMEDIES
 from tiedgpt.serve.schemas import EXPECTED
 
 RETRY_SECONDS = 1
@@ -24,17 +25,11 @@ OPTIONS = {
     "max_new_tokens": "max_tokens",
     "top_logprobs": "logprobs",
     "prompt_logprobs": "logprobs",
+    "min_new_tokens": "min_tokens",
+    "stop_ids": "stop_token_ids",
+    "include_stop": "include_stop_str_in_output",
 }
 """The API's name of each engine option that has another name there."""
-TOOLS = "the model calls no tools; response_format, json_schema, regex and grammar give a form"
-UNSUPPORTED = {
-    **dict.fromkeys(("tools", "functions", "function_call", "tool_calls"), TOOLS),
-    "suffix": "put the text after it into the prompt",
-    "modalities": "answers are text",
-    "audio": "answers are text",
-    "dimensions": "cut and normalize the vector yourself",
-} | REMOVED_OPTIONS
-"""Fields of OpenAI's API, and removed ones, that are refused, with what to do instead."""
 
 
 class APIError(Exception):
@@ -103,29 +98,35 @@ def _body_error(error: RequestValidationError) -> APIError:
         if has_key or (first["type"] == "missing" and key == first["loc"][-1]):
             path.append(str(key)[:64])
             value = value[key] if has_key else None
-        is_outer = isinstance(value, dict) and any(inner in value for inner in keys[number + 1 :])
-        if is_outer:  # the wrong field is inside
-            continue
-        if key in EXPECTED and first["type"] not in ("missing", "extra_forbidden"):
+        inside = [value, *(value if isinstance(value, list) else [])]
+        objects = [each for each in inside if isinstance(each, dict)]
+        if any(name in each for each in objects for name in keys[number + 1 :]):
+            continue  # the wrong field is inside
+        if key in EXPECTED and first["type"] not in ("missing", "unknown_field", "value_error"):
             must = f"must be {EXPECTED[key]}"
             return APIError(400, f"{'.'.join(path)} {must}", param=".".join(path))
+    if first["type"] == "unknown_field":
+        path.append(first["ctx"]["name"][:64])
+        problem = _unknown_field(first["ctx"]["name"], first["ctx"]["known"])
+        return APIError(400, f"{'.'.join(path)} {problem}", param=".".join(path))
     if not path:
         return APIError(400, "the body must be a JSON object", code="invalid_json")
     problem = first["msg"].removeprefix("Value error, ").replace("valid dictionary", "JSON object")
     problem = re.sub(r"^\w+ should\b", "must", problem)
-    if first["type"] in ("extra_forbidden", "none_required"):
-        problem = _unknown_field(path[-1])
-    elif first["type"] == "missing":
+    if first["type"] == "missing":
         problem = "is required"
     return APIError(400, f"{'.'.join(path)} {problem}", param=".".join(path))
 
 
-def _unknown_field(name: str) -> str:
-    """Return the problem with a field that no request has, and what to use instead."""
-    if name in UNSUPPORTED:
-        return f"is not supported: {UNSUPPORTED[name]}"
+def _unknown_field(name: str, known: Collection[str]) -> str:
+    """Return the problem with a field that the request lacks, and what to use instead."""
+    if name in REMEDIES:
+        return f"is not supported: {REMEDIES[name]}"
     option = _field(OTHER_NAMES.get(name, name))
-    return "is not a field of this request" + (f": use {option}" if option != name else "")
+    options = [option] if option != "max_tokens" else ["max_tokens", "max_output_tokens"]
+    near = [option for option in options if option in known]
+    near = near or difflib.get_close_matches(name.lower(), known, n=1)
+    return "is not a field of this request" + (f": use {near[0]}" if near else "")
 
 
 def _http_error(request: Request, error: HTTPException) -> APIError:

@@ -13,6 +13,7 @@ import hmac
 import ipaddress
 import json
 import logging
+import re
 import time
 import uuid
 from collections.abc import Callable, Collection
@@ -31,6 +32,8 @@ from tiedgpt.serve.streams import CLIENT_LEFT
 OPERATION = ("/health", "/ready", "/metrics", "/version")
 """Routes that are answered while the server ends."""
 LOCAL = ("localhost", "127.0.0.1", "::1")
+REQUEST_ID = re.compile(r"[!-~]{1,128}")
+"""A client's id of a request that is echoed and logged: visible ASCII."""
 access_log = logging.getLogger("tiedgpt.serve.access")
 
 
@@ -119,7 +122,7 @@ class Guard:
             await self.app(scope, receive, send)
             return
         began, status = time.perf_counter(), 500
-        request_id = uuid.uuid4().hex
+        request_id = _request_id(Headers(scope=scope))
         log_fields = scope.setdefault("state", {}).setdefault("log_fields", {})
         is_head = scope["method"] == "HEAD"
 
@@ -243,6 +246,12 @@ class Guard:
                 while n_left > 0 and (message := await receive()).get("more_body"):
                     n_left -= len(message["body"])
         await respond({**body, "body": b"", "more_body": False})
+
+
+def _request_id(headers: Headers) -> str:
+    """Return the client's own id of a request, or a new one."""
+    own = headers.get("x-request-id", "")
+    return own if REQUEST_ID.fullmatch(own) else uuid.uuid4().hex
 
 
 def headers_too_large(limits: Limits) -> APIError:

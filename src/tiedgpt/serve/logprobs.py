@@ -112,11 +112,15 @@ def chat_logprobs(entries: Sequence[Entry], names: TokenNames) -> dict[str, Any]
 
 
 def prompt_entries(choice: Choice, scored: Completion | Token, names: TokenNames) -> list[Entry]:
-    """Return the prompt's tokens; the first has no logprob, as nothing predicts it."""
-    tops = scored.prompt_top_logprobs or [[]] * len(scored.prompt_logprobs)
+    """Return the prompt's tokens.
+
+    The first has no logprob, as nothing predicts it, nor have those that a timeout left unread.
+    """
     ids, offsets = choice.prompt_ids, names.offsets(choice.prompt_ids)
-    rows = zip(ids[1:], offsets[1:], scored.prompt_logprobs, tops, strict=True)
-    return [Entry(ids[0], 0, None), *(Entry(*row) for row in rows)]
+    n_unread = len(ids) - 1 - len(scored.prompt_logprobs)
+    logprobs = [None, *scored.prompt_logprobs, *[None] * n_unread]
+    tops = [[], *(scored.prompt_top_logprobs or [[]] * (len(ids) - 1 - n_unread)), *[[]] * n_unread]
+    return [Entry(*row) for row in zip(ids, offsets, logprobs, tops, strict=True)]
 
 
 def token_entry(choice: Choice, token: Token) -> Entry:

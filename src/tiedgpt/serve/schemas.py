@@ -1,15 +1,18 @@
-"""The requests: every field, its type and its limits. Unknown fields are refused.
+"""The requests: every field, its type and its limits.
 
-Every option of generation that the command line has is a field, with the bounds and the help of
-`GenerationConfig`. Names and defaults are OpenAI's; its client sends other fields as `extra_body`.
+At every level, a field that is null is absent, one without effect (`foreign_fields`) is dropped,
+and an unknown one is refused. Every option of generation that the command line has is a field, with
+the bounds and the help of `GenerationConfig`. Names and defaults are OpenAI's; its client sends
+other fields as `extra_body`.
 """
 
 from __future__ import annotations
 
 import json
 import math
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import fields
-from typing import Annotated, Any, Literal, get_type_hints
+from typing import Annotated, Any, ClassVar, Literal, get_type_hints
 
 from pydantic import (
     AfterValidator,
@@ -21,10 +24,12 @@ from pydantic import (
     create_model,
     model_validator,
 )
+from pydantic_core import PydanticCustomError
 
 from tiedgpt.errors import UserError
 from tiedgpt.infer.generation_config import BOUNDS, GenerationConfig
 from tiedgpt.inspect.registry import Inspection
+from tiedgpt.serve import foreign_fields
 
 MAX_FIELDS = 300
 """Fields of any object: each that is wrong would be an error."""
@@ -34,19 +39,23 @@ MAX_TOKENS = 1 << 31
 EXPECTED = {
     "prompt": "a text, ids >= 0, or a list of 1 to 128 of either",
     "input": "a text, ids >= 0, or a list of 1 to 128 of either",
-    "stop": "a text of 1 to 256 characters, or a list of at most 4",
+    "stop": "a text of 1 to 256 characters, or a list of at most 64",
     "logit_bias": "an object of at most 300 ids and numbers, -100 to 100",
     "json_schema": "a JSON schema, as JSON or an object",
     "content": 'a text, or a list of parts {"type": "text", "text": ...}',
-    "tool_choice": "none: tools are not supported",
 }
 """Descriptions of the fields that have several types, for errors: "must be ..."."""
 
 
-def _require_few_fields(value: Any) -> Any:
-    if isinstance(value, dict) and len(value) > MAX_FIELDS:
+def without_nulls(value: Any) -> Any:
+    """Return an object's fields, or a list's items, without those that are null."""
+    if isinstance(value, list):
+        return [item for item in value if item is not None]
+    if not isinstance(value, dict):
+        return value
+    if len(value) > MAX_FIELDS:
         raise ValueError(f"must have at most {MAX_FIELDS} fields")
-    return value
+    return {name: field for name, field in value.items() if field is not None}
 
 
 def as_list(value: Any) -> list[Any]:
@@ -63,7 +72,7 @@ Stop = Annotated[str, Field(min_length=1, max_length=256)]
 Biases = Annotated[
     dict[Annotated[str, Field(pattern=r"^\d{1,9}$")], Annotated[float, Field(ge=-100, le=100)]],
     Field(max_length=300),
-    BeforeValidator(_require_few_fields),
+    BeforeValidator(without_nulls),
     AfterValidator(lambda biases: {int(id): bias for id, bias in biases.items()}),
 ]
 Constraint = Annotated[str, Field(max_length=MAX_CONSTRAINT)]
@@ -78,7 +87,9 @@ LIMITS: dict[str, Any] = {
     "repetition_penalty": Annotated[float, Field(gt=0, le=10)],
     "seed": Seed,
     "logit_bias": Biases,
-    "stop": Stop | Annotated[list[Stop], Field(max_length=4)],
+    "stop": Annotated[
+        Stop | Annotated[list[Stop], Field(max_length=64)], BeforeValidator(without_nulls)
+    ],
     "regex": Constraint,
     "json_schema": Constraint | dict[str, Any],
     "grammar": Constraint,
@@ -90,21 +101,47 @@ class Body(BaseModel):
     """Base of all requests."""
 
     model_config = ConfigDict(extra="forbid", strict=True, allow_inf_nan=False)
-    _checked = model_validator(mode="before")(_require_few_fields)
+    labels: ClassVar[frozenset[str]] = frozenset()
+    """Fields that are accepted without effect."""
+    neutral: ClassVar[Mapping[str, tuple[Any, ...]]] = {}
+    """Fields that are accepted with these values, without effect."""
+
+    @model_validator(mode="before")
+    @classmethod
+    def _known_fields(cls, value: Any) -> Any:
+        """Return the fields that have an effect; raise an error that names an unknown one."""
+        given, known = without_nulls(value), set(cls._names())
+        if not isinstance(given, dict):
+            return given
+        result = {}
+        for name, field in given.items():
+            if name in known:
+                result[name] = field
+            elif not foreign_fields.has_no_effect(name, field, cls.labels, cls.neutral):
+                context = {"name": name, "known": sorted(known)}
+                raise PydanticCustomError("unknown_field", "is unknown", context)
+        return result
+
+    @classmethod
+    def _names(cls) -> Iterator[str]:
+        for name, field in cls.model_fields.items():
+            alias = field.validation_alias or name
+            yield from map(str, alias.choices if isinstance(alias, AliasChoices) else [alias])
 
 
 class NamedBody(Body):
     """Requests that OpenAI's clients send with the model's name."""
 
+    labels = foreign_fields.LABELS
     model: Name | None = None
-    user: Name | None = None
 
 
 class StreamOptions(Body):
     """Options of a stream."""
 
+    labels = frozenset({"include_obfuscation"})
     include_usage: bool = False
-    include_obfuscation: bool = False
+    continuous_usage_stats: bool = False
 
 
 class JSONSchema(Body):
@@ -160,16 +197,32 @@ _OptionsBody: Any = create_model("_OptionsBody", __base__=NamedBody, **_option_f
 class GenerationBody(_OptionsBody):  # type: ignore[misc]
     """The fields of both completions and chat completions."""
 
+    neutral = foreign_fields.NEUTRAL
     stream: bool = False
     stream_options: StreamOptions | None = None
-    # Accepted for OpenAI's clients, without effect:
-    metadata: dict[Name, Name] | None = None
-    store: bool | None = None
     response_format: ResponseFormat | None = None
+    # Beyond OpenAI's:
+    stop_token_ids: Ids | None = None
+    include_stop_str_in_output: bool = False
+    ignore_eos: bool = Field(False, description="continue after the end of text or of a reply")
+    min_tokens: int = Field(0, ge=0, le=MAX_TOKENS)
+    return_token_ids: bool = False
+    return_tokens_as_token_ids: bool = False
 
-    def config(self, **options: Any) -> GenerationConfig:
-        """Return the engine's options for one text; contradictions raise `UserError`."""
+    def config(self, end_ids: Sequence[int] = (), **options: Any) -> GenerationConfig:
+        """Return the engine's options for one text; contradictions raise `UserError`.
+
+        `end_ids` are the template's, which end a reply.
+        """
+        if self.stream_options not in (None, StreamOptions()) and not self.stream:
+            raise UserError("needs stream to be true", option="stream_options")
         values = {name: getattr(self, name) for name in OPTIONS} | {"n": 1} | options
+        values |= {
+            "stop_ids": [*(self.stop_token_ids or ()), *(() if self.ignore_eos else end_ids)],
+            "include_stop": self.include_stop_str_in_output,
+            "ignore_eos": self.ignore_eos,
+            "min_new_tokens": self.min_tokens,
+        }
         if self.response_format and (schema := self.response_format.schema_of()) is not None:
             if self.json_schema is not None:
                 raise UserError("exclude each other", option=("response_format", "json_schema"))
@@ -179,8 +232,9 @@ class GenerationBody(_OptionsBody):  # type: ignore[misc]
             message = f"must have at most {MAX_CONSTRAINT:,} characters"
             raise UserError(message, option="json_schema")
         config = GenerationConfig(**values | {"stop": as_list(self.stop)})
-        for name in ("n", "stream", "logprobs") if config.num_beams > 1 else ():
-            if getattr(self, name) != type(self).model_fields[name].default:
+        fields = type(self).model_fields
+        for name in fields.keys() & {"n", "stream", "logprobs"} if config.num_beams > 1 else ():
+            if getattr(self, name) != fields[name].default:
                 raise UserError("exclude each other", option=("num_beams", name))
         return config
 
@@ -192,9 +246,7 @@ class CompletionRequest(GenerationBody):
     max_tokens: int | None = Field(None, ge=0, le=MAX_TOKENS)
     echo: bool = False
     logprobs: int | None = Field(None, ge=0, le=20)
-    suffix: None = None
     # Beyond OpenAI's:
-    return_tokens_as_token_ids: bool = False
     allow_special: bool = Field(
         False, description="read <|endoftext|> and other special tokens in a text as such"
     )
@@ -203,34 +255,56 @@ class CompletionRequest(GenerationBody):
 class TextPart(Body):
     """A part of a message's content."""
 
-    type: Literal["text"]
-    text: str
+    labels = foreign_fields.PART_LABELS
+    type: Literal["text", "input_text", "output_text", "refusal"]
+    text: str = Field(validation_alias=AliasChoices("text", "refusal"))
 
 
 class Message(Body):
-    """A message of a conversation."""
+    """A message of a conversation; a refusal is the assistant's text, too."""
 
+    labels = foreign_fields.MESSAGE_LABELS
+    neutral = foreign_fields.MESSAGE_NEUTRAL
     role: Name
     content: str | Annotated[list[TextPart], Field(max_length=64)]
-    name: Name | None = None
+    refusal: str = ""
+
+    @model_validator(mode="before")
+    @classmethod
+    def _content_of_assistant(cls, value: Any) -> Any:
+        """Return the fields with an empty text where an assistant's message has no content."""
+        if isinstance(value, dict) and value.get("role") == "assistant":
+            return value if value.get("content") is not None else value | {"content": ""}
+        return value
 
     def for_template(self) -> dict[str, str]:
         """Return the message as chat templates take it; `developer` is OpenAI's name for system."""
         texts = self.content if isinstance(self.content, str) else [x.text for x in self.content]
-        content = "".join(texts)
+        content = "".join([*texts, self.refusal])
         return {"role": "system" if self.role == "developer" else self.role, "content": content}
 
 
-class ChatRequest(GenerationBody):
+Messages = Annotated[list[Message], Field(min_length=1, max_length=1024)]
+
+
+class TemplateOptions(Body):
+    """How a conversation becomes a prompt, beyond OpenAI's."""
+
+    add_generation_prompt: bool | None = Field(
+        default=None,
+        description="end with the beginning of a reply; default: unless the last continues",
+    )
+    continue_final_message: bool = Field(
+        default=False, description="leave the last message open, so that the model continues it"
+    )
+
+
+class ChatRequest(GenerationBody, TemplateOptions):
     """POST /v1/chat/completions."""
 
-    messages: list[Message] = Field(min_length=1, max_length=1024)
+    messages: Messages
     max_tokens: Count | None = None
     max_completion_tokens: Count | None = None
-    # Accepted for OpenAI's clients, without effect:
-    parallel_tool_calls: bool | None = None
-    reasoning_effort: Name | None = None
-    tool_choice: Literal["none"] | None = None
     logprobs: bool = False
     top_logprobs: int | None = Field(None, ge=0, le=20)
 
@@ -240,16 +314,21 @@ class EmbeddingRequest(NamedBody):
 
     input: Prompts
     encoding_format: Literal["float", "base64"] = "float"
-    dimensions: None = None
+    dimensions: Count | None = None
     # Beyond OpenAI's:
     pooling: Literal["mean", "last"] = "mean"
+    normalize: bool = True
+    truncate_prompt_tokens: int | None = Field(
+        None, ge=-1, le=MAX_TOKENS, description="read only so many first tokens; -1: the context"
+    )
 
 
-class TokenizeRequest(NamedBody):
-    """POST /tokenize; no tokenizer here adds special tokens."""
+class TokenizeRequest(NamedBody, TemplateOptions):
+    """POST /tokenize: a prompt, or the messages of a conversation."""
 
-    prompt: str
-    add_special_tokens: bool = False
+    prompt: str | None = None
+    messages: Messages | None = None
+    return_token_strs: bool = False
 
 
 class DetokenizeRequest(NamedBody):

@@ -14,6 +14,8 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 from fastapi import Request
 
+from tiedgpt.infer import Engine
+from tiedgpt.infer.generation_config import Prompt
 from tiedgpt.inspect.registry import Inspection
 from tiedgpt.serve.errors import APIError
 from tiedgpt.serve.page_data import Source, inspect_model
@@ -71,21 +73,39 @@ class TorchModel:
         return self._load().eval()
 
 
+def _read(engine: Engine, text: Prompt, max_tokens: int | None) -> list[int]:
+    """Return the ids of an input, or the first `max_tokens` of them (-1: of the context)."""
+    if max_tokens is not None:
+        limit = engine.runner.config.n_positions if max_tokens < 0 else max_tokens
+        text = encode_prompt(engine, text, "input", room=None)[:limit]
+    return encode_prompt(engine, text, "input")
+
+
 async def embed(
     service: Service, torch_model: TorchModel, request: Request, body: EmbeddingRequest
 ) -> dict[str, Any]:
-    """Return embeddings of unit length: the body's output, averaged over tokens or of the last."""
+    """Return embeddings: the body's output, averaged over tokens or of the last one."""
 
     def compute(model: GPT) -> tuple[list[Any], int]:
         import torch
 
-        each = [encode_prompt(service.engine, one, "input") for one in as_list(body.input)]
+        width = service.engine.runner.config.n_embd
+        if body.dimensions not in (None, width):
+            raise APIError(
+                400, f"dimensions must be {width}: cut and normalize the vector yourself",
+                param="dimensions",
+            )  # fmt: skip
+        each = [
+            _read(service.engine, one, body.truncate_prompt_tokens) for one in as_list(body.input)
+        ]
         vectors = []
         for ids in each:
             with torch.inference_mode():
                 h = model.body(torch.tensor([ids], device=model.wte.weight.device))[0].float()
                 pooled = h[-1] if body.pooling == "last" else h.mean(0)
-                vector = torch.nn.functional.normalize(pooled, dim=0).cpu().numpy()
+                if body.normalize:
+                    pooled = torch.nn.functional.normalize(pooled, dim=0)
+                vector = pooled.cpu().numpy()
             packed = base64.b64encode(vector.astype("<f4").tobytes()).decode()
             vectors.append(packed if body.encoding_format == "base64" else vector.tolist())
         return vectors, sum(map(len, each))

@@ -224,6 +224,12 @@ class Tokenizer(ExplainsNames):
 
         Each file is replaced atomically.
         """
+        with replacing(Path(directory) / TOKENIZER_JSON) as temporary:
+            temporary.write_text(self._rust.to_str(pretty=True), encoding="utf-8")
+        write_json(Path(directory) / CONFIG, self.config())
+
+    def config(self) -> dict[str, Any]:
+        """Return the content of `tokenizer_config.json`."""
         config = {key: self._settings[key] for key in KEPT_SETTINGS if key in self._settings}
         config["tokenizer_class"] = "PreTrainedTokenizerFast"
         config["clean_up_tokenization_spaces"] = False
@@ -231,9 +237,7 @@ class Tokenizer(ExplainsNames):
         config |= {key: self._rust.id_to_token(id) for key, id in named.items() if id is not None}
         if self.kind == "bpe" and "eos_token" in config:  # as GPT-2's own; CTranslate2 needs one
             config["unk_token"] = config.get("unk_token") or config["eos_token"]
-        with replacing(Path(directory) / TOKENIZER_JSON) as temporary:
-            temporary.write_text(self._rust.to_str(pretty=True), encoding="utf-8")
-        write_json(Path(directory) / CONFIG, config)
+        return config
 
     def _find_bytes(self, id: int) -> bytes | None:
         """Return the bytes of an id, or None for an unused id."""
