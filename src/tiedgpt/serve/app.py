@@ -17,13 +17,14 @@ import tiedgpt
 from tiedgpt.errors import UserError
 from tiedgpt.infer import Engine
 from tiedgpt.inspect.registry import INSPECTIONS, Inspection
-from tiedgpt.serve import completions, page_data, torch_model
+from tiedgpt.serve import completions, page_data, responses, torch_model
 from tiedgpt.serve.assets import HEADERS, etag, media_type, page_files
 from tiedgpt.serve.completions import Service
 from tiedgpt.serve.errors import APIError, add_error_handlers
 from tiedgpt.serve.guards import Guard, Hosts, Limits
 from tiedgpt.serve.logprobs import TokenNames
 from tiedgpt.serve.metrics import Metrics
+from tiedgpt.serve.responses import ResponsesRequest
 from tiedgpt.serve.schemas import (
     Body,
     ChatRequest,
@@ -103,6 +104,10 @@ def _add_generation(app: FastAPI, service: Service) -> None:
     @app.post("/v1/chat/completions")
     async def chat(request: Request, body: ChatRequest) -> Response:
         return await completions.chat(service, request, body)
+
+    @app.post("/v1/responses")
+    async def respond(request: Request, body: ResponsesRequest) -> Response:
+        return await responses.respond(service, request, body)
 
     model = {
         "id": service.name,
