@@ -8,10 +8,12 @@ from hypothesis import strategies as st
 
 from tiedgpt.inspect.registry import INSPECTIONS
 from tiedgpt.serve import schemas
+from tiedgpt.serve.responses import ResponsesRequest
 
 PATHS = {
     "/v1/completions": schemas.CompletionRequest,
     "/v1/chat/completions": schemas.ChatRequest,
+    "/v1/responses": ResponsesRequest,
     "/v1/embeddings": schemas.EmbeddingRequest,
     "/tokenize": schemas.TokenizeRequest,
     "/detokenize": schemas.DetokenizeRequest,

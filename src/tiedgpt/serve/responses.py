@@ -33,7 +33,7 @@ from tiedgpt.serve.schemas import (
 )
 from tiedgpt.serve.streams import Choice, EventStream, RequestStream
 
-LOGPROBS = "message.output_text.logprobs"
+Included = Literal["message.output_text.logprobs", "reasoning.encrypted_content"]
 
 
 def _as_messages(value: Any) -> Any:
@@ -66,9 +66,7 @@ class ResponsesRequest(GenerationBody):
     max_output_tokens: Count | None = None
     metadata: Annotated[dict[Name, Name], BeforeValidator(without_nulls)] | None = None
     text: TextOptions = TextOptions()
-    include: list[Literal["message.output_text.logprobs", "reasoning.encrypted_content"]] = Field(
-        default=[], max_length=16
-    )
+    include: list[Included] = Field([])
     top_logprobs: int | None = Field(None, ge=0, le=20)
     n: Literal[1] = 1
     num_beams: Literal[1] = 1
@@ -111,12 +109,12 @@ class ResponsesAnswer:
 
     def part(self, text: str) -> dict[str, Any]:
         """Return the text as a part of the message."""
-        part = {"type": "output_text", "text": text, "annotations": []}
-        return part | {"logprobs": self.logprobs(self.choice.tokens)}
+        logprobs = self.logprobs(self.choice.tokens)
+        return {"type": "output_text", "text": text, "annotations": [], "logprobs": logprobs}
 
     def logprobs(self, tokens: list[Any]) -> list[dict[str, Any]]:
         """Return the log-probabilities of tokens, if they were asked for."""
-        if LOGPROBS not in self.body.include and not self.body.top_logprobs:
+        if "message.output_text.logprobs" not in self.body.include and not self.body.top_logprobs:
             return []
         names = TokenNames(self.service.engine.tokenizer, self.body.return_tokens_as_token_ids)
         entries = [token_entry(self.choice, token) for token in tokens]
