@@ -77,8 +77,8 @@ def test_the_text_before_min_tokens_completes_no_stop_string(text, stops, least)
         for at in range(len(text))
         if text.startswith(stop, at) and at + len(stop) >= least
     ]
-    for include, place in ((False, 0), (True, 1)):
-        expected = text[: min(matches)[place]] if matches else text, bool(matches)
+    for include, end in ((False, 0), (True, 1)):
+        expected = text[: min(matches)[end]] if matches else text, bool(matches)
         options = {"include_stop": include, "min_tokens": least}
         assert decode(Pieces(list(text)), range(len(text)), stops, **options) == expected
 

@@ -36,16 +36,16 @@ def twin(engine, tmp_path_factory):
 def test_min_new_tokens_and_stop_ids_choose_as_transformers(engine, twin, least, n_ends):
     free = engine.generate([5, 6], max_new_tokens=20, temperature=0).ids
     ends = free[2 : 2 + n_ends]
-    theirs = twin.generate(
+    peer_ids = twin.generate(
         torch.tensor([[5, 6]]), attention_mask=torch.ones(1, 2), min_new_tokens=least,
         max_new_tokens=20, do_sample=False, eos_token_id=ends, pad_token_id=0,
     )[0, 2:].tolist()  # fmt: skip
     options = {"max_new_tokens": 20, "temperature": 0, "ignore_eos": True}
     ours = engine.generate([5, 6], stop_ids=ends, min_new_tokens=least, **options)
-    assert ours.ids == theirs
-    assert ours.stop_reason == (theirs[-1] if theirs[-1] in ends else None)
-    log_p = engine.model(torch.tensor([[5, 6, *theirs]])).log_softmax(-1)[0, 1:-1]
-    expected = log_p.gather(1, torch.tensor(theirs)[:, None])[:, 0].tolist()
+    assert ours.ids == peer_ids
+    assert ours.stop_reason == (peer_ids[-1] if peer_ids[-1] in ends else None)
+    log_p = engine.model(torch.tensor([[5, 6, *peer_ids]])).log_softmax(-1)[0, 1:-1]
+    expected = log_p.gather(1, torch.tensor(peer_ids)[:, None])[:, 0].tolist()
     assert ours.logprobs == pytest.approx(expected, abs=1e-4)
 
 
@@ -64,13 +64,13 @@ def test_ignored_ends_are_ids_without_text(engine):
 
 def test_include_stop_shows_the_stop_string_and_stop_reason_names_it(engine):
     options = {"max_new_tokens": 30, "seed": 4}
-    whole = engine.generate([5, 6], **options).text
-    stops = [whole[4:7], whole[5:9]]
-    begin = whole.index(stops[0])
-    assert begin <= whole.index(stops[1])
+    text = engine.generate([5, 6], **options).text
+    stops = [text[4:7], text[5:9]]
+    begin = text.index(stops[0])
+    assert begin <= text.index(stops[1])
     for include, end in ((False, begin), (True, begin + 3)):
         cut = engine.generate([5, 6], stop=stops, include_stop=include, **options)
-        assert (cut.text, cut.stop_reason) == (whole[:end], stops[0])
+        assert (cut.text, cut.stop_reason) == (text[:end], stops[0])
         *_, last = stream = list(engine.stream([5, 6], stop=stops, include_stop=include, **options))
         assert "".join(token.text for token in stream) == cut.text
         assert (last.finish_reason, last.stop_reason) == ("stop", stops[0])

@@ -46,7 +46,7 @@ def client(engine):
 
 
 def text_of(answer):
-    """Return what an answer says: its text, or its vector."""
+    """Return the text of an answer, or its vector."""
     if "output" in answer:
         return answer["output"][0]["content"][0]["text"]
     if answer["object"] == "list":
@@ -97,8 +97,13 @@ def test_null_is_absent_at_every_level(client, path, more):
 
 def test_null_in_a_json_schema_is_a_value(client):
     pytest.importorskip("llguidance")
-    form = {"type": "json_schema", "json_schema": {"name": "x", "schema": {"enum": [None]}}}
-    answer = client.post("/v1/completions", json={"prompt": "a", "response_format": form}).json()
+    response_format = {
+        "type": "json_schema",
+        "json_schema": {"name": "x", "schema": {"enum": [None]}},
+    }
+    answer = client.post(
+        "/v1/completions", json={"prompt": "a", "response_format": response_format}
+    ).json()
     assert json.loads(text_of(answer)) is None
 
 
@@ -176,17 +181,17 @@ REFUSED = {
 
 
 @pytest.mark.parametrize(
-    ("path", "name", "value", "said"),
+    ("path", "name", "value", "remedy"),
     [(path, *row) for path, rows in REFUSED.items() for row in rows], ids=str,
 )  # fmt: skip
-def test_what_cannot_be_done_is_refused_with_what_to_do(client, path, name, value, said):
+def test_what_cannot_be_done_is_refused_with_what_to_do(client, path, name, value, remedy):
     error = refused(client, path=path, **ROUTES[path][1] | {name: value})
     assert error["param"].split(".")[0] == name
-    assert re.search(said, error["message"])
+    assert re.search(remedy, error["message"])
 
 
 @pytest.mark.parametrize(
-    ("path", "name", "meant"),
+    ("path", "name", "nearest"),
     [
         *(("/v1/completions", *row) for row in [
             ("max_token", "max_tokens"), ("temprature", "temperature"), ("topk", "top_k"),
@@ -206,10 +211,10 @@ def test_what_cannot_be_done_is_refused_with_what_to_do(client, path, name, valu
         ("/inspect/positions", "replace_att", "replace_at"),
     ],
 )  # fmt: skip
-def test_an_unknown_field_gets_the_nearest_known_name(client, path, name, meant):
+def test_an_unknown_field_gets_the_nearest_known_name(client, path, name, nearest):
     body = ROUTES[path][1] if path in ROUTES else {}
     error = refused(client, path=path, **body | {name: 1})
-    assert error["param"] == name and error["message"].endswith(f": use {meant}")
+    assert error["param"] == name and error["message"].endswith(f": use {nearest}")
 
 
 def test_an_unknown_field_of_a_message_gets_its_path(client):
@@ -410,6 +415,6 @@ def test_usage_of_every_event_counts_the_tokens_so_far(client, path):
 
 
 def test_a_request_id_is_echoed(client):
-    for given, echoed in (("abc-1", True), ("a b", False), ("x" * 129, False)):
-        response = client.get("/version", headers={"X-Request-Id": given})
-        assert (response.headers["x-request-id"] == given) == echoed
+    for sent, echoed in (("abc-1", True), ("a b", False), ("x" * 129, False)):
+        response = client.get("/version", headers={"X-Request-Id": sent})
+        assert (response.headers["x-request-id"] == sent) == echoed

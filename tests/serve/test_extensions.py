@@ -28,7 +28,7 @@ def client(engine):
 
 
 @pytest.fixture(scope="module")
-def theirs(engine, tmp_path_factory):
+def peer(engine, tmp_path_factory):
     """The tokenizer in transformers, with the template."""
     directory = tmp_path_factory.mktemp("tokenizer")
     engine.tokenizer.save_pretrained(directory)
@@ -37,16 +37,16 @@ def theirs(engine, tmp_path_factory):
 
 
 def texts(client, path, body):
-    """Return the text and the end of a stream and of a whole answer."""
-    whole = client.post(path, json=body).json()["choices"][0]
+    """Return the text and the end of an answer and of a stream."""
+    answer = client.post(path, json=body).json()["choices"][0]
     with client.stream("POST", path, json=body | {"stream": True}) as response:
         choices = [chunk["choices"][0] for chunk in events(response)]
     if path == CHAT:
-        whole = whole | {"text": whole["message"]["content"]}
+        answer = answer | {"text": answer["message"]["content"]}
         choices = [choice | {"text": choice["delta"].get("content", "")} for choice in choices]
     streamed = choices[-1] | {"text": "".join(choice["text"] for choice in choices)}
     names = ("text", "finish_reason", "stop_reason")
-    return [tuple(answer[name] for name in names) for answer in (whole, streamed)]
+    return [tuple(choice[name] for name in names) for choice in (answer, streamed)]
 
 
 @pytest.mark.parametrize("path", ["/v1/completions", CHAT])
@@ -54,16 +54,16 @@ def test_the_reason_of_a_stop_is_told(client, engine, path):
     body = {"prompt": "the cat"} if path != CHAT else {"messages": MESSAGES[:2]}
     body |= {"max_tokens": 12, "temperature": 1, "seed": 4}
     ask = client.post(path, json=body | {"return_token_ids": True}).json()["choices"][0]
-    ids, whole = ask["token_ids"], engine.tokenizer.decode(ask["token_ids"])
-    letter = next(text for text in whole if text.isascii())
-    at, eos = whole.index(letter), engine.tokenizer.eos_token_id
+    ids, text = ask["token_ids"], engine.tokenizer.decode(ask["token_ids"])
+    letter = next(character for character in text if character.isascii())
+    at, eos = text.index(letter), engine.tokenizer.eos_token_id
     first = engine.tokenizer.decode(ids[: ids.index(ids[2])])
     table = [
-        ({}, (whole, "length", None)),
-        ({"stop": ["@@@"] * 63 + [letter]}, (whole[:at], "stop", letter)),
+        ({}, (text, "length", None)),
+        ({"stop": ["@@@"] * 63 + [letter]}, (text[:at], "stop", letter)),
         (
             {"stop": letter, "include_stop_str_in_output": True},
-            (whole[: at + 1], "stop", letter),
+            (text[: at + 1], "stop", letter),
         ),
         ({"stop_token_ids": [ids[2]]}, (first, "stop", ids[2])),
         ({"logit_bias": {str(eos): 100}}, ("", "stop", None)),
@@ -119,15 +119,15 @@ def test_tokens_are_written_as_ids_in_chat_too(client):
         (1, {"continue_final_message": True, "add_generation_prompt": False}),
     ],
 )
-def test_prompts_of_conversations_equal_transformers(client, theirs, n, fields):
+def test_prompts_of_conversations_equal_transformers(client, peer, n, fields):
     is_open = fields.get("continue_final_message", False)
     adds = fields.get("add_generation_prompt", not is_open)
-    expected = theirs.apply_chat_template(
+    expected = peer.apply_chat_template(
         MESSAGES[:n], add_generation_prompt=adds, continue_final_message=is_open, tokenize=True,
         return_dict=True,
     )["input_ids"]  # fmt: skip
-    told = client.post("/tokenize", json={"messages": MESSAGES[:n], **fields}).json()
-    assert (told["tokens"], told["count"]) == (expected, len(expected))
+    tokens = client.post("/tokenize", json={"messages": MESSAGES[:n], **fields}).json()
+    assert (tokens["tokens"], tokens["count"]) == (expected, len(expected))
     body = {"messages": MESSAGES[:n], **fields, "return_token_ids": True, "max_tokens": 2}
     assert client.post(CHAT, json=body).json()["prompt_token_ids"] == expected
 
@@ -140,20 +140,20 @@ def test_a_message_is_continued_or_answered_and_not_both(client):
         assert refused(client, path="/tokenize", **body)["param"] == "prompt"
 
 
-def test_the_tokenizer_describes_itself(client, theirs, engine):
+def test_the_tokenizer_describes_itself(client, peer, engine):
     info = client.get("/tokenizer_info").json()
     assert info["tokenizer_class"] == "PreTrainedTokenizerFast"
-    assert (info["eos_token"], info["vocab_size"]) == (theirs.eos_token, len(theirs))
+    assert (info["eos_token"], info["vocab_size"]) == (peer.eos_token, len(peer))
     template = jinja2.Environment(undefined=jinja2.StrictUndefined).from_string(
         info["chat_template"]
     )
     for adds in (True, False):
         rendered = template.render(messages=MESSAGES, add_generation_prompt=adds)
-        assert rendered == theirs.apply_chat_template(
+        assert rendered == peer.apply_chat_template(
             MESSAGES, add_generation_prompt=adds, tokenize=False
         )
-    told = client.post("/tokenize", json={"prompt": "the cat", "return_token_strs": True}).json()
-    assert told["token_strs"] == [theirs.decode([id]) for id in told["tokens"]]
+    tokens = client.post("/tokenize", json={"prompt": "the cat", "return_token_strs": True}).json()
+    assert tokens["token_strs"] == [peer.decode([id]) for id in tokens["tokens"]]
 
 
 def test_embeddings_are_truncated_and_normalized_as_asked(client, engine):
@@ -176,8 +176,8 @@ def test_cached_tokens_are_those_of_the_slot(directory):
     with Engine(directory, queue_size=8) as engine:
         client = TestClient(create_app(engine, limits=LIMITS), base_url="http://127.0.0.1")
         usages = [complete(client, **body)["usage"] for _ in range(2)]
-        told = [usage["prompt_tokens_details"]["cached_tokens"] for usage in usages]
-        assert told == [0, 36]
+        tokens = [usage["prompt_tokens_details"]["cached_tokens"] for usage in usages]
+        assert tokens == [0, 36]
         more = {"stream": True, "stream_options": {"include_usage": True}}
         with client.stream("POST", "/v1/completions", json=body | more) as response:
             assert events(response)[-1]["usage"] == usages[1]

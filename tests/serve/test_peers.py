@@ -18,7 +18,7 @@ from tiedgpt.infer import Engine
 from tiedgpt.serve.guards import Limits
 
 pytestmark = pytest.mark.slow
-PLAIN = TEMPLATES["plain"]
+TEMPLATE = TEMPLATES["plain"]
 
 
 @pytest.fixture(scope="module")
@@ -27,7 +27,7 @@ def served(tmp_path_factory):
     tokenizer, directory = Tokenizer.train([TEXT], 300), tmp_path_factory.mktemp("model")
     opinionated(tokenizer, n_positions=128).save_pretrained(directory)
     tokenizer.save_pretrained(directory)
-    with Engine(directory) as engine, Running(engine, Limits(), template=PLAIN) as running:
+    with Engine(directory) as engine, Running(engine, Limits(), template=TEMPLATE) as running:
         yield running, engine, directory
 
 
@@ -77,21 +77,21 @@ def test_the_harness_chats_through_the_remote_tokenizer(served):
     from lm_eval.models.openai_completions import LocalChatCompletion
 
     running, engine, _ = served
-    theirs = LocalChatCompletion(
+    peer = LocalChatCompletion(
         base_url=f"{running.url}/v1/chat/completions", model="tiny", tokenizer_backend="remote",
         max_length=128, batch_size=1,
     )  # fmt: skip
     results = lm_eval.simple_evaluate(
-        theirs, tasks=tasks(datasets)[3:], bootstrap_iters=0, apply_chat_template=True
+        peer, tasks=tasks(datasets)[3:], bootstrap_iters=0, apply_chat_template=True
     )
     samples = results["samples"]["written"]
     assert len(samples) == 10
     for sample in samples:
         message = {"role": "user", "content": sample["doc"]["q"]}
-        ids, _ = encode_pieces(PLAIN.prompt([message]), engine.tokenizer)
+        ids, _ = encode_pieces(TEMPLATE.prompt([message]), engine.tokenizer)
         ours = engine.generate(
             ids, max_new_tokens=8, temperature=0, stop=["\n"],
-            stop_ids=PLAIN.end_ids(engine.tokenizer),
+            stop_ids=TEMPLATE.end_ids(engine.tokenizer),
         )  # fmt: skip
         assert sample["resps"] == [[ours.text]]
 

@@ -123,12 +123,12 @@ def test_the_asynchronous_client_streams(served):
 
 def test_logprobs_are_included_when_asked_for(client, served):
     ours = reply(served[1], ("user", "the dog"))
-    asked = {"include": ["message.output_text.logprobs"], "top_logprobs": 2}
-    answer = client.responses.create(input="the dog", **OPTIONS, **asked)
+    options = {"include": ["message.output_text.logprobs"], "top_logprobs": 2}
+    answer = client.responses.create(input="the dog", **OPTIONS, **options)
     tokens = answer.output[0].content[0].logprobs
     assert [token.logprob for token in tokens] == pytest.approx(ours.logprobs, abs=1e-5)
     assert all(len(token.top_logprobs) == 2 for token in tokens)
-    with client.responses.create(input="the dog", stream=True, **OPTIONS, **asked) as stream:
+    with client.responses.create(input="the dog", stream=True, **OPTIONS, **options) as stream:
         pieces = [e.logprobs for e in stream if e.type == "response.output_text.delta"]
     assert [one.logprob for piece in pieces for one in piece] == pytest.approx(
         ours.logprobs, abs=1e-5
@@ -136,20 +136,22 @@ def test_logprobs_are_included_when_asked_for(client, served):
 
 
 @pytest.mark.parametrize(
-    "form",
+    "text_format",
     [
         {"type": "json_schema", "name": "x", "schema": {"enum": [1, 2]}, "strict": True},
         {"type": "json_object"},
     ],
 )
-def test_the_text_follows_its_format(client, form):
+def test_the_text_follows_its_format(client, text_format):
     pytest.importorskip("llguidance")
     options = OPTIONS | {"max_output_tokens": 60, "temperature": 1}
     bias = {"extra_body": {"seed": 3, "logit_bias": {"92": 20}}}
-    answer = client.responses.create(input="the dog", text={"format": form}, **options, **bias)
+    answer = client.responses.create(
+        input="the dog", text={"format": text_format}, **options, **bias
+    )
     value = json.loads(answer.output_text)
     assert value in (1, 2) or isinstance(value, dict)
-    assert answer.text.format.type == form["type"]
+    assert answer.text.format.type == text_format["type"]
 
 
 def test_the_clients_errors(client):

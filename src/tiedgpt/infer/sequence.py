@@ -92,8 +92,8 @@ class Piece(NamedTuple):
 class Detokenizer:
     """The text of a sequence's new tokens.
 
-    The text ends where the earliest match of any of the `stops` begins, however tokens divide it;
-    with `include_stop`, where that match ends. Tokens before `min_tokens` do not complete a match.
+    The text ends where the earliest match of any of the `stops` begins, however tokens divide it.
+    With `include_stop` it ends where the match does. Before `min_tokens` tokens no match counts.
     A character is certain once it is complete and no stop string can begin at it or before it.
     """
 

@@ -329,7 +329,7 @@ async def _events(
     """
     options = answer.body.stream_options or StreamOptions()
     counts = [0] * len(answer.choices)
-    begun, ended = set[int](), set[int]()
+    opened, ended = set[int](), set[int]()
 
     def event(*choices: dict[str, Any], **more: Any) -> bytes:
         usage: dict[str, Any] = {"usage": None} if options.include_usage else {}
@@ -340,8 +340,8 @@ async def _events(
     try:
         async for index, token in stream:
             choice = answer.choices[index]
-            if index not in begun:
-                begun.add(index)
+            if index not in opened:
+                opened.add(index)
                 if delta := answer.first_delta(choice):
                     logprobs = None
                     if answer.has_prompt_logprobs and token is not None:

@@ -99,15 +99,15 @@ def _body_error(error: RequestValidationError) -> APIError:
             path.append(str(key)[:64])
             value = value[key] if has_key else None
         inside = [value, *(value if isinstance(value, list) else [])]
-        objects = [each for each in inside if isinstance(each, dict)]
-        if any(name in each for each in objects for name in keys[number + 1 :]):
+        objects = [item for item in inside if isinstance(item, dict)]
+        if any(name in item for item in objects for name in keys[number + 1 :]):
             continue  # the wrong field is inside
         if key in EXPECTED and first["type"] not in ("missing", "unknown_field", "value_error"):
             must = f"must be {EXPECTED[key]}"
             return APIError(400, f"{'.'.join(path)} {must}", param=".".join(path))
     if first["type"] == "unknown_field":
         path.append(first["ctx"]["name"][:64])
-        problem = _unknown_field(first["ctx"]["name"], first["ctx"]["known"])
+        problem = _unknown_field(first["ctx"]["name"], first["ctx"]["fields"])
         return APIError(400, f"{'.'.join(path)} {problem}", param=".".join(path))
     if not path:
         return APIError(400, "the body must be a JSON object", code="invalid_json")
@@ -118,14 +118,14 @@ def _body_error(error: RequestValidationError) -> APIError:
     return APIError(400, f"{'.'.join(path)} {problem}", param=".".join(path))
 
 
-def _unknown_field(name: str, known: Collection[str]) -> str:
+def _unknown_field(name: str, fields: Collection[str]) -> str:
     """Return the problem with a field that the request lacks, and what to use instead."""
     if name in REMEDIES:
         return f"is not supported: {REMEDIES[name]}"
     option = _field(OTHER_NAMES.get(name, name))
     options = [option] if option != "max_tokens" else ["max_tokens", "max_output_tokens"]
-    near = [option for option in options if option in known]
-    near = near or difflib.get_close_matches(name.lower(), known, n=1)
+    near = [option for option in options if option in fields]
+    near = near or difflib.get_close_matches(name.lower(), fields, n=1)
     return "is not a field of this request" + (f": use {near[0]}" if near else "")
 
 

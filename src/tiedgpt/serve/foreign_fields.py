@@ -1,8 +1,8 @@
-"""The fields of other programs' requests that have no effect here.
+"""Tables of other programs' fields: labels, neutral values, and remedies.
 
 A label describes a request and changes no text: it is accepted with any value. A neutral field
-would change the text with another value: it is accepted with the value that programs send by
-default. `REMEDIES` are for what is refused.
+would change the text with another value: it is accepted with the values that change nothing.
+Other fields are refused, and `REMEDIES` say what to do instead.
 """
 
 from __future__ import annotations
@@ -46,16 +46,16 @@ MESSAGE_LABELS = frozenset({"id", "status", "phase", "name", "annotations"})
 MESSAGE_NEUTRAL: Mapping[str, tuple[Any, ...]] = {
     "type": ("message", "text"), "tool_calls": ([],), "reasoning_content": ("",),
 }  # fmt: skip
-"""Those of a message; with `"type": "message"` it is an item of /v1/responses."""
+"""Neutral fields of a message; `"type": "message"` marks an item of /v1/responses."""
 PART_LABELS = frozenset({"annotations", "logprobs", "cache_control", "prompt_cache_breakpoint"})
 """Labels of a part of a message's content."""
 
 _TOOLS = "the model calls no tools; response_format, json_schema, regex and grammar give a form"
-_FORM = "use regex, json_schema or grammar"
+_CONSTRAINTS = "use regex, json_schema or grammar"
 _STATE = "nothing is stored here: send the earlier messages as input"
 REMEDIES = {
     **dict.fromkeys(("tools", "functions", "function_call", "tool_calls", "tool_choice"), _TOOLS),
-    **dict.fromkeys(("structured_outputs", "guided_choice", "structural_tag"), _FORM),
+    **dict.fromkeys(("structured_outputs", "guided_choice", "structural_tag"), _CONSTRAINTS),
     **dict.fromkeys(("previous_response_id", "conversation"), _STATE),
     "suffix": "put the text after it into the prompt",
     **dict.fromkeys(("modalities", "audio"), "answers are text"),

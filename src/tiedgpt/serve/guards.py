@@ -250,8 +250,8 @@ class Guard:
 
 def _request_id(headers: Headers) -> str:
     """Return the client's own id of a request, or a new one."""
-    own = headers.get("x-request-id", "")
-    return own if REQUEST_ID.fullmatch(own) else uuid.uuid4().hex
+    client_id = headers.get("x-request-id", "")
+    return client_id if REQUEST_ID.fullmatch(client_id) else uuid.uuid4().hex
 
 
 def headers_too_large(limits: Limits) -> APIError:

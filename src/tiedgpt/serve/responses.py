@@ -44,7 +44,7 @@ def _as_messages(value: Any) -> Any:
 
 
 class TextFormat(JSONSchema):
-    """The form of the answer; a schema stands beside its name."""
+    """The form of the answer, with its schema."""
 
     type: Literal["text", "json_object", "json_schema"] = "text"
 
@@ -80,10 +80,10 @@ class ResponsesRequest(GenerationBody):
 
 async def respond(service: Service, request: Request, body: ResponsesRequest) -> Response:
     """Answer /v1/responses."""
-    form = body.text.format
-    if form.type != "text" and body.response_format is None:
-        schema = form if "schema_" in form.model_fields_set else None
-        body.response_format = ResponseFormat(type=form.type, json_schema=schema)
+    text = body.text.format
+    if text.type != "text" and body.response_format is None:
+        schema = text if "schema_" in text.model_fields_set else None
+        body.response_format = ResponseFormat(type=text.type, json_schema=schema)
     (choice,), config = await prepare_reply(
         service, body, body.messages(), body.max_output_tokens, param="input"
     )
@@ -107,7 +107,7 @@ class ResponsesAnswer:
     id: str = field(default_factory=lambda: uuid.uuid4().hex)
     created: int = field(default_factory=lambda: int(time.time()))
 
-    def part(self, text: str) -> dict[str, Any]:
+    def content(self, text: str) -> dict[str, Any]:
         """Return the text as a part of the message."""
         logprobs = self.logprobs(self.choice.tokens)
         return {"type": "output_text", "text": text, "annotations": [], "logprobs": logprobs}
@@ -118,8 +118,8 @@ class ResponsesAnswer:
             return []
         names = TokenNames(self.service.engine.tokenizer, self.body.return_tokens_as_token_ids)
         entries = [token_entry(self.choice, token) for token in tokens]
-        content: list[dict[str, Any]] = chat_logprobs(entries, names)["content"]
-        return content
+        result: list[dict[str, Any]] = chat_logprobs(entries, names)["content"]
+        return result
 
     def message(self, status: str, *parts: dict[str, Any]) -> dict[str, Any]:
         """Return the message, which is the one output item."""
@@ -127,13 +127,13 @@ class ResponsesAnswer:
         return item | {"status": status, "content": list(parts)}
 
     def response(self, done: Completion | None = None) -> dict[str, Any]:
-        """Return the whole answer, or the one that has just begun."""
+        """Return the answer; without `done`, an empty one in progress."""
         body, status, usage, output, why = self.body, "in_progress", None, list[Any](), None
-        form = body.text.format.model_dump(exclude_unset=True, by_alias=True)
+        text_format = body.text.format.model_dump(exclude_unset=True, by_alias=True)
         if done is not None:
             status = "completed" if done.finish_reason == "stop" else "incomplete"
             why = None if status == "completed" else {"reason": "max_output_tokens"}
-            output, usage = [self.message(status, self.part(done.text))], self.usage(done)
+            output, usage = [self.message(status, self.content(done.text))], self.usage(done)
         return {
             "id": f"resp_{self.id}", "object": "response", "created_at": self.created,
             "status": status, "error": None, "incomplete_details": why, "output": output,
@@ -141,7 +141,7 @@ class ResponsesAnswer:
             "max_output_tokens": body.max_output_tokens, "metadata": body.metadata or {},
             "temperature": 1.0 if body.temperature is None else body.temperature,
             "top_p": 1.0 if body.top_p is None else body.top_p,
-            "text": {"format": {"type": "text", **form}},
+            "text": {"format": {"type": "text", **text_format}},
             "top_logprobs": body.top_logprobs or 0, "tools": [], "tool_choice": "none",
             "parallel_tool_calls": False, "previous_response_id": None, "background": False,
             "store": False, "truncation": "disabled", "usage": usage,
@@ -170,9 +170,9 @@ class ResponsesAnswer:
         try:
             for name in ("created", "in_progress"):
                 yield event(f"response.{name}", response=self.response())
-            message = self.message("in_progress")
-            yield event("response.output_item.added", output_index=0, item=message)
-            yield event("response.content_part.added", **item, part=self.part(""))
+            beginning = self.message("in_progress")
+            yield event("response.output_item.added", output_index=0, item=beginning)
+            yield event("response.content_part.added", **item, part=self.content(""))
             async for _, token in stream:
                 if token is None:
                     continue
@@ -184,17 +184,13 @@ class ResponsesAnswer:
             stream.require_finished(self.choice.result)
             response = self.response(self.choice.result)
             (message,) = response["output"]
-            (part,) = message["content"]
-            text = {"text": part["text"], "logprobs": part["logprobs"]}
+            (content,) = message["content"]
+            text = {"text": content["text"], "logprobs": content["logprobs"]}
             yield event("response.output_text.done", **item, **text)
-            yield event("response.content_part.done", **item, part=part)
+            yield event("response.content_part.done", **item, part=content)
             yield event("response.output_item.done", output_index=0, item=message)
             yield event(f"response.{response['status']}", response=response)
         except Exception as error:
             refusal = stream_error(error)
-            content: dict[str, Any] = {
-                "code": refusal.code,
-                "message": refusal.message,
-                "param": refusal.param,
-            }
-            yield event("error", **content)
+            error_fields = ("code", "message", "param")
+            yield event("error", **{name: getattr(refusal, name) for name in error_fields})

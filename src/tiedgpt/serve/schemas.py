@@ -110,15 +110,15 @@ class Body(BaseModel):
     @classmethod
     def _known_fields(cls, value: Any) -> Any:
         """Return the fields that have an effect; raise an error that names an unknown one."""
-        given, known = without_nulls(value), set(cls._names())
-        if not isinstance(given, dict):
-            return given
+        value, fields = without_nulls(value), set(cls._names())
+        if not isinstance(value, dict):
+            return value
         result = {}
-        for name, field in given.items():
-            if name in known:
+        for name, field in value.items():
+            if name in fields:
                 result[name] = field
             elif not foreign_fields.has_no_effect(name, field, cls.labels, cls.neutral):
-                context = {"name": name, "known": sorted(known)}
+                context = {"name": name, "fields": sorted(fields)}
                 raise PydanticCustomError("unknown_field", "is unknown", context)
         return result
 
