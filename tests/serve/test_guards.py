@@ -6,6 +6,7 @@ import logging
 import pytest
 from starlette.testclient import TestClient
 
+from tiedgpt.errors import UserError
 from tiedgpt.serve.app import create_app
 from tiedgpt.serve.assets import page_files
 from tiedgpt.serve.guards import Hosts
@@ -43,20 +44,64 @@ def test_all_routes_but_health_and_the_pages_files_need_the_key(locked):
     assert client.get("/v1/models", headers={"authorization": f"Bearer {KEY}"}).status_code == 200
 
 
-@pytest.mark.parametrize(
-    "host",
-    ["evil.example", "127.0.0.1.evil.example", "localhost.", "", "a@localhost", "localhost/",
-     "0.0.0.0", "192.168.0.1:8000", "localhost:port", "[::2]", "localhost#", "[::1"],
-)  # fmt: skip
+HOSTILE = [
+    "", "evil.example", "evil.example:8000", "0.0.0.0", "192.168.0.1:8000", "[::2]", "127.1",
+    # what stands beside an allowed name
+    "127.0.0.1.evil.example", "localhost.", "localhost.evil", "a@localhost", "localhost@evil",
+    "localhost/", "localhost?", "localhost#", "localhost\\evil", "localhost evil", "localhost,evil",
+    "localhost;evil", "localhost%00", "localhost%2eevil", "local\thost", " localhost", "localhost ",
+    "\x1flocalhost", "localhost\xa0", "http://localhost",
+    # brackets
+    "[::1]evil", "[::1]evil:80", "[::1].evil.example", "evil[::1]", "[::1]:80evil", "[::1", "::1]",
+    "::1", "::1:8000", "[[::1]]", "[::1][::1]", "[::1%evil]", "[::1]@evil", "[localhost]",
+    "[127.0.0.1]", "[127.0.0.1]:80", "[]", "[::1]80",
+    # ports
+    "localhost:port", "localhost:80:80", "localhost:80evil", "localhost:-1", "localhost:+80",
+    "localhost:8_0", "localhost: 80", "localhost:0x50", "localhost:65536", "localhost:99999999",
+    "localhost:\xb2",
+]  # fmt: skip
+"""Host headers that are no name of a local server, although a parser may find one in them."""
+
+
+@pytest.mark.parametrize("host", HOSTILE)
 def test_other_hosts_are_refused(client, host):
-    response = client.get("/health", headers={"host": host})
+    response = client.get("/health", headers={"host": host.encode("latin-1")})
     assert response.status_code == 403
     assert response.json()["error"]["code"] == "host_not_allowed"
 
 
-@pytest.mark.parametrize("host", ["localhost", "127.0.0.1:9", "[::1]:8000", "LocalHost:80"])
+@pytest.mark.parametrize("host", HOSTILE)
+def test_pages_of_other_hosts_are_refused(client, host):
+    """A public server refuses them too, unless they are an address."""
+    origin = f"http://{host}".encode("latin-1")
+    response = client.get("/health", headers={"origin": origin})
+    assert response.json()["error"]["code"] == "origin_not_allowed"
+    is_address = host in ("0.0.0.0", "192.168.0.1:8000", "[::2]")
+    assert Hosts.of("0.0.0.0").allow(host) == is_address
+
+
+@pytest.mark.parametrize(
+    "host", ["localhost", "127.0.0.1:9", "[::1]:8000", "[::1]", "LocalHost:80", "localhost:65535"]
+)
 def test_localhost_is_allowed(client, host):
-    assert client.get("/health", headers={"host": host}).status_code == 200
+    headers = {"host": host, "origin": f"http://{host}"}
+    assert client.get("/health", headers=headers).status_code == 200
+
+
+@pytest.mark.parametrize(
+    ("given", "host"),
+    [("gpt.example", "gpt.example"), ("GPT.example", "gpt.example:8000"),
+     ("gpt.example:8000", "gpt.example"), ("::2", "[::2]:80"), ("[::2]", "[::2]")],
+)  # fmt: skip
+def test_an_allowed_host_may_be_given_as_clients_write_it(given, host):
+    assert Hosts.of("127.0.0.1", [given]).allow(host)
+
+
+@pytest.mark.parametrize("given", ["", "http://gpt.example", "gpt.example/v1", "[::1]x", "a b"])
+def test_an_allowed_host_that_no_client_can_send_is_an_error(given):
+    with pytest.raises(UserError) as caught:
+        Hosts.of("127.0.0.1", [given])
+    assert caught.value.options == ("allow_host",)
 
 
 def test_a_public_server_accepts_its_address_and_allowed_hosts():
@@ -68,7 +113,10 @@ def test_a_public_server_accepts_its_address_and_allowed_hosts():
 
 def test_pages_of_other_origins_are_refused_and_no_cors_is_granted(client):
     body = {"prompt": "a", "max_tokens": 1}
-    for origin in ("https://evil.example", "null", "http://localhost.evil.example", "http://["):
+    for origin in (
+        "https://evil.example", "null", "http://localhost.evil.example", "http://[", "localhost",
+        "file://localhost", "http://localhost/", "x://localhost", "",
+    ):  # fmt: skip
         response = client.post("/v1/completions", json=body, headers={"origin": origin})
         assert response.status_code == 403
     response = client.post(

@@ -20,11 +20,11 @@ from collections.abc import Callable, Collection
 from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
-from urllib.parse import urlsplit
 
 from starlette.datastructures import Headers
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
+from tiedgpt.errors import UserError
 from tiedgpt.serve.assets import page_files
 from tiedgpt.serve.errors import APIError
 from tiedgpt.serve.streams import CLIENT_LEFT
@@ -34,6 +34,8 @@ OPERATION = ("/health", "/ready", "/metrics", "/version")
 LOCAL = ("localhost", "127.0.0.1", "::1")
 REQUEST_ID = re.compile(r"[!-~]{1,128}")
 """A client's id of a request that is echoed and logged: visible ASCII."""
+HOST = re.compile(r"([^\[\]:/?#@\s]+|\[[0-9a-f.]*:[0-9a-f:.]*\])(?::([0-9]{0,5}))?", re.IGNORECASE)
+"""A host and perhaps a port; an IPv6 address stands in brackets."""
 access_log = logging.getLogger("tiedgpt.serve.access")
 
 
@@ -72,9 +74,21 @@ class Hosts:
 
     @classmethod
     def of(cls, bound: str, more: Collection[str] = ()) -> Hosts:
-        """Return the names of a server that is bound to an address, and `more` names."""
-        is_everywhere = bound in ("0.0.0.0", "::", "")
-        return cls(frozenset(map(str.lower, (*LOCAL, bound, *more))) - {""}, is_everywhere)
+        """Return the names of a server that is bound to an address, and `more` names.
+
+        Raises `UserError` where one of these is no host name.
+        """
+        names = {*LOCAL, bound.lower()} - {""}
+        for host in more:
+            name = host_name(f"[{host}]" if host.count(":") > 1 and "[" not in host else host)
+            if name is None:
+                raise UserError(
+                    f"must be a host name or an address, got {host!r}",
+                    option="allow_host",
+                    hint="give the name alone, such as gpt.example",
+                )
+            names.add(name)
+        return cls(frozenset(names), bound in ("0.0.0.0", "::", ""))
 
     @property
     def are_local(self) -> bool:
@@ -83,20 +97,27 @@ class Hosts:
 
     def allow(self, host: str) -> bool:
         """Whether a Host header, or an origin's host and port, is one of them."""
-        try:
-            parts = urlsplit(f"//{host}")
-            name, _ = (parts.hostname or "").lower(), parts.port
-        except ValueError:
-            return False
-        if any(mark in host for mark in "/?#@"):
-            return False
-        if name in self.names:
-            return True
+        name = host_name(host)
+        if name is None or name in self.names:
+            return name is not None
         try:
             ipaddress.ip_address(name)
         except ValueError:
             return False
         return self.any_address
+
+    def allow_origin(self, origin: str) -> bool:
+        """Whether an Origin header is a page of one of them."""
+        scheme, _, host = origin.partition("://")
+        return scheme in ("http", "https") and self.allow(host)
+
+
+def host_name(host: str) -> str | None:
+    """Return the name or address in HOST or HOST:PORT, in lower case; None for any other text."""
+    match = HOST.fullmatch(host)
+    if match is None or int(match[2] or 0) >= 1 << 16:
+        return None
+    return match[1].strip("[]").lower()
 
 
 class Guard:
@@ -198,7 +219,7 @@ class Guard:
                 403, "this server is not called that: use its address, or start it with "
                 "--allow-host", code="host_not_allowed",
             )  # fmt: skip
-        if "origin" in headers and not self.hosts.allow(only("origin").partition("://")[2]):
+        if "origin" in headers and not self.hosts.allow_origin(only("origin")):
             raise APIError(403, "pages of other origins are refused", code="origin_not_allowed")
         if self.key is None or path in self.open:
             return
