@@ -44,19 +44,37 @@ def test_the_printed_commands_work_and_sigterm_stops_the_server(cats, is_bare):
             assert "cats" in shown[1] and "8 texts at a time" in shown[2]
             (curl,) = [line for line in shown if line.startswith("curl")]
             done = subprocess.run(["sh", "-c", f"{curl.strip()} -s"], capture_output=True, env=env)
-            assert json.loads(done.stdout)["object"] == "text_completion"
-            assert json.loads(done.stdout)["choices"][0]["text"]
+            answer = json.loads(done.stdout)
+            assert answer["object"] == "text_completion" and answer["choices"][0]["text"]
             openai_line = next(line for line in shown if "from openai" in line)
             pytest.importorskip("openai")
             done = subprocess.run([sys.executable, "-c", openai_line], capture_output=True, env=env)
             assert done.returncode == 0 and done.stdout.strip(), done.stderr
             with urllib.request.urlopen(f"{address}/health") as response:
                 assert json.load(response) == {"status": "ok"}
+            request = urllib.request.Request(f"{address}/metrics")
+            if is_bare:
+                request.add_header("authorization", "Bearer secret")
+            with urllib.request.urlopen(request) as response:
+                metrics = response.read().decode()
+            (n_prompt,) = re.findall(r"^tiedgpt:prompt_tokens_total\S* (\S+)", metrics, re.M)
+            expected = 2 * answer["usage"]["prompt_tokens"]
+            assert float(n_prompt) == expected, "of the two above, and no warm-up"
         finally:
             process.send_signal(signal.SIGTERM)
         lines = process.stderr.read().splitlines()
         assert process.wait(120) == 0
     assert {json.loads(line)["status"] for line in lines} == {200}
+
+
+def test_a_model_that_fails_to_load_ends_the_server_with_its_exit_code(cats, capsys):
+    pytest.importorskip("fastapi")
+    weights = cats / "model.safetensors"
+    weights.write_bytes(weights.read_bytes()[:1000])
+    assert main(["serve", str(cats), "--port", "0"]) == 3
+    assert "model.safetensors" in capsys.readouterr().err
+    weights.unlink()
+    assert main(["serve", str(cats), "--port", "0"]) == 1
 
 
 def test_unservable_sources_are_refused(cats, capsys, monkeypatch):

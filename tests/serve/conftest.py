@@ -56,7 +56,8 @@ class Running:
         self.listener = open_socket("127.0.0.1", 0)
         self.port = self.listener.getsockname()[1]
         self.url = f"http://127.0.0.1:{self.port}"
-        self.server = Server(app, engine, limits)
+        self.server = Server(limits)
+        self.server.open(app, engine)
         self.thread = threading.Thread(target=self.server.run, args=([self.listener],))
 
     def __enter__(self):

@@ -2,6 +2,7 @@
 
 import contextlib
 import copy
+import http.client
 import json
 import os
 import random
@@ -11,10 +12,13 @@ import time
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
+from starlette.testclient import TestClient
 
 from tests.serve.conftest import Running
 from tiedgpt.infer import Engine
+from tiedgpt.serve.app import create_app
 from tiedgpt.serve.guards import Limits
+from tiedgpt.serve.server import Server, open_socket
 
 LONG = {"prompt": "the cat", "max_tokens": 44, "logit_bias": {"7": 100}, "stream": True}
 
@@ -175,6 +179,55 @@ def test_slow_senders_are_closed_at_the_deadline_while_others_are_served(engine)
                 assert connection.recv(100) == b""
         for connection in heads + bodies:
             connection.close()
+
+
+def test_every_request_gets_503_until_the_model_is_loaded(engine):
+    def ask(method, path):
+        client = http.client.HTTPConnection("127.0.0.1", listener.getsockname()[1], timeout=20)
+        with contextlib.closing(client):
+            client.request(method, path, b"{}" if method == "POST" else None)
+            response = client.getresponse()
+            return response.status, response.getheader("retry-after"), response.read()
+
+    limits = Limits()
+    with open_socket("127.0.0.1", 0) as listener:
+        server = Server(limits)
+        with server.listening(listener) as ended:
+            for method, path in [
+                ("GET", "/health"), ("HEAD", "/health"), ("GET", "/ready"), ("GET", "/"),
+                ("GET", "/metrics"), ("GET", "/v1/models"), ("POST", "/v1/completions"),
+                ("POST", "/v1/chat/completions"), ("DELETE", "/nowhere"),
+            ]:  # fmt: skip
+                status, retry_after, body = ask(method, path)
+                assert (status, retry_after) == (503, "1")
+                if method != "HEAD":
+                    error = json.loads(body)["error"]
+                    assert error.keys() == {"message", "type", "param", "code"}
+                    assert error["code"] == "loading"
+            server.open(create_app(engine, limits=limits), engine)
+            assert [ask("GET", path)[0] for path in ("/health", "/ready", "/")] == [200] * 3
+            assert not ended.done()
+        assert ended.done()
+
+
+def test_metrics_begin_with_the_application(engine):
+    """What the engine wrote before, such as a warm-up, is not counted."""
+    engine.generate([1, 2, 3], max_new_tokens=5)
+    client = TestClient(create_app(engine), base_url="http://127.0.0.1")
+
+    def counters():
+        lines = [line for line in client.get("/metrics").text.splitlines() if line[:1] != "#"]
+        pairs = (line.rsplit(" ", 1) for line in lines)
+        names = ("prompt_tokens_total", "generation_tokens_total", "prefix_cache_queries_total",
+                 "prefix_cache_hits_total", "engine_seconds_total")  # fmt: skip
+        values = {key.partition("{")[0].removeprefix("tiedgpt:"): float(n) for key, n in pairs}
+        return [values[name] for name in names]
+
+    assert counters() == [0, 0, 0, 0, 0]
+    body = {"prompt": [1, 2, 3], "max_tokens": 2, "logit_bias": {"7": 100}}
+    assert client.post("/v1/completions", json=body).status_code == 200
+    *tokens, seconds = counters()
+    assert tokens == [3, 2, 3, 0] and seconds > 0
 
 
 def test_running_texts_finish_when_the_server_is_stopped(engine, slow):

@@ -7,10 +7,12 @@ import json
 import logging
 import os
 import re
+import signal
+import socket
 import sys
 from dataclasses import dataclass
 from importlib import import_module
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from tiedgpt.cli.console import console, fact, note
 from tiedgpt.cli.options import parse
@@ -99,46 +101,52 @@ def run(arguments: list[str]) -> None:
             f"`tiedgpt serve` needs the package {error.name}", hint="pip install 'tiedgpt[serve]'"
         ) from None
     source = source_or_newest(args.source, task="lm")
-    with (
-        open_socket(args.host, args.port) as listener,
-        args.engine(source, slots=args.slots, queue_size=args.queue) as engine,
-    ):
-        engine.generate([0], max_new_tokens=2)  # kernels are compiled before clients come
-        _serve(args, source, key, engine, listener)
+    with open_socket(args.host, args.port) as listener:
+        _serve(args, source, key, listener)
 
 
-def _serve(args: Arguments, source: str, key: str | None, engine: Engine, listener: Any) -> None:
+def _serve(args: Arguments, source: str, key: str | None, listener: socket.socket) -> None:
+    """Listen at once, answering 503 until the model is loaded; serve until a signal."""
     from tiedgpt.core.model import GPT
     from tiedgpt.serve.app import create_app
     from tiedgpt.serve.guards import Hosts, Limits, access_log
     from tiedgpt.serve.server import Server
 
-    limits = Limits(queue=args.queue, drain_seconds=args.drain)
-    name = args.name or model_name(source)
-    app = create_app(
-        engine,
-        name=name,
-        key=key,
-        limits=limits,
-        hosts=Hosts.of(args.host, args.allow_host),
-        load=lambda: GPT.from_pretrained(source, **args.loading),
-        source=source,
-        template=chat_template(args.tokenizer or source),
-        beside=None if args.beside is None else source_or_newest(args.beside, task="lm"),
-    )
-    handler = logging.StreamHandler(sys.stderr)
-    for logger in (access_log, logging.getLogger("uvicorn.error")):
-        logger.addHandler(handler)
-        logger.propagate = False
-    access_log.setLevel(logging.INFO)
-    logging.getLogger("uvicorn.error").setLevel(logging.WARNING)
-    _show_calls(args, name, key, engine, listener.getsockname()[1])
-
     def tell_drain(n_texts: int) -> None:
         texts = f"{n_texts} text{'s are' if n_texts > 1 else ' is'} being finished"
         note(f"{texts}, for at most {args.drain:g} seconds; Ctrl-C again ends at once")
 
-    Server(app, engine, limits, tell_drain).run([listener])
+    limits = Limits(queue=args.queue, drain_seconds=args.drain)
+    hosts = Hosts.of(args.host, args.allow_host)
+    server = Server(limits, tell_drain)
+    with (
+        server.listening(listener) as ended,
+        args.engine(source, slots=args.slots, queue_size=args.queue) as engine,
+    ):
+        engine.generate([0], max_new_tokens=2)  # kernels are compiled before clients come
+        name = args.name or model_name(source)
+        app = create_app(
+            engine,
+            name=name,
+            key=key,
+            limits=limits,
+            hosts=hosts,
+            load=lambda: GPT.from_pretrained(source, **args.loading),
+            source=source,
+            template=chat_template(args.tokenizer or source),
+            beside=None if args.beside is None else source_or_newest(args.beside, task="lm"),
+        )
+        handler = logging.StreamHandler(sys.stderr)
+        for logger in (access_log, logging.getLogger("uvicorn.error")):
+            logger.addHandler(handler)
+            logger.propagate = False
+        access_log.setLevel(logging.INFO)
+        logging.getLogger("uvicorn.error").setLevel(logging.WARNING)
+        for number in (signal.SIGINT, signal.SIGTERM):
+            signal.signal(number, server.handle_exit)
+        server.open(app, engine)
+        _show_calls(args, name, key, engine, listener.getsockname()[1])
+        ended.result()
 
 
 def _show_calls(args: Arguments, name: str, key: str | None, engine: Engine, port: int) -> None:

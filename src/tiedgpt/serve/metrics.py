@@ -35,8 +35,10 @@ REASONS = {"cancelled": "abort", "context": "length"}
 
 
 class _EngineStats(Collector):
+    """The engine's numbers since the application was created: a warm-up before does not count."""
+
     def __init__(self, engine: Engine) -> None:
-        self.engine = engine
+        self.engine, self.before = engine, engine.stats()
 
     def describe(self) -> Iterator[Metric]:
         return iter(())
@@ -46,7 +48,7 @@ class _EngineStats(Collector):
         for name, (key, about) in GAUGES.items():
             yield GaugeMetricFamily(PREFIX + name, about, stats[key])
         for name, (key, about) in COUNTERS.items():
-            yield CounterMetricFamily(PREFIX + name, about, stats[key])
+            yield CounterMetricFamily(PREFIX + name, about, stats[key] - self.before[key])
 
 
 class Metrics:

@@ -6,14 +6,16 @@ import asyncio
 import errno
 import socket
 import sys
-from collections.abc import Callable
-from contextlib import suppress
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import contextmanager, suppress
 from types import FrameType
 from typing import Any
 
 import h11
 import uvicorn
 from fastapi import FastAPI
+from starlette.types import Receive, Scope, Send
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from tiedgpt.errors import UserError
@@ -41,49 +43,68 @@ def open_socket(host: str, port: int) -> socket.socket:
 class Server(uvicorn.Server):
     """uvicorn with an engine: SIGTERM lets running texts end, a second one ends at once.
 
-    `on_drain` is called with the number of texts that are being finished.
+    Until `open` gives it the application, every request gets 503. `on_drain` is called with the
+    number of texts that are being finished.
     """
 
     def __init__(
-        self,
-        app: FastAPI,
-        engine: Engine,
-        limits: Limits,
-        on_drain: Callable[[int], None] = lambda n_texts: None,
+        self, limits: Limits, on_drain: Callable[[int], None] = lambda n_texts: None
     ) -> None:
-        self.app, self.engine, self.limits, self.on_drain = app, engine, limits, on_drain
+        self.app: FastAPI | None = None
+        self.engine: Engine | None = None
+        self.limits, self.on_drain = limits, on_drain
         protocol = type("Protocol", (_Protocol,), {"limits": limits})
         super().__init__(
             uvicorn.Config(
-                app, http=protocol, ws="none", loop="asyncio", log_config=None, access_log=False,
-                h11_max_incomplete_event_size=limits.headers, server_header=False,
-                timeout_graceful_shutdown=5,
+                self._respond, interface="asgi3", lifespan="off", http=protocol, ws="none",
+                loop="asyncio", log_config=None, access_log=False, server_header=False,
+                h11_max_incomplete_event_size=limits.headers, timeout_graceful_shutdown=5,
             )
         )  # fmt: skip
 
-    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
-        """Begin to serve."""
-        self.app.state.ready = True
-        await super().startup(sockets)
+    @contextmanager
+    def listening(self, listener: socket.socket) -> Iterator[Future[None]]:
+        """Serve in a thread inside the block; yield a future that is done when the server ends."""
+        with ThreadPoolExecutor(1, "tiedgpt-server") as thread:
+            try:
+                yield thread.submit(self.run, [listener])
+            finally:
+                self.should_exit = True
+
+    def open(self, app: FastAPI, engine: Engine) -> None:
+        """Begin to answer."""
+        app.state.ready = True
+        self.app, self.engine = app, engine
+
+    async def _respond(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if self.app is not None:
+            await self.app(scope, receive, send)
+            return
+        refusal = APIError(503, "the model is being loaded: try again soon", code="loading")
+        await refusal.response({"connection": "close"})(scope, receive, send)
 
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
         """Begin to end; at the second signal, end. The process is not killed by it afterwards."""
-        self.app.state.ready = False
+        self._refuse_requests()
         self.force_exit, self.should_exit = self.should_exit, True
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
         """Finish running requests, refusing new ones with 503; cut texts that take too long."""
-        self.app.state.ready = False
-        stats = self.engine.stats()
-        if n_texts := int(stats["running"] + stats["waiting"]):
+        self._refuse_requests()
+        stats = self.engine.stats() if self.engine is not None else {}
+        if n_texts := int(stats.get("running", 0) + stats.get("waiting", 0)):
             self.on_drain(n_texts)
         with suppress(TimeoutError):
             async with asyncio.timeout(self.limits.drain_seconds):
                 while self.server_state.tasks and not self.force_exit:
                     await asyncio.sleep(0.05)
-        if self.server_state.tasks:
+        if self.server_state.tasks and self.engine is not None:
             await asyncio.to_thread(self.engine.close)
         await super().shutdown(sockets)
+
+    def _refuse_requests(self) -> None:
+        if self.app is not None:
+            self.app.state.ready = False
 
 
 class _Protocol(H11Protocol):
