@@ -60,7 +60,7 @@ HOSTILE = [
     "localhost:8_0", "localhost: 80", "localhost:0x50", "localhost:65536", "localhost:99999999",
     "localhost:\xb2",
 ]  # fmt: skip
-"""Host headers that are no name of a local server, although a parser may find one in them."""
+"""Invalid Host headers, in some of which a parser finds the name of a local server."""
 
 
 @pytest.mark.parametrize("host", HOSTILE)
@@ -89,18 +89,18 @@ def test_localhost_is_allowed(client, host):
 
 
 @pytest.mark.parametrize(
-    ("given", "host"),
+    ("option", "host"),
     [("gpt.example", "gpt.example"), ("GPT.example", "gpt.example:8000"),
      ("gpt.example:8000", "gpt.example"), ("::2", "[::2]:80"), ("[::2]", "[::2]")],
 )  # fmt: skip
-def test_an_allowed_host_may_be_given_as_clients_write_it(given, host):
-    assert Hosts.of("127.0.0.1", [given]).allow(host)
+def test_an_allowed_host_may_be_given_as_clients_write_it(option, host):
+    assert Hosts.of("127.0.0.1", [option]).allow(host)
 
 
-@pytest.mark.parametrize("given", ["", "http://gpt.example", "gpt.example/v1", "[::1]x", "a b"])
-def test_an_allowed_host_that_no_client_can_send_is_an_error(given):
+@pytest.mark.parametrize("option", ["", "http://gpt.example", "gpt.example/v1", "[::1]x", "a b"])
+def test_an_allowed_host_that_no_client_can_send_is_an_error(option):
     with pytest.raises(UserError) as caught:
-        Hosts.of("127.0.0.1", [given])
+        Hosts.of("127.0.0.1", [option])
     assert caught.value.options == ("allow_host",)
 
 

@@ -211,7 +211,7 @@ def test_every_request_gets_503_until_the_model_is_loaded(engine):
 
 
 def test_metrics_begin_with_the_application(engine):
-    """What the engine wrote before, such as a warm-up, is not counted."""
+    """Tokens that the engine wrote before, as in a warm-up, are not counted."""
     engine.generate([1, 2, 3], max_new_tokens=5)
     client = TestClient(create_app(engine), base_url="http://127.0.0.1")
 
