@@ -423,3 +423,38 @@ def test_streamed_tokens_spell_the_text_before_its_earliest_stop_string(
         assert completion.text == whole[: min(stops, default=len(whole))]
         has_ended = bool(stops) or completion.ids[-1] == end
         assert completion.finish_reason == ("stop" if has_ended else "length")
+
+
+@pytest.mark.parametrize("prompt", [[3], [3] * 11])
+@pytest.mark.parametrize("options", [{}, {"prompt_logprobs": True}, {"num_beams": 2}])
+def test_a_request_knows_when_it_reached_each_stage(engine, prompt, options):
+    """A processor sees the clock just before each token is chosen."""
+    clock = []
+
+    def look(ids, n_prompt, logits):
+        clock.append(time.monotonic())
+        return logits
+
+    before = time.monotonic()
+    generation = engine.submit(
+        prompt, max_new_tokens=3, processors=[look], logit_bias={7: 100}, **options
+    )
+    generation.result()
+    times = generation.times
+    assert before <= times.created <= times.started <= times.first_token <= times.ended
+    assert times.ended <= time.monotonic()
+    first, *others = clock
+    n_first = options.get("num_beams", 1) - 1  # a beam search looks at each beam
+    assert times.started <= first and times.first_token <= others[n_first] <= times.ended
+    if not options.get("num_beams"):
+        assert first <= times.first_token
+
+
+def test_a_request_that_never_had_a_slot_has_no_time_of_it(engine, endless):
+    with Engine(engine.model, slots=1) as single:
+        runs, waits = single.submit([1], **endless), single.submit([2], max_new_tokens=2)
+        waits.cancel()
+        waits.result()
+        runs.cancel()
+        assert waits.times.started is waits.times.first_token is None
+        assert waits.times.ended >= waits.times.created

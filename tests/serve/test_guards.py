@@ -60,7 +60,7 @@ HOSTILE = [
     "localhost:8_0", "localhost: 80", "localhost:0x50", "localhost:65536", "localhost:99999999",
     "localhost:\xb2",
 ]  # fmt: skip
-"""Invalid Host headers, in some of which a parser finds the name of a local server."""
+"""Invalid Host headers. A lenient parser finds the name of a local server in some."""
 
 
 @pytest.mark.parametrize("host", HOSTILE)

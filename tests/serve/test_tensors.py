@@ -6,9 +6,12 @@ import json
 import numpy as np
 import pytest
 import torch
+from prometheus_client.parser import text_string_to_metric_families
+from starlette.testclient import TestClient
 
 from tiedgpt import inspect
 from tiedgpt.inspect.registry import INSPECTIONS
+from tiedgpt.serve.app import create_app
 
 TEXT = "the cat sat on the mat"
 
@@ -78,13 +81,59 @@ def test_texts_are_encoded_and_decoded(client, engine):
     assert client.get("/tokenizer_info").json()["eos_token"] == "<|endoftext|>"
 
 
-def test_metrics_have_vllms_names(client):
-    client.post("/v1/completions", json={"prompt": "a", "max_tokens": 4, "temperature": 0})
-    text = client.get("/metrics").text
-    for name in (
-        "num_requests_running 0.0", "num_requests_waiting 0.0", "generation_tokens_total",
-        "prompt_tokens_total", "prefix_cache_hits_total", "time_to_first_token_seconds_count",
-        "inter_token_latency_seconds_sum", "e2e_request_latency_seconds_bucket",
-        'request_success_total{finished_reason="length"}', 'http_responses_total{status="200"}',
-    ):  # fmt: skip
-        assert f"tiedgpt:{name}" in text
+def read_metrics(client):
+    """Return {name without the prefix and the model's label: value}, by Prometheus's own parser."""
+    samples = {}
+    for family in text_string_to_metric_families(client.get("/metrics").text):
+        for sample in family.samples:
+            labels = {name: value for name, value in sample.labels.items() if name != "model_name"}
+            is_labelled = "model_name" in sample.labels or "http_responses" in sample.name
+            assert is_labelled and sample.name.startswith("tiedgpt:")
+            samples[sample.name.removeprefix("tiedgpt:"), *labels.values()] = sample.value
+    return samples
+
+
+def test_metrics_are_those_that_vllms_dashboards_read(engine):
+    """These are the families of vLLM's grafana.json, and its label of the model."""
+    client = TestClient(create_app(engine, name="tiny"), base_url="http://127.0.0.1")
+    bodies = [{"prompt": [3] * n, "max_tokens": m} for n, m in ((5, 7), (11, 2))]
+    usages = [
+        client.post("/v1/completions", json=body | {"logit_bias": {"7": 100}}).json()["usage"]
+        for body in bodies
+    ]
+    metrics = read_metrics(client)
+    assert [usage["prompt_tokens"] for usage in usages] == [5, 11]
+    for name, values in {"prompt": (5, 11), "generation": (7, 2)}.items():
+        assert metrics[f"{name}_tokens_total",] == sum(values)
+        assert metrics[f"request_{name}_tokens_sum",] == sum(values)
+        for edge in (1, 2, 5, 10, 20):
+            counted = metrics[f"request_{name}_tokens_bucket", f"{edge}.0"]
+            assert counted == sum(value <= edge for value in values)
+    assert metrics["request_max_num_generation_tokens_sum",] == 9
+    assert metrics["request_success_total", "length"] == 2
+    assert metrics["http_responses_total", "200"] == 2
+    seconds = {}
+    for name in ("request_queue_time", "request_prefill_time", "request_decode_time",
+                 "request_inference_time", "request_time_per_output_token", "e2e_request_latency",
+                 "time_to_first_token"):  # fmt: skip
+        assert metrics[f"{name}_seconds_count",] == 2
+        seconds[name] = metrics[f"{name}_seconds_sum",]
+        assert seconds[name] > 0
+    assert metrics["inter_token_latency_seconds_count",] == 6 + 1
+    queue, prefill, decode, inference, per_token, request, first = seconds.values()
+    assert prefill + decode == pytest.approx(inference, rel=1e-6)
+    assert queue + inference < request and queue + prefill < first and per_token < decode
+    for name in ("num_requests_running", "num_requests_waiting", "kv_cache_usage_perc"):
+        assert metrics[name,] == 0
+
+
+def test_the_cache_usage_is_the_filled_share_of_all_slots(engine):
+    client = TestClient(create_app(engine), base_url="http://127.0.0.1")
+    shares = []
+
+    def look(ids, n_prompt, logits):
+        shares.append(read_metrics(client)["kv_cache_usage_perc",])
+        return logits
+
+    engine.generate([1] * 5, max_new_tokens=3, processors=[look], logit_bias={7: 100})
+    assert shares == pytest.approx([n / (4 * 48) for n in (5, 6, 7)])

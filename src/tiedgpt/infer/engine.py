@@ -236,7 +236,8 @@ class Engine:
     def stats(self) -> dict[str, float]:
         """Return counts since the engine was opened.
 
-        requests, running, waiting; prompt_tokens, and reused_tokens, those of them that a slot
+        requests, running, waiting; cache_usage, the share of all slots' positions that running
+        requests fill, from 0 to 1; prompt_tokens, and reused_tokens, those of them that a slot
         held; generated_tokens; seconds of computing.
         """
         return self._worker.stats()

@@ -14,7 +14,7 @@ import math
 import time
 from collections import Counter, deque
 from collections.abc import Callable, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from enum import Enum, auto
 from itertools import islice
 from typing import Any
@@ -77,6 +77,18 @@ class RequestStatus(Enum):
     """It has a result or an error."""
 
 
+@dataclass
+class RequestTimes:
+    """Times at which a request reached its stages, by `time.monotonic()`; None before."""
+
+    created: float
+    started: float | None = None
+    """It got its slots."""
+    first_token: float | None = None
+    """Its prompt had run, and its first token was known."""
+    ended: float | None = None
+
+
 class Request:
     """A generator of `TokensToRun` that a scheduler runs in `n_slots` slots, and its result.
 
@@ -104,7 +116,7 @@ class Request:
         self.logits: list[Logits] = []
         """The requested logits of the tokens that have run."""
         self.slot_ids: list[int] = []
-        self.created = time.monotonic()
+        self.times = RequestTimes(time.monotonic())
         self.ready = math.inf
         """The time at which it became READY."""
         self._start = decoding
@@ -118,6 +130,7 @@ class Request:
     def begin(self, pool: SlotPool, slot_ids: list[int]) -> None:
         """Start in these slots."""
         self.status, self.slot_ids = RequestStatus.PREFILL, slot_ids
+        self.times.started = time.monotonic()
         self._decoding = self._start(pool, slot_ids)
         self.advance(None)
 
@@ -151,11 +164,15 @@ class Request:
             return
         if self.status is RequestStatus.READY:
             self.status = RequestStatus.DECODE
+        if results and self.times.first_token is None:
+            is_scored_part = results[0].next_token is None and self.to_run[0].all_logits
+            self.times.first_token = None if is_scored_part else time.monotonic()
         self.logits = []
         try:
             self.to_run = self._decoding.send(results)
         except StopIteration as end:
             self.status, self.result, self.to_run = RequestStatus.ENDED, end.value, []
+            self.times.ended = time.monotonic()
         except BaseException as error:
             self.fail(error)
         if self.status is RequestStatus.PREFILL and self.is_decode:
@@ -174,6 +191,7 @@ class Request:
         if self.status is RequestStatus.ENDED:
             return
         self.status, self.to_run, self.logits = RequestStatus.ENDED, [], []
+        self.times.ended = time.monotonic()
         if self._decoding is not None:
             self._decoding.close()
         if self.sequence is not None:
@@ -213,6 +231,12 @@ class Scheduler:
             self.waiting.remove(request)
         self._release_ended()
 
+    def cache_usage(self) -> float:
+        """Return the share of all slots' positions that running requests fill, from 0 to 1."""
+        slot_ids = [slot_id for request in list(self.running) for slot_id in request.slot_ids]
+        n_filled = sum(len(self.pool.cached_ids[slot_id]) for slot_id in slot_ids)
+        return n_filled / (self.session.n_slots * self.session.capacity)
+
     def step(self) -> None:
         """Run one batch of tokens, and advance the requests that have everything they wait for."""
         batch = self._schedule()
@@ -236,7 +260,7 @@ class Scheduler:
         for request in self.running:
             (decoding if request.is_decode else prompts).append(request)
         if prompts:
-            newest = max((r.created for r in prompts if r.sequence), default=math.inf)
+            newest = max((r.times.created for r in prompts if r.sequence), default=math.inf)
             if all(r.status is RequestStatus.READY and r.ready > newest for r in decoding):
                 decoding = []
         batch = [(request, request.to_run) for request in decoding]

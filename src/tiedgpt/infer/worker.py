@@ -16,7 +16,7 @@ from textwrap import shorten
 from typing import Any
 
 from tiedgpt.errors import UserError
-from tiedgpt.infer.scheduler import Request, RequestStatus, Scheduler
+from tiedgpt.infer.scheduler import Request, RequestStatus, RequestTimes, Scheduler
 from tiedgpt.infer.sequence import Completion, Token
 from tiedgpt.infer.session import Runner
 
@@ -35,12 +35,18 @@ class ClosedError(UserError):
 class Generation:
     """The handle of a request: iterate over its tokens, or wait for its result.
 
-    The request is cancelled when its handle is garbage collected.
+    `times` has the times at which the request got its slots, had its first token, and ended. The
+    request is cancelled when its handle is garbage collected.
     """
 
     def __init__(
-        self, cancel: Callable[[], None], tokens: SimpleQueue[Token | None], owner: object
+        self,
+        cancel: Callable[[], None],
+        tokens: SimpleQueue[Token | None],
+        owner: object,
+        times: RequestTimes,
     ) -> None:
+        self.times = times
         self.future: Future[Any] = Future()
         self.future.set_running_or_notify_cancel()  # it cannot be cancelled
         self.tokens = tokens
@@ -145,7 +151,7 @@ class Worker:
             )
         self._runner.use_caller_threads()
         cancel = partial(self._cancel, weakref.ref(request))
-        generation = Generation(cancel, tokens or SimpleQueue(), owner)
+        generation = Generation(cancel, tokens or SimpleQueue(), owner, request.times)
         with self._lock:
             if self._closed:
                 self._vacancies.release()  # for others that wait
@@ -170,13 +176,14 @@ class Worker:
 
     def stats(self) -> dict[str, float]:
         """Return counts; see `Engine.stats`."""
-        counts, requests = self._counts, list(self._active)
+        counts, requests, scheduler = self._counts, list(self._active), self._scheduler
         names = ("prompt_tokens", "reused_tokens", "generated_tokens")
         running = sum(request.status is not RequestStatus.WAITING for request in requests)
         return {
             "requests": counts["requests"],
             "running": running,
             "waiting": len(requests) - running,
+            "cache_usage": 0.0 if scheduler is None else scheduler.cache_usage(),
             **{name: counts[name] for name in names},
             "seconds": counts["nanoseconds"] / 1e9,
         }

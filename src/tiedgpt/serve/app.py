@@ -68,7 +68,7 @@ def create_app(
     # With one seed, a text depends on the model's shape, the precision and this version.
     fingerprint = hashlib.sha256(f"{engine!r}{tiedgpt.__version__}".encode()).hexdigest()
     service = Service(
-        engine, name, Metrics(engine), min(128, engine.n_slots + limits.queue),
+        engine, name, Metrics(engine, name), min(128, engine.n_slots + limits.queue),
         f"fp_{fingerprint[:12]}", template,
     )  # fmt: skip
     app = FastAPI(

@@ -138,11 +138,13 @@ class RequestStream:
 
     def _submit(self, config: GenerationConfig) -> None:
         for index, choice in enumerate(self.choices):
-            timer = TextTimer(self.metrics, partial(self._put, index))
+            n_prompt = len(choice.prompt_ids)
+            timer = TextTimer(self.metrics, n_prompt, partial(self._put, index))
             choice.generation = self.engine.submit(
                 choice.prompt_ids, config, draw=choice.draw, on_token=timer.token
             )
-            choice.generation.future.add_done_callback(timer.end)
+            ended = partial(timer.end, choice.generation.times)
+            choice.generation.future.add_done_callback(ended)
             if self._is_cancelled:  # while this thread submitted
                 choice.generation.cancel()
 
