@@ -30,6 +30,12 @@ JSON_LINES = (".jsonl", ".ndjson")
 """Endings of files with a JSON object in each line."""
 
 
+def model_directory(path: Path) -> Path:
+    """Return the directory of the model in a run's directory; any other path is returned as is."""
+    is_run = path.is_dir() and not (path / "config.json").exists() and (path / "model").is_dir()
+    return path / "model" if is_run else path
+
+
 def missing_run(path: Path) -> UserError | None:
     """Return the error for a path that does not exist in a folder of runs; None for other folders.
 

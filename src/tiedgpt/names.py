@@ -78,7 +78,8 @@ OTHER_NAMES: dict[str, dict[str, str]] = {
     "Tokenizer": {
         "add_special_tokens": "use tokenizer.with_special_tokens(tokens)",
         "add_tokens": "use tokenizer.with_special_tokens(tokens)",
-        "apply_chat_template": "use tiedgpt.data.read_template(source)",
+        "apply_chat_template": "use tiedgpt.Engine(source).chat(messages), or the template of "
+        "tiedgpt.data.read_template(source)",
         "batch_decode": "use [tokenizer.decode(ids) for ids in batch]",
         "convert_ids_to_tokens": "use tokenizer.token_bytes(id)",
         "convert_tokens_to_ids": "use tokenizer.encode(token, allow_special=True)",

@@ -19,7 +19,7 @@ from tiedgpt.infer import Engine
 def saved(tmp_path):
     """Save a model that says one token, whatever it reads."""
 
-    def save(says, template="chatml", max_turns=None):
+    def save(says, template="chatml", max_turns=None, default_system=None):
         tokenizer = Tokenizer.characters(["userasitn system hello:\n"])
         known = TEMPLATES["chatml"]
         tokenizer = tokenizer.with_special_tokens((*known.tokens, "<|endoftext|>"))
@@ -33,7 +33,8 @@ def saved(tmp_path):
             model.wte.weight[token] = 100 * model.ln_f.bias
         path = save_model(tmp_path / f"model-{token}", model, tokenizer)
         if template is not None:
-            write_template(replace(TEMPLATES[template], max_turns=max_turns), tokenizer, path)
+            changes = {"max_turns": max_turns, "default_system": default_system}
+            write_template(replace(TEMPLATES[template], **changes), tokenizer, path)
         return path
 
     return save
@@ -88,6 +89,16 @@ def test_a_too_long_message_is_refused_and_the_conversation_continues(saved, cha
     assert "the message has" in err and "send a shorter message" in err
     _, _, err = chat(saved("i"), "hello\n", "--system", "hello " * 20)
     assert "--system have" in err and "a shorter message or --system" in err
+
+
+@pytest.mark.parametrize(("system", "n_system"), [(None, 11), ("", 0), ("hello", 5)])
+def test_the_default_system_message_is_sent_unless_one_is_given(saved, chat, system, n_system):
+    """The reply fills the context of 64 tokens; the message alone takes 25."""
+    path = saved("i", default_system="hello hello")
+    options = [] if system is None else ["--system", system]
+    code, out, err = chat(path, "hello\n", *options)
+    assert (code, len(out.strip())) == (0, 64 - 25 - (10 + n_system))
+    assert ("system message: 'hello hello'" in err) == (system is None)
 
 
 @pytest.mark.parametrize("options", [{"temperature": 0}, {"num_beams": 2}])

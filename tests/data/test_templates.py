@@ -1,7 +1,9 @@
 """Chat templates: data in, text out, and the same in transformers."""
 
 import json
+from dataclasses import replace
 
+import jinja2
 import pytest
 
 from tiedgpt import Tokenizer
@@ -20,7 +22,16 @@ ODD = Template(
     begin="{{ x }}<|endoftext|>",
     tokens=("[start]", "[end]"),
 )
-EVERY = {**TEMPLATES, "odd": ODD}
+CLERK = "You are a kind clerk.\n"
+ODD_SYSTEM = "{{ x }} {% y %} {# z #} -#}\n\"quoted\" 'it' \\n ü😀\u2028 <b>\t"
+EVERY = {
+    **TEMPLATES,
+    "odd": ODD,
+    "kind chatml": replace(TEMPLATES["chatml"], default_system=CLERK),
+    "kind plain": replace(TEMPLATES["plain"], default_system=CLERK, max_turns=1),
+    "odd system": replace(ODD, default_system=ODD_SYSTEM),
+    "empty system": replace(TEMPLATES["chatml"], default_system=""),
+}
 CHAT = [
     {"role": "system", "content": "Be brief.\n\n"},
     {"role": "user", "content": "\n\nhello 'there'  "},
@@ -44,7 +55,46 @@ def test_a_written_template_is_read_back(name, tmp_path):
     written = json.loads((tmp_path / "generation_config.json").read_text())
     assert written == {"top_k": 7, "eos_token_id": ends}
     end = tokenizer.eos_token_id
-    assert ends == ([end, len(TOKENIZER) + 1] if name == "chatml" else [end])
+    assert ends == ([end, len(TOKENIZER) + 1] if template.name == "chatml" else [end])
+
+
+@pytest.mark.parametrize("name", TEMPLATES)
+def test_a_template_that_was_written_without_a_default_system_message_is_read(name, tmp_path):
+    jinja = TEMPLATES[name].jinja()
+    assert "default_system" not in jinja and "set messages" not in jinja
+    (tmp_path / "run/model").mkdir(parents=True)
+    (tmp_path / "run/model/chat_template.jinja").write_text(jinja)
+    for path in (tmp_path / "run", str(tmp_path / "run/model")):
+        assert read_template(path).default_system is None
+
+
+USER = [{"role": "user", "content": "hello"}]
+
+
+@pytest.mark.parametrize("system", [CLERK, ODD_SYSTEM, ""])
+@pytest.mark.parametrize(
+    ("messages", "expected"),
+    [
+        (USER, "{}\n\nUser: hello\n\nAssistant:"),
+        ([], "{}\n\nAssistant:"),
+        ([{"role": "system", "content": "No."}, *USER], "No.\n\nUser: hello\n\nAssistant:"),
+        ([{"role": "system", "content": ""}, *USER], "\n\nUser: hello\n\nAssistant:"),
+        ([*USER, {"role": "system", "content": "No."}],
+         "{}\n\nUser: hello\n\nNo.\n\nAssistant:"),
+    ],
+)  # fmt: skip
+def test_the_default_system_message_begins_a_conversation_without_one(system, messages, expected):
+    """Here, and in the Jinja that transformers and llama.cpp run."""
+    template = replace(TEMPLATES["plain"], default_system=system)
+    text = expected.replace("{}", system)
+    assert "".join(piece.text for piece in template.prompt(iter(messages))) == text
+    source = template.jinja().replace("{%- generation -%}", "").replace("{%- endgeneration -%}", "")
+    jinja = jinja2.Environment().from_string(source)
+    options = {"add_generation_prompt": True, "eos_token": "<|endoftext|>"}
+    assert jinja.render(messages=messages, **options) == text
+    roles = {"assistant": TEMPLATES["plain"].roles["assistant"]}
+    with pytest.raises(UserError, match="default_system"):
+        Template("no system", roles, default_system=system)
 
 
 def test_a_template_that_was_changed_or_is_foreign_is_refused(tmp_path):
@@ -110,19 +160,23 @@ def test_transformers_makes_the_same_ids_and_mask(name, kind, tmp_path):
     transformers = pytest.importorskip("transformers")
     template, tokenizer = EVERY[name], TOKENIZER
     if kind == "characters":
-        tokenizer = Tokenizer.characters([template.jinja(), str(CHAT), "\n"])
+        texts = [template.jinja(), str(CHAT), "\n", template.default_system or ""]
+        tokenizer = Tokenizer.characters(texts)
     tokenizer = tokenizer.with_special_tokens(template.tokens)
     tokenizer.save_pretrained(tmp_path)
     config = json.loads((tmp_path / "tokenizer_config.json").read_text())
     (tmp_path / "tokenizer_config.json").write_text(json.dumps(config | {"chat_template": "old"}))
     write_template(template, tokenizer, tmp_path)
     theirs = transformers.AutoTokenizer.from_pretrained(tmp_path)
-    found = theirs.apply_chat_template(CHAT, return_dict=True, return_assistant_tokens_mask=True)
-    ids, counted = encode_pieces(template.pieces(CHAT), tokenizer)
-    assert found["input_ids"] == ids
-    assert list(map(bool, found["assistant_masks"])) == counted
-    prompt = theirs.apply_chat_template(CHAT[:2], add_generation_prompt=True, return_dict=True)
-    assert prompt["input_ids"] == encode_pieces(template.prompt(CHAT[:2]), tokenizer)[0]
+    options = {"return_dict": True, "return_assistant_tokens_mask": True}
+    for messages in (CHAT, CHAT[1:]):  # with a system message, and without
+        found = theirs.apply_chat_template(messages, **options)
+        ids, counted = encode_pieces(template.pieces(messages), tokenizer)
+        assert found["input_ids"] == ids
+        assert list(map(bool, found["assistant_masks"])) == counted
+    for messages in (CHAT[:2], CHAT[1:2]):
+        prompt = theirs.apply_chat_template(messages, add_generation_prompt=True, return_dict=True)
+        assert prompt["input_ids"] == encode_pieces(template.prompt(messages), tokenizer)[0]
     assert theirs.apply_chat_template(CHAT[:2], tokenize=False) == tokenizer.decode(
         encode_pieces(template.pieces(CHAT[:2]), tokenizer)[0]
     )

@@ -1,6 +1,7 @@
 """/v1/chat/completions, where the tokenizer carries a template of ours."""
 
 import re
+from dataclasses import replace
 
 import pytest
 from starlette.testclient import TestClient
@@ -46,6 +47,21 @@ def test_a_reply_equals_the_engines(client, reply):
     assert [token["token_id"] for token in content] == reply.ids
     assert [token["logprob"] for token in content] == pytest.approx(reply.logprobs, abs=1e-5)
     assert all(len(token["top_logprobs"]) == 2 for token in content)
+
+
+def test_the_default_system_message_is_read_unless_one_is_given(engine, reply):
+    template = replace(TEMPLATES["plain"], default_system="cat")
+    app = create_app(engine, name="tiny", limits=LIMITS, template=template)
+    client = TestClient(app, base_url="http://127.0.0.1")
+
+    def answer(messages):
+        body = BODY | {"messages": messages, "logprobs": True}
+        choice = client.post(PATH, json=body).json()["choices"][0]
+        return [token["logprob"] for token in choice["logprobs"]["content"]]
+
+    assert answer(MESSAGES[1:]) == pytest.approx(reply.logprobs, abs=1e-5)
+    other = answer([{"role": "developer", "content": "dog"}, MESSAGES[1]])
+    assert other != pytest.approx(reply.logprobs, abs=1e-3)
 
 
 def test_streamed_pieces_join_to_the_reply(client, reply):

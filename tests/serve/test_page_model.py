@@ -5,6 +5,7 @@ import os
 import random
 import shutil
 import subprocess
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -260,9 +261,10 @@ def test_draws_follow_the_filtered_distribution(tmp_path):
 
 
 @needs_node
+@pytest.mark.parametrize("n_skipped", [0, 1], ids=["its own system message", "the default"])
 @pytest.mark.parametrize("name", TEMPLATES)
-def test_a_conversation_has_the_templates_ids(tmp_path, tokenizer, name):
-    template = TEMPLATES[name]
+def test_a_conversation_has_the_templates_ids(tmp_path, tokenizer, name, n_skipped):
+    template = replace(TEMPLATES[name], default_system="the cat sat")
     with_tokens = tokenizer.with_special_tokens(template.tokens)
     page = InNode(tmp_path, small(with_tokens, n_positions=400), with_tokens, template)
     messages = [
@@ -270,7 +272,7 @@ def test_a_conversation_has_the_templates_ids(tmp_path, tokenizer, name):
         {"role": "user", "content": " the cat <|im_end|>"},
         {"role": "assistant", "content": "sat"},
         {"role": "user", "content": "on <|endoftext|> what?"},
-    ]
+    ][n_skipped:]
     expected, _ = encode_pieces(template.prompt(messages), with_tokens)
     body = {"max_tokens": 3, "temperature": 0}
     chat, plain = page.ask(

@@ -2,6 +2,7 @@
 
 import json
 import re
+from pathlib import Path
 
 import pytest
 import torch
@@ -115,3 +116,35 @@ def test_a_classifier_learns_two_hundred_easy_rows_by_the_defaults(folder, base,
     command = ["train", data, "--task", "classify", "--start", base, "--format", "json"]
     assert main(command) == 0
     assert json.loads(capfd.readouterr().out)["val_accuracy"] > 0.98
+
+
+SYSTEM = "kind"
+
+
+@pytest.mark.parametrize(
+    ("systems", "default"),
+    [
+        ([SYSTEM, SYSTEM, SYSTEM], SYSTEM),
+        (["", "", ""], ""),
+        ([SYSTEM, SYSTEM, "rude"], None),
+        ([SYSTEM, None, SYSTEM], None),
+        ([None, None, None], None),
+    ],
+)
+def test_a_system_message_that_all_examples_have_is_the_default(folder, base, systems, default):
+    """A second tuning without it does not inherit it."""
+
+    def write(name, systems):
+        lines = []
+        for number, system in enumerate(systems):
+            pair = zip(("user", "assistant"), PAIRS[number], strict=True)
+            messages = [{"role": role, "content": content} for role, content in pair]
+            system = [] if system is None else [{"role": "system", "content": system}]
+            lines.append({"messages": system + messages})
+        return write_lines(folder / f"{name}.jsonl", lines)
+
+    tune = ["tune", "--steps", "1"]
+    assert main([*tune, write("first", systems), "--from", base, "--out", "run"]) == 0
+    assert read_template("run").default_system == default
+    assert main([*tune, write("second", [None] * 3), "--from", "run", "--out", "again"]) == 0
+    assert read_template(Path("again")).default_system is None

@@ -5,6 +5,7 @@ import re
 import struct
 import sys
 import warnings
+from dataclasses import replace
 from pathlib import Path
 
 import jinja2
@@ -372,7 +373,11 @@ def go(template: str, messages) -> str:
     return literal(before) + "".join(texts) + literal(after)
 
 
-@pytest.mark.parametrize("template", [CHATML, PLAIN], ids=["chatml", "plain"])
+SYSTEM = 'You are "kind".\n\nYou are a "clerk"'
+CLERK = replace(CHATML, default_system=SYSTEM)
+
+
+@pytest.mark.parametrize("template", [CHATML, PLAIN, CLERK], ids=["chatml", "plain", "kind"])
 def test_the_file_and_its_modelfile_chat_as_the_model_was_tuned(template, tokenizer, tmp_path):
     tokenizer = chat_model(tokenizer, tmp_path / "chat", template)
     assert main(["convert", str(tmp_path / "chat"), str(tmp_path / "a.gguf")]) == 0
@@ -381,17 +386,32 @@ def test_the_file_and_its_modelfile_chat_as_the_model_was_tuned(template, tokeni
     pairs = {name: field.contents() for name, field in fields.items()}
     (im_end,) = tokenizer.encode("<|im_end|>", allow_special=True)[:1]
     assert pairs[gguf.Keys.Tokenizer.EOS_ID] == tokenizer.eos_token_id
-    assert pairs.get(gguf.Keys.Tokenizer.EOT_ID) == (im_end if template is CHATML else None)
+    assert pairs.get(gguf.Keys.Tokenizer.EOT_ID) == (None if template is PLAIN else im_end)
     # A plain Jinja, without transformers' tags around what is trained.
     jinja = jinja2.Environment().from_string(pairs[gguf.Keys.Tokenizer.CHAT_TEMPLATE])
     options = {"add_generation_prompt": True, "eos_token": "<|endoftext|>"}
     assert jinja.render(messages=MESSAGES, **options) == prompt
-    lines = (tmp_path / "a.Modelfile").read_text().splitlines()
+    modelfile = (tmp_path / "a.Modelfile").read_text()
+    system = f'SYSTEM """{SYSTEM}"""\n'
+    assert (system in modelfile) == (template is CLERK)
+    lines = modelfile.replace(system, "").splitlines()
     assert lines[:2] == ["FROM ./a.gguf", "PARAMETER num_ctx 256"]
     (text,) = re.findall(r'^TEMPLATE """(.*)"""$', "\n".join(lines), re.MULTILINE)
-    assert go(text, MESSAGES) == prompt
-    stops = ["<|endoftext|>", *(["<|im_end|>"] if template is CHATML else [])]
+    sent = MESSAGES if template is not CLERK else [{"role": "system", "content": SYSTEM}, *MESSAGES]
+    assert go(text, sent) == prompt  # Ollama adds the message of SYSTEM
+    stops = ["<|endoftext|>", *([] if template is PLAIN else ["<|im_end|>"])]
     assert lines[3:] == [f'PARAMETER stop "{stop}"' for stop in stops]
+
+
+@pytest.mark.parametrize("system", ['a """\nb', '"""\n', 'a"""  \nb'])
+def test_a_system_message_that_would_end_early_in_a_modelfile_is_refused(
+    system, tokenizer, tmp_path
+):
+    with pytest.raises(UserError, match="three quotes"):
+        write_our_gguf(
+            gpt(tokenizer), tmp_path / "a.gguf", tokenizer=tokenizer, ollama_system=system
+        )
+    assert not list(tmp_path.iterdir())
 
 
 def test_the_modelfile_of_a_base_model_sends_the_plain_prompt(tokenizer, tmp_path):

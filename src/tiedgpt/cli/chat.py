@@ -28,7 +28,9 @@ Message = dict[str, str]
 class Arguments(SourceOrNewest, EngineOptions):
     """Options of `chat`."""
 
-    system: str | None = option(None, "The system message, sent before the conversation.")
+    system: str | None = option(
+        None, "The system message; default: the one with which all of the tuning data began."
+    )
     max_new_tokens: int | None = option(
         None,
         "Maximum number of tokens in a reply; default: half of the model's context.",
@@ -137,7 +139,11 @@ def run(arguments: list[str]) -> None:
             "this model was tuned on single exchanges: each message starts anew; --keep-history "
             "sends earlier turns, too"
         )
-    system = [{"role": "system", "content": options.system}] if options.system else []
+    system = []
+    if options.system or (options.system is not None and template.default_system is not None):
+        system = [{"role": "system", "content": options.system}]
+    elif template.default_system is not None:
+        note(f"system message: {template.default_system!r}; --system replaces it")
     with options.engine(source, slots=1) as engine:
         if options.max_new_tokens is None:
             half = max(1, engine.runner.config.n_positions // 2)

@@ -161,7 +161,7 @@ def _run(args: Arguments) -> None:
 
 
 def ollama_options(source: Path, tokenizer: Any) -> dict[str, Any]:
-    """Return the option of GGUF's writer for Ollama's template, if `tiedgpt tune` wrote one."""
+    """Return the options of GGUF's writer for Ollama, if `tiedgpt tune` wrote a template."""
     from tiedgpt.data.templates import read_template
 
     try:
@@ -170,7 +170,8 @@ def ollama_options(source: Path, tokenizer: Any) -> dict[str, Any]:
         return {}
     if template is None or tokenizer is None:
         return {}
-    return {"ollama_template": template.ollama(tokenizer)}
+    system = {} if template.default_system is None else {"ollama_system": template.default_system}
+    return {"ollama_template": template.ollama(tokenizer), **system}
 
 
 def _calibration_ids(text: str, model: Any, tokenizer: Any) -> Any:

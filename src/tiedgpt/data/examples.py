@@ -14,7 +14,7 @@ from __future__ import annotations
 from array import array
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -59,6 +59,8 @@ class Example:
     """(N,): whether a token is trained. The first never is, since nothing precedes it."""
     turns: int = 1
     """Number of replies, trained or not."""
+    system: str | None = None
+    """The system message at its beginning."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,10 +77,11 @@ class ExampleReader:
 
     The attribute `tokenizer` adds the special tokens of the kind; the model then needs rows for
     them (`tie.add_tokens`). `template` may be the tokenizer's directory, whose template is read,
-    with ChatML as the default. `remarks` counts the problems of the last iteration by the names in
-    `REMARKS`, `unread` the fields that were not read, and `special_tokens` the special tokens that
-    texts spell, which are ordinary text. `max_turns` is the largest number of replies in an
-    example.
+    without its default system message, and ChatML is the default. `remarks` counts the problems of
+    the last iteration by the names in `REMARKS`, `unread` the fields that were not read, and
+    `special_tokens` the special tokens that texts spell, which are ordinary text. `max_turns` is
+    the largest number of replies in an example; `default_system` is the system message with which
+    all examples begin, if it is one.
 
     Raises:
         UserError: an example is longer than `context`, with `too_long="error"`; or none is left.
@@ -103,11 +106,15 @@ class ExampleReader:
         self.remarks: dict[str, Remark] = {}
         self.unread, self.special_tokens = UnreadFields(), Counter[str]()
         self.max_turns = 0
+        self.default_system: str | None = None
         self.kind: ExampleType = next(self._records())[1]
         needed = [END_OF_TEXT] if tokenizer.eos_token_id is None else []
         if self.kind == "messages":
-            chosen = template if isinstance(template, Template) else read_template(template)
-            self.template = chosen or CHATML
+            if isinstance(template, Template):
+                self.template = template
+            else:
+                stored = read_template(template) or CHATML
+                self.template = replace(stored, default_system=None)
             needed += self.template.tokens
         self.tokenizer = tokenizer.with_special_tokens(needed)
         self._find_special_tokens = special_token_finder(self.tokenizer)
@@ -116,7 +123,7 @@ class ExampleReader:
         """Yield the examples in the order of the files."""
         self.remarks, self.max_turns = {}, 0
         self.unread, self.special_tokens = UnreadFields(), Counter[str]()
-        n_examples = 0
+        systems, n_examples = set[str | None](), 0
         for location, _, record in self._records():
             try:
                 example = self._encode(location, record)
@@ -126,7 +133,10 @@ class ExampleReader:
             if (fitting := self._fitting(example)) is not None:
                 n_examples += 1
                 self.max_turns = max(self.max_turns, fitting.turns)
+                if len(systems) < 2:
+                    systems.add(fitting.system)
                 yield fitting
+        self.default_system = systems.pop() if len(systems) == 1 else None
         if not n_examples:
             raise UserError(f"no example is left to train on: {'; '.join(self.notes())}")
 
@@ -158,14 +168,16 @@ class ExampleReader:
             raise UserError(f"no line is an example ({why}): a line is {EXPECTED}")
 
     def _encode(self, location: str, record: Mapping[str, Any]) -> Example:
-        parsed, turns = parse_record(record, self.template.roles), 1
+        parsed, turns, system = parse_record(record, self.template.roles), 1, None
         self.unread.update(parsed.unread)
         for text in (*parsed.texts, *(message.content for message in parsed.messages)):
             self.special_tokens.update(self._find_special_tokens(text))
         if self.kind == "messages":
             messages = list(map(asdict, parsed.messages))
             pieces = list(self.template.pieces(messages))
-            turns = self.template.count_turns(messages)
+            turns, system = self.template.count_turns(messages), self.template.default_system
+            if messages and messages[0]["role"] == "system":
+                system = messages[0]["content"]
             if any(self._is_no_reply(message) for message in parsed.messages):
                 self._remark("no reply", location)
         else:
@@ -177,7 +189,7 @@ class ExampleReader:
         ids, counted = encode_pieces(pieces, self.tokenizer)
         if not any(counted[1:]):
             raise UserError("nothing in it is trained: it has no text, or no reply to train")
-        return Example(location, ids, counted, turns)
+        return Example(location, ids, counted, turns, system)
 
     def _fitting(self, example: Example) -> Example | None:
         """Return the example if it fits the context, what fits of it, or None."""
@@ -193,7 +205,7 @@ class ExampleReader:
         self._remark("cut" if cut else "dropped", location)
         if not cut:
             return None
-        return Example(location, example.ids[:room], example.counted[:room], example.turns)
+        return replace(example, ids=example.ids[:room], counted=example.counted[:room])
 
     def _bad(self, error: CorruptInputError, *, is_first: bool = False) -> None:
         """Raise the error of a line, or count it. `is_first`: skipping may leave no line."""

@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from tiedgpt.errors import UserError
-from tiedgpt.files import read_json, reading, replacing, write_json
+from tiedgpt.files import model_directory, read_json, reading, replacing, write_json
 from tiedgpt.text.bpe import END_OF_TEXT
 
 if TYPE_CHECKING:
@@ -69,6 +69,8 @@ class Template:
 
     A model with `max_turns == 1` has never seen an earlier turn in its prompt.
     """
+    default_system: str | None = None
+    """The system message of a conversation that does not begin with one."""
 
     def __post_init__(self) -> None:
         ends, replies = (END_OF_TEXT, *self.tokens), [r for r in self.roles.values() if r.counted]
@@ -77,12 +79,19 @@ class Template:
                 f"template {self.name!r} must train a role, and its `after` must end on one of "
                 f"{', '.join(ends)}: without an end token the model would never stop"
             )
+        if self.default_system is not None and "system" not in self.roles:
+            raise UserError(f"template {self.name!r} has no role 'system' for its default_system")
 
     def pieces(self, messages: Iterable[Mapping[str, Any]]) -> Iterator[Piece]:
         """Yield the pieces of a conversation of {"role": ..., "content": ...}.
 
-        With `"train": False` a message is not trained. Raises `UserError` for other roles.
+        `default_system` begins a conversation that has no system message at its beginning. With
+        `"train": False` a message is not trained. Raises `UserError` for other roles.
         """
+        messages = list(messages)
+        has_system = bool(messages) and messages[0]["role"] == "system"
+        if self.default_system is not None and not has_system:
+            messages.insert(0, {"role": "system", "content": self.default_system})
         yield from self._split(self.begin)
         for message in messages:
             role = self.roles.get(message["role"])
@@ -133,6 +142,11 @@ class Template:
         fields = {name: value for name, value in asdict(self).items() if value is not None}
         data = json.dumps(fields).replace("#", "\\u0023")  # no `#}` ends the comment early
         lines = ["{#- tiedgpt template " + data + " -#}", self._visible(self.begin)]
+        if self.default_system is not None:
+            content = json.dumps(self.default_system, ensure_ascii=False)
+            lines.append('{%- if not (messages and messages[0].role == "system") -%}')
+            default = '[{"role": "system", "content": ' + content + "}]"
+            lines.append("{%- set messages = " + default + " + messages -%}{%- endif -%}")
         lines += ["{%- for message in messages -%}", "{%- if false -%}"]
         for name, role in self.roles.items():
             content = (
@@ -260,12 +274,11 @@ def write_template(template: Template, tokenizer: Tokenizer, directory: str | Pa
 
 
 def read_template(path: str | Path) -> Template | None:
-    """Return the template of a directory, or of a file's directory; None without one.
+    """Return the template of a run, a model's directory or a file's; None without one.
 
-    Raises `UserError` for a template of another program, which
-    would have to be executed.
+    Raises `UserError` for a template of another program, which would have to be executed.
     """
-    path, text = Path(path), None
+    path, text = model_directory(Path(path)), None
     path = (path if path.is_dir() else path.parent) / FILE
     if path.is_file():
         with reading(path, "chat template"):

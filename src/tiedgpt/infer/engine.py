@@ -11,8 +11,8 @@ import math
 import os
 import time
 import weakref
-from collections.abc import Callable, Sequence
-from functools import partial
+from collections.abc import Callable, Mapping, Sequence
+from functools import cached_property, partial
 from queue import SimpleQueue
 from typing import TYPE_CHECKING, Any, cast
 
@@ -45,6 +45,7 @@ from tiedgpt.weights.tokenizer_files import read_end_ids, tokenizer_for
 
 if TYPE_CHECKING:
     from tiedgpt.core.model import GPT
+    from tiedgpt.data.templates import Template
 
 
 class Engine:
@@ -63,6 +64,8 @@ class Engine:
     their tokens: if a prompt begins like an earlier one, only the rest is read. (A model in
     memory may be trained in between: its slots are cleared when no request runs.)
 
+    `template`: the chat template of `chat`; by default the one beside the tokenizer.
+
     `threads`: by default, kernels compute on the cores that this process may use, at most 16, and
     torch on its own number. That number is the process's: it is set while the engine reads, and
     restored.
@@ -76,6 +79,7 @@ class Engine:
         slots: int = 8,
         backend: str = "auto",
         tokenizer: Tokenizer | str | os.PathLike[str] | None = None,
+        template: Template | None = None,
         resolve: str | None = None,
         threads: int | None = None,
         queue_size: int = QUEUE_SIZE,
@@ -87,6 +91,9 @@ class Engine:
             threads = require_positive("threads", threads, MAX_THREADS)
         options = BackendOptions(precision, backend, threads)
         self.tokenizer = tokenizer_for(model_or_source, tokenizer)
+        sources = (model_or_source if tokenizer is None else None, tokenizer)
+        paths = [source for source in sources if isinstance(source, (str, os.PathLike))]
+        self._template, self._template_source = template, paths[0] if paths else None
         self.notes: tuple[str, ...] = ()
         self.end_ids: tuple[int, ...] = ()  # beside the config's end-of-text token
         if isinstance(model_or_source, (str, os.PathLike)):
@@ -136,6 +143,15 @@ class Engine:
         """The backend: "torch" or "kernels"."""
         return "torch" if hasattr(self.runner, "model") else "kernels"
 
+    @cached_property
+    def template(self) -> Template | None:
+        """The chat template; None without one. `UserError` for one of another program."""
+        if self._template is not None or self._template_source is None:
+            return self._template
+        from tiedgpt.data.templates import FILE, read_template
+
+        return read_template(local_directory(self._template_source, [FILE, "*config.json"]))
+
     def generate(
         self,
         prompts: Prompt | Sequence[Prompt],
@@ -182,6 +198,31 @@ class Engine:
                     hint="use generate",
                 )
         return self._submit(prompt, config, wait=True)
+
+    def chat(
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        config: GenerationConfig | None = None,
+        **options: Any,
+    ) -> Any:
+        """Return the reply to a conversation, as `generate` does, by the model's chat template.
+
+        `messages` are {"role": "user", "content": "Hello"}; roles are the template's. Its default
+        system message begins a conversation without one. The reply ends where the template says, or
+        when the context is full; `max_new_tokens` shortens it.
+
+        Raises `UserError` for a model without a template or a tokenizer, and for other messages.
+        """
+        return self.generate(*self._conversation(messages, config, options))
+
+    def stream_chat(
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        config: GenerationConfig | None = None,
+        **options: Any,
+    ) -> Generation:
+        """Yield each new `Token` of the reply to a conversation, as `stream` and `chat` do."""
+        return self.stream(*self._conversation(messages, config, options))
 
     def submit(
         self,
@@ -244,6 +285,36 @@ class Engine:
 
     def _ids(self, prompt: Prompt) -> list[int]:
         return prompt_ids(prompt, self.runner.config, self.tokenizer)
+
+    def _conversation(
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        config: GenerationConfig | None,
+        options: dict[str, Any],
+    ) -> tuple[list[int], GenerationConfig]:
+        """Return the ids of a conversation, and the options of its reply."""
+        from tiedgpt.data.templates import encode_pieces
+
+        if self.template is None or self.tokenizer is None:
+            lacks = "tokenizer" if self.tokenizer is None else "chat template"
+            raise UserError(
+                f"this model has no {lacks}",
+                hint="tune it on lines of messages (`tiedgpt tune`), or open Engine(..., "
+                "tokenizer=, template=) with one of tiedgpt.data.TEMPLATES",
+            )
+        for message in messages:
+            fields = message if isinstance(message, Mapping) else {}
+            if not all(isinstance(fields.get(name), str) for name in ("role", "content")):
+                example = '{"role": "user", "content": "a text"}'
+                raise UserError(f"must be a list of {example}, got {message!r}", option="messages")
+        ids, _ = encode_pieces(self.template.prompt(messages), self.tokenizer)
+        if config is None and "max_new_tokens" not in options:
+            options = {
+                "max_new_tokens": max(1, self.runner.config.n_positions - len(ids))
+            } | options
+        config = with_options(config, options)
+        ends = (*config.stop_ids, *self.template.end_ids(self.tokenizer))
+        return ids, with_options(config, {"stop_ids": ends})
 
     def _matcher(self, config: GenerationConfig) -> Matcher | None:
         if not config.constraint:

@@ -74,9 +74,9 @@ class Hosts:
 
     @classmethod
     def of(cls, bound: str, more: Collection[str] = ()) -> Hosts:
-        """Return the names of a server that is bound to an address, and `more` names.
+        """Return the names of a server at an address, and `more` names.
 
-        Raises `UserError` where one of these is no host name.
+        Raises `UserError` for an invalid name.
         """
         names = {*LOCAL, bound.lower()} - {""}
         for host in more:

@@ -100,11 +100,16 @@ def describe_model(
         "run": None if source is None else _run_curves(Path(source)),
         "tokenizer": tokenizer is not None,
         "opening": opening,
-        "chat": None if template is None else {"single": template.max_turns == 1},
+        "chat": None if template is None else _describe_chat(template),
         "beside": beside,
         "most_tokens": most,
     }
     return json.dumps(to_json_data(description), allow_nan=False)  # ASCII: a path may be no UTF-8
+
+
+def _describe_chat(template: Template) -> dict[str, Any]:
+    """Return the facts about a chat template that the page's conversation shows."""
+    return {"single": template.max_turns == 1, "system": template.default_system}
 
 
 def opening_text(source: Source, tokenizer: Tokenizer | None) -> str | list[int] | None:

@@ -164,4 +164,10 @@ def template_data(template: Template, tokenizer: Tokenizer | None) -> dict[str, 
         specials[END_OF_TEXT] = tokenizer.eos_token_id
     roles = {name: asdict(role) for name, role in template.roles.items()}
     ends = template.end_ids(tokenizer)
-    return {"begin": template.begin, "roles": roles, "specials": specials, "ends": ends}
+    return {
+        "begin": template.begin,
+        "roles": roles,
+        "specials": specials,
+        "ends": ends,
+        "default_system": template.default_system,
+    }

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from tiedgpt.errors import CorruptInputError, UserError
-from tiedgpt.files import missing_run, read_json, reading
+from tiedgpt.files import missing_run, model_directory, read_json, reading
 from tiedgpt.weights.checkpoint import TIE_KEY, Checkpoint, Claim, claim_in
 from tiedgpt.weights.hub import asking_hub, is_hub_name
 from tiedgpt.weights.registry import formats, head_of, suffixes
@@ -161,10 +161,8 @@ def local_directory(
     name = str(source)
     try:
         path = Path(source).expanduser()
-        if path.is_dir() and not (path / "config.json").exists() and (path / "model").is_dir():
-            return path / "model"
         if path.exists():
-            return path
+            return model_directory(path)
         no_run = missing_run(path)
     except (OSError, RuntimeError, ValueError) as error:  # too long, no such user, a NUL in it
         raise UserError(f"{name[:80]!r} is no path: {error}") from None

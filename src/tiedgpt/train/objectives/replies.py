@@ -9,6 +9,7 @@ import hashlib
 import shlex
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
+from textwrap import shorten
 from typing import Any, Self
 
 import numpy as np
@@ -108,7 +109,15 @@ class ReplySources(Sources):
         self.new_ids = tuple(range(len(tokenizer), n_tokens))
         self.template, self.max_turns = None, reader.max_turns
         if reader.kind == "messages":
-            self.template = replace(reader.template, max_turns=reader.max_turns)
+            self.template = replace(
+                reader.template, max_turns=reader.max_turns, default_system=reader.default_system
+            )
+            if reader.default_system is not None:
+                system = shorten(reader.default_system, LONGEST_PROMPT, placeholder=" ...")
+                self.notes.append(
+                    f"every conversation begins with the system message {system!r}: the model's "
+                    "conversations will, too, unless another is given"
+                )
         elif reader.kind == "completion":
             self.notes.append(
                 "lines with prompt and completion tune a model for `tiedgpt generate`; for "

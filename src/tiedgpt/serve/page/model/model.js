@@ -135,11 +135,12 @@ export class Model {
   // tokens in the template's own texts, and ordinary text in messages.
   encodeMessages(messages) {
     if (!this.template) throw new Error("this model has no chat template");
-    const { begin, roles, specials } = this.template;
+    const { begin, roles, specials, default_system: system } = this.template;
+    const all = system !== null && messages[0]?.role !== "system" ? [{ role: "system", content: system }, ...messages] : messages;
     const names = Object.keys(specials).map((name) => name.replace(/\W/g, "\\$&"));
     const special = new RegExp(`(${names.join("|")})`);
     const split = (text, counted = false) => text.split(special).map((part, i) => ({ text: part, counted, id: i % 2 ? specials[part] : null }));
-    const around = messages.flatMap(({ role, content }) => {
+    const around = all.flatMap(({ role, content }) => {
       if (!roles[role]) throw new Error(`the template has no role ${role}: ${Object.keys(roles).join(", ")}`);
       const { prefix, before, after, suffix, counted } = roles[role];
       return [...split(prefix), ...split(before, counted), { text: content, counted, id: null }, ...split(after, counted), ...split(suffix)];

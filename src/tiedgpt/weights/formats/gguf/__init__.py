@@ -283,6 +283,7 @@ WRITER = Writer(
         "w_precision",
         "chat_template",
         "ollama_template",
+        "ollama_system",
         "end_ids",
     ),
     fixed={"norm": "pre", "attention_windows": None},

@@ -60,6 +60,7 @@ def write(
     approximate_gelu: bool = False,
     chat_template: str = "",
     ollama_template: str = "",
+    ollama_system: str | None = None,
     end_ids: Sequence[int] = (),
     progress: Callable[[int, int], None] | None = None,
 ) -> None:
@@ -69,13 +70,19 @@ def write(
     `precision`, but at least 8 bits. `duplicate_head` also writes a tied W as `output.weight`, for
     readers that do not support tying. `approximate_gelu` permits a model with the exact GELU,
     although llama.cpp computes the tanh form. `chat_template` is Jinja, `ollama_template` Go's;
-    `end_ids` end a reply, beside the config's end of text. `progress` receives the bytes written
-    and their total. Missing biases are written as zeros.
+    `ollama_system` is the default system message; `end_ids` end a reply, beside the config's end
+    of text. `progress` receives the bytes written and their total. Missing biases are written as
+    zeros.
 
     Raises `UserError`, before anything is written, for what llama.cpp's gpt2 does not compute and
     for a tokenizer that it does not have.
     """
     gguf = require_package("gguf", "writing GGUF files")
+    if any(line.rstrip().endswith('"""') for line in (ollama_system or "").split("\n")[:-1]):
+        raise UserError(
+            "the default system message has a line that ends in three quotes, which ends it in "
+            "Ollama's Modelfile"
+        )
     config = model.config
     parameters = parameters_for(WRITER, model, approximate_gelu=approximate_gelu)
     w_precision = w_precision or ("q8_0" if precision.startswith(("q4", "q5")) else precision)
@@ -122,18 +129,24 @@ def write(
         ollama_template = "{{ .Prompt }}"
     assert tokenizer is not None  # or `add_tokenizer` had refused
     with replacing(path.with_suffix(".Modelfile")) as temporary:
-        text = _modelfile(path.name, config, tokenizer, ollama_template, end_ids)
+        text = _modelfile(path.name, config, tokenizer, ollama_template, ollama_system, end_ids)
         temporary.write_text(text, encoding="utf-8")
 
 
 def _modelfile(
-    name: str, config: GPTConfig, tokenizer: Tokenizer, template: str, end_ids: Sequence[int]
+    name: str,
+    config: GPTConfig,
+    tokenizer: Tokenizer,
+    template: str,
+    system: str | None,
+    end_ids: Sequence[int],
 ) -> str:
     """Return the Modelfile that `ollama create` reads for a file next to it."""
     ends = [config.eos_token_id, tokenizer.eos_token_id, *end_ids]
     texts = dict.fromkeys(tokenizer.decode([id]) for id in ends if id is not None)
     lines = [f"FROM ./{name}", f"PARAMETER num_ctx {config.n_positions}"]
     lines += [f'TEMPLATE """{template}"""'] if template else []
+    lines += [] if system is None else [f'SYSTEM """{system}"""']
     lines += [f"PARAMETER stop {json.dumps(text, ensure_ascii=False)}" for text in texts]
     return "\n".join(lines) + "\n"
 
