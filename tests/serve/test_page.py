@@ -84,8 +84,8 @@ def test_the_files_are_few_and_name_only_each_other():
     assert sum(map(len, vendored)) <= 150_000
     assert sum(len(gzip.compress(data)) for data in vendored) <= 50_000
     served = (data for path, data in files.items() if "/model/" not in path)
-    assert sum(map(len, served)) <= 220_000
-    assert len(in_one_file({}, b"").encode()) <= 220_000  # without a model's weights
+    assert sum(map(len, served)) <= 221_000
+    assert len(in_one_file({}, b"").encode()) <= 221_000  # without a model's weights
     for path, data in files.items():
         text = data.decode()
         for name in re.findall(r"""(?:from|import)\s*\(?\s*["']([\w./-]+)["']""", text):
@@ -132,7 +132,18 @@ def test_the_page_requests_the_model(page, run):
 def test_the_page_knows_a_model_tuned_on_single_exchanges(engine, max_turns, single):
     app = create_app(engine, template=replace(TEMPLATES["plain"], max_turns=max_turns))
     page = TestClient(app, base_url="http://127.0.0.1")
-    assert page.get("/inspect/model").json()["chat"] == {"single": single}
+    chat = {"single": single, "system": None, "question": None}
+    assert page.get("/inspect/model").json()["chat"] == chat
+
+
+def test_the_page_knows_the_system_message_and_a_question_of_the_tuning_data(engine, tmp_path):
+    (tmp_path / "model").mkdir()
+    (tmp_path / "model/opening.json").write_text('{"question": "Where is the cat?"}')
+    template = replace(TEMPLATES["plain"], default_system="Be kind.")
+    app = create_app(engine, template=template, source=tmp_path)
+    found = TestClient(app, base_url="http://127.0.0.1").get("/inspect/model").json()
+    chat = {"single": False, "system": "Be kind.", "question": "Where is the cat?"}
+    assert (found["chat"], found["opening"]) == (chat, None)
 
 
 def test_without_a_source_there_is_no_file_and_no_run(client):

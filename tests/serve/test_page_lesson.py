@@ -1,5 +1,8 @@
 """The page's lessons, and reported problems: growing texts, keys, charts, chats."""
 
+import shutil
+from dataclasses import replace
+
 import numpy as np
 import pytest
 
@@ -508,8 +511,64 @@ def test_a_chat_shows_the_alternatives_of_each_token(browser, url):
         assert page.locator(".alternatives .odds li").count() == 5
 
 
+@pytest.fixture(scope="module")
+def chat_url(run, tmp_path_factory):
+    """A model that was tuned on single exchanges, with a question and a system message of them."""
+    model = tmp_path_factory.mktemp("chat")
+    shutil.copytree(run / "model", model, dirs_exist_ok=True)
+    (model / "opening.json").write_text('{"question": "the dog ate?"}')
+    template = replace(TEMPLATES["plain"], max_turns=1, default_system="the cat")
+    with serving(model, template=template) as url:
+        yield url
+
+
+def test_a_conversation_opens_first_with_a_question_of_the_tuning_data(browser, chat_url):
+    with opened(browser, chat_url) as page:
+        page.goto(chat_url)
+        settled(page)
+        assert page.locator("#tab-write").get_attribute("aria-selected") == "true"
+        assert page.get_by_role("radio", name="a conversation").get_attribute("aria-checked")
+        assert not page.locator("header textarea").count()
+        assert page.get_by_label("Your words").input_value() == "the dog ate?"
+        assert "the cat" in words(page)
+        with page.expect_request("**/v1/chat/completions") as request:
+            page.get_by_role("button", name="Send").click()
+        messages = request.value.post_data_json["messages"]
+        assert messages == [{"role": "user", "content": "the dog ate?"}]
+        page.get_by_role("button", name="Begin anew").wait_for()
+        page.locator(".groups button").first.click()
+        settled(page)
+        assert page.locator("#tab-start").get_attribute("aria-selected") == "true"
+        assert page.locator("header textarea").input_value()
+        page.locator(".groups button").last.click()
+        assert page.locator(".turns .user").inner_text() == "the dog ate?"
+        assert page.get_by_label("Your words").input_value() == ""
+        page.reload()
+        settled(page)
+        assert page.get_by_label("Your words").input_value() == "the dog ate?"
+        go(page, chat_url, "matrix")
+        assert page.locator("header textarea").input_value() == TEXT
+
+
+@pytest.mark.parametrize("width", [375, 1280])
+def test_a_check_box_has_the_size_of_a_check_box(browser, chat_url, width):
+    with opened(browser, chat_url, viewport={"width": width, "height": 800}) as page:
+        page.goto(chat_url)
+        page.get_by_label("Your words").fill("the dog")
+        page.keyboard.press("Enter")
+        page.get_by_role("button", name="Begin anew").wait_for()
+        boxes = page.get_by_role("checkbox").all()
+        assert len(boxes) == 2
+        for box in boxes:
+            size = box.bounding_box()
+            assert 13 <= size["width"] == size["height"] <= 24
+
+
 def test_there_is_no_chat_without_a_template(browser, run):
     with serving(run) as url, opened(browser, url) as page:
+        page.goto(url)
+        settled(page)
+        assert page.locator("#tab-start").get_attribute("aria-selected") == "true"
         go(page, url, "write")
         assert not page.get_by_role("radio", name="a conversation").count()
 

@@ -146,5 +146,7 @@ def test_a_system_message_that_all_examples_have_is_the_default(folder, base, sy
     tune = ["tune", "--steps", "1"]
     assert main([*tune, write("first", systems), "--from", base, "--out", "run"]) == 0
     assert read_template("run").default_system == default
+    opening = json.loads(Path("run/model/opening.json").read_text())
+    assert opening["question"] in [asked for asked, _ in PAIRS[:3]]
     assert main([*tune, write("second", [None] * 3), "--from", "run", "--out", "again"]) == 0
     assert read_template(Path("again")).default_system is None

@@ -100,16 +100,20 @@ def describe_model(
         "run": None if source is None else _run_curves(Path(source)),
         "tokenizer": tokenizer is not None,
         "opening": opening,
-        "chat": None if template is None else _describe_chat(template),
+        "chat": None if template is None else _describe_chat(template, source),
         "beside": beside,
         "most_tokens": most,
     }
     return json.dumps(to_json_data(description), allow_nan=False)  # ASCII: a path may be no UTF-8
 
 
-def _describe_chat(template: Template) -> dict[str, Any]:
+def _describe_chat(template: Template, source: Source | None) -> dict[str, Any]:
     """Return the facts about a chat template that the page's conversation shows."""
-    return {"single": template.max_turns == 1, "system": template.default_system}
+    return {
+        "single": template.max_turns == 1,
+        "system": template.default_system,
+        "question": None if source is None else stored_opening(source, "question"),
+    }
 
 
 def opening_text(source: Source, tokenizer: Tokenizer | None) -> str | list[int] | None:
@@ -134,11 +138,14 @@ def opening_text(source: Source, tokenizer: Tokenizer | None) -> str | list[int]
     return None
 
 
-def stored_opening(source: Source) -> str | None:
-    """Return the text in opening.json of a run or of a model's directory, if there is one."""
+def stored_opening(source: Source, field: str = "text") -> str | None:
+    """Return the text in opening.json of a run or of a model's directory, if there is one.
+
+    A model that was tuned on conversations has a `question` there.
+    """
     for directory in (Path(source), Path(source) / "model"):
         with contextlib.suppress(TiedGPTError):
-            text = read_json(directory / OPENING).get("text")
+            text = read_json(directory / OPENING).get(field)
             if isinstance(text, str):
                 return text
     return None

@@ -31,7 +31,7 @@ const VIEWS = GROUPS.flatMap(([, views]) => views);
 // What the URL's fragment keeps, with its defaults; the default's type says how it is read. A view
 // that wants something of its own kept adds it here.
 const SAVED = {
-  view: "start",
+  view: "", // start, or of a model with a chat template its conversation
   text: "The matrix that reads a token is the matrix that", // or, until it is edited, a text of the run
   ids: [], // tokens in place of the text, where the text alone would be encoded otherwise
   pin: -1, // -1: the last
@@ -64,7 +64,7 @@ function read() {
     else if (Array.isArray(like)) found[name] = value.split(",").filter((one) => /^\d+$/.test(one)).map(Number);
     else if (typeof like === "number" && Number.isInteger(Number(value))) found[name] = Math.max(like, Number(value));
   }
-  if (!VIEWS.some(([name]) => name === found.view)) found.view = "start";
+  if (!VIEWS.some(([name]) => name === found.view)) found.view = "";
   return found;
 }
 
@@ -134,11 +134,15 @@ function useSubject(saved, info) {
 }
 
 function App() {
-  const [stored, update] = useSaved();
+  const [stored, store] = useSaved();
   const [dark, turn] = useTheme();
   const asked = useCall("/inspect/model", undefined);
   const info = asked.data ?? {};
-  const saved = opened(stored, info);
+  const first = info.chat ? { view: "write", writing: "chat" } : { view: "start" };
+  const saved = { ...opened(stored, info), ...(!stored.view && first) };
+  const { view, writing } = saved;
+  const isChat = info.chat && view === "write" && writing === "chat";
+  const update = (patch) => store(info.chat ? { view, writing, ...patch } : patch);
   const isKnown = asked.data || asked.error; // whether there is a tokenizer
   const [given, reason, cap] = useSubject(saved, info);
   const found = useCall("/inspect/positions", isKnown && given ? { ...given, top: 10 } : null, true);
@@ -165,7 +169,7 @@ function App() {
         <button type="button" onClick=${() => update({ projector: !saved.projector })}>Projector</button>
         <${Share} saved=${saved} />
         <button type="button" onClick=${turn}>${dark ? "Light" : "Dark"}</button></div>
-      ${saved.view === "guess" ? html`<p class="says">The text is hidden while you guess.</p>` : html`<${Box} saved=${isKnown || stored.text !== SAVED.text ? saved : { ...saved, text: "" }} info=${info} update=${update} />`}
+      ${isChat ? null : saved.view === "guess" ? html`<p class="says">The text is hidden while you guess.</p>` : html`<${Box} saved=${isKnown || stored.text !== SAVED.text ? saved : { ...saved, text: "" }} info=${info} update=${update} />`}
       ${cap && html`<p class="note">The text has more than ${many(cap, "token")}: the page reads the first ${count(cap)}.
         ${" "}<button type="button" onClick=${async () => update({ text: await textOf(given.ids, info), ids: given.ids })}>Leave out the rest</button></p>`}
       ${(asked.status === 401 || found.status === 401) && html`<${Key} />`}

@@ -9,6 +9,7 @@ import hashlib
 import shlex
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
+from pathlib import Path
 from textwrap import shorten
 from typing import Any, Self
 
@@ -26,13 +27,14 @@ from tiedgpt.data import (
     documents,
 )
 from tiedgpt.errors import UserError
+from tiedgpt.files import write_json
 from tiedgpt.infer import Engine
 from tiedgpt.text import Tokenizer
 from tiedgpt.train.dataset import Data, Sources, is_prepared
 from tiedgpt.train.objective import Arrays, ModelSetup, Objective, Pretrained, Showcase
 from tiedgpt.train.objectives.language import SAMPLE_TOKENS, Adapters, LanguageModelling
 from tiedgpt.train.options import TrainOptions
-from tiedgpt.train.storage import RunDirectory
+from tiedgpt.train.storage import OPENING, RunDirectory
 from tiedgpt.weights.sources import local_directory
 
 HELD_OUT, AT_LEAST, AT_MOST = 20, 50, 10
@@ -40,6 +42,8 @@ HELD_OUT, AT_LEAST, AT_MOST = 20, 50, 10
 FIRST_WORDS = 3
 LONGEST_PROMPT = 60
 """Characters of a question that is proposed unchanged in a further command."""
+SEARCHED_QUESTIONS = 100
+"""Number of validation examples that are searched for a short question."""
 FEW = 100
 """With fewer different examples, all are trained on and none is held out."""
 
@@ -182,6 +186,11 @@ class ReplySources(Sources):
         )
 
 
+def _is_short(question: str) -> bool:
+    """Whether a question fits on a line."""
+    return 0 < len(question) <= LONGEST_PROMPT and question.isprintable()
+
+
 def _split(
     examples: EncodedExamples, held_out: EncodedExamples | None
 ) -> tuple[EncodedExamples, EncodedExamples, bool]:
@@ -231,6 +240,9 @@ class ReplyData(Data):
 class Replies(LanguageModelling):
     """Predict the replies of examples; a batch has ids, targets, document starts (B, T)."""
 
+    question: str | None = None
+    """A validation example's message, with which the page's conversation begins."""
+
     @classmethod
     def open(cls, options: TrainOptions) -> ReplySources:  # type: ignore[override]
         """Open the examples of the options."""
@@ -249,7 +261,19 @@ class Replies(LanguageModelling):
                 "model is written, and no adapter"
             )
             data = replace(data, notes=[*data.notes, note])
-        return cls(*setup, adapters=adapters, template=sources.template), data
+        replies = cls(*setup, adapters=adapters, template=sources.template)
+        if sources.template is None:
+            return replies, data
+        numbers = range(min(len(data.validation), SEARCHED_QUESTIONS))
+        questions = (replies.prompt(data.validation, number)[1] for number in numbers)
+        question = next((text for text in questions if _is_short(text)), None)
+        return replace(replies, question=question), data
+
+    def publish(self, model: GPT, directory: Path) -> None:
+        """Write the model as `LanguageModelling` does, and a question for the page."""
+        super().publish(model, directory)
+        if self.question is not None:
+            write_json(directory / OPENING, {"question": self.question})
 
     def loss(self, model: GPT, batch: Sequence[Tensor]) -> Tensor:
         """Return the mean loss () of the trained tokens."""
@@ -268,17 +292,22 @@ class Replies(LanguageModelling):
         """Return the reply to a held-out prompt, a different one at each step."""
         return " <- ".join(self.reply(self.merge(model), data.validation, step))
 
-    def reply(self, model: GPT, examples: EncodedExamples, number: int) -> tuple[str, str]:
-        """Return the reply of a merged model to an example's prompt, and the prompt's question."""
+    def prompt(self, examples: EncodedExamples, number: int) -> tuple[list[int], str]:
+        """Return an example's prompt up to its first reply, and the question in it."""
         ids, counted = examples.example(number % len(examples))
         prompt = ids[: max(1, int(np.argmax(counted)))].tolist()
-        ends = [] if self.template is None else self.template.end_ids(self.tokenizer)
-        engine = Engine(model, tokenizer=self.tokenizer, slots=1)
-        reply = engine.generate(prompt, max_new_tokens=SAMPLE_TOKENS, temperature=0, stop_ids=ends)
         question = self.tokenizer.decode(id for id in prompt if id != self.tokenizer.eos_token_id)
         if self.template is not None:
             question = self.template.last_question(question)
-        return reply.text, question.strip()
+        return prompt, question.strip()
+
+    def reply(self, model: GPT, examples: EncodedExamples, number: int) -> tuple[str, str]:
+        """Return the reply of a merged model to an example's prompt, and the prompt's question."""
+        prompt, question = self.prompt(examples, number)
+        ends = [] if self.template is None else self.template.end_ids(self.tokenizer)
+        engine = Engine(model, tokenizer=self.tokenizer, slots=1)
+        reply = engine.generate(prompt, max_new_tokens=SAMPLE_TOKENS, temperature=0, stop_ids=ends)
+        return reply.text, question
 
     def show(self, directory: RunDirectory, data: ReplyData, options: TrainOptions) -> Showcase:  # type: ignore[override]
         """Return replies of the published model to prompts of both sides."""
@@ -289,7 +318,7 @@ class Replies(LanguageModelling):
             for number in range(min(2, len(examples))):
                 reply, question = self.reply(model, examples, number)
                 samples.append((f"reply to {question!r}, {side}", reply.rstrip()))
-        if len(question) > LONGEST_PROMPT or not question.isprintable():
+        if not _is_short(question):
             question = " ".join(question.split()[:FIRST_WORDS])
         return Showcase(samples=samples, commands=self.commands(directory, question))
 

@@ -5,11 +5,12 @@ import { announce, html, Odds, Panel, Piece, Tokens, useRun, useState } from "..
 
 let kept = []; // {role, content, tokens}, while other views are open
 
-// `single`: whether the model was tuned on single exchanges, so that earlier messages mislead it.
-export default function Chat({ options, single }) {
+// `single`: whether the model was tuned on single exchanges, so that earlier messages mislead it;
+// `system`: the message that the template puts first; `question`: a message of the tuning data.
+export default function Chat({ options, single, system, question }) {
   const [turns, setTurns] = useState(kept);
   const [keepsHistory, setKeepsHistory] = useState(!single);
-  const [draft, setDraft] = useState("");
+  const [draft, setDraft] = useState(kept.length ? "" : question ?? "");
   const [showsTokens, setShowsTokens] = useState(false);
   const { run, stop, running, error } = useRun();
   const put = (next) => setTurns((kept = next));
@@ -29,6 +30,7 @@ export default function Chat({ options, single }) {
     announce(reply.content);
   });
   return html`<${Panel} title="Talk with it" says="The conversation is one text, written by the model's template; a reply is its continuation.">
+    ${system && html`<p class="says">It begins with the system message of the tuning data: <q>${system}</q></p>`}
     <ol class="turns">${turns.map((turn, k) => html`<li key=${k} class=${turn.role}>${turn.tokens && showsTokens
       ? html`<${Reply} tokens=${turn.tokens} />` : html`<p>${turn.content}</p>`}</li>`)}</ol>
     ${turns.length > 0 && html`<label><input type="checkbox" checked=${showsTokens} onChange=${(event) => setShowsTokens(event.target.checked)} /> show tokens</label>`}

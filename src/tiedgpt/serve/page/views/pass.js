@@ -55,7 +55,7 @@ export default function Pass({ state, update }) {
           ${step.strip && html`<${NamedStrip} name=${step.strip[0]} values=${step.strip[1]} dark=${dark} most=${fullAt(step.strip[1])} />`}
           ${step.logits && html`<ol class="falling">${step.logits.map(([piece, logit], j) => html`<li key=${j} style=${{ "--k": j }}><${Piece} text=${piece} /> <${Num} x=${logit} /></li>`)}</ol>`}
           ${step.odds && html`<${Odds} rows=${step.odds} />`}
-          <button type="button" onClick=${() => update({ view: step.view })}>More of this</button></div></div>`}
+          <button type="button" onClick=${() => update({ view: step.view, writing: "text" })}>More of this</button></div></div>`}
   <//>`;
 }
 

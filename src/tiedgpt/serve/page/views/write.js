@@ -33,7 +33,7 @@ export default function Write({ state, update }) {
   const writer = useWriter(state, options, put, setAt, of);
   const kinds = state.info.chat && html`<div class="row"><${Choice} label="What is written" value=${state.writing} onChange=${(writing) => update({ writing })}
     options=${[["text", "the text goes on"], ["chat", "a conversation"]]} /></div>`;
-  if (state.info.chat && state.writing === "chat") return html`${kinds}<${Chat} options=${asked(options)} single=${state.info.chat.single} />`;
+  if (state.info.chat && state.writing === "chat") return html`${kinds}<${Chat} options=${asked(options)} ...${state.info.chat} />`;
   const pick = (token) => writer.write([...begun, token]);
   return html`${kinds}
     <${Running} state=${state} update=${update} writer=${writer} text=${mine} at=${at} setAt=${setAt} />
