@@ -201,8 +201,8 @@ def test_an_api_key_opens_all_views_and_lasts_for_the_tab(browser, run):
 # ---- the lesson ----
 
 
-def test_the_page_opens_with_the_matrix_on_validation_text_and_the_prediction(browser, url, run):
-    with opened(browser, url) as page:
+def test_the_page_opens_with_the_matrix_on_validation_text_and_the_prediction(browser, run):
+    with serving(run) as url, opened(browser, url) as page:
         page.goto(url)
         settled(page)
         text = page.locator("header textarea").input_value()
