@@ -141,9 +141,9 @@ def test_the_page_knows_the_system_message_and_a_question_of_the_tuning_data(eng
     (tmp_path / "model/opening.json").write_text('{"question": "Where is the cat?"}')
     template = replace(TEMPLATES["plain"], default_system="Be kind.")
     app = create_app(engine, template=template, source=tmp_path)
-    found = TestClient(app, base_url="http://127.0.0.1").get("/inspect/model").json()
+    facts = TestClient(app, base_url="http://127.0.0.1").get("/inspect/model").json()
     chat = {"single": False, "system": "Be kind.", "question": "Where is the cat?"}
-    assert (found["chat"], found["opening"]) == (chat, None)
+    assert (facts["chat"], facts["opening"]) == (chat, None)
 
 
 def test_without_a_source_there_is_no_file_and_no_run(client):

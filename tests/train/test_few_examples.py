@@ -147,6 +147,6 @@ def test_a_system_message_that_all_examples_have_is_the_default(folder, base, sy
     assert main([*tune, write("first", systems), "--from", base, "--out", "run"]) == 0
     assert read_template("run").default_system == default
     opening = json.loads(Path("run/model/opening.json").read_text())
-    assert opening["question"] in [asked for asked, _ in PAIRS[:3]]
+    assert opening["question"] in [pair[0] for pair in PAIRS[:3]]
     assert main([*tune, write("second", [None] * 3), "--from", "run", "--out", "again"]) == 0
     assert read_template(Path("again")).default_system is None
