@@ -39,6 +39,7 @@ def test_a_reply_continues_the_templates_text(chatting, reply, arguments):
     assert chatting.chat([SYSTEM, USER], **arguments).ids == reply.ids
     streamed = chatting.stream_chat([SYSTEM, USER], **arguments)
     assert [token.id for token in streamed] == reply.ids and streamed.result().text == reply.text
+    assert chatting.chat(iter([SYSTEM, USER]), **arguments).ids == reply.ids
     assert len(chatting.chat([SYSTEM, USER], n=3, max_new_tokens=2)) == 3
 
 

@@ -302,6 +302,7 @@ class Engine:
                 hint="tune it on lines of messages (`tiedgpt tune`), or open Engine(..., "
                 "tokenizer=, template=) with one of tiedgpt.data.TEMPLATES",
             )
+        messages = list(messages)
         for message in messages:
             fields = message if isinstance(message, Mapping) else {}
             if not all(isinstance(fields.get(name), str) for name in ("role", "content")):
