@@ -28,6 +28,7 @@ from tiedgpt.infer.generation_config import require_positive
 from tiedgpt.options import option
 
 if TYPE_CHECKING:
+    from tiedgpt.core.model import GPT
     from tiedgpt.infer import Engine
 
 ABOUT = """Serve a model with OpenAI's API.
@@ -107,10 +108,14 @@ def run(arguments: list[str]) -> None:
 
 def _serve(args: Arguments, source: str, key: str | None, listener: socket.socket) -> None:
     """Listen at once, answering 503 until the model is loaded; serve until a signal."""
-    from tiedgpt.core.model import GPT
     from tiedgpt.serve.app import create_app
     from tiedgpt.serve.guards import Hosts, Limits, access_log
     from tiedgpt.serve.server import Server
+
+    def load() -> GPT:
+        from tiedgpt.core.model import GPT  # torch takes seconds, in which the server listens
+
+        return GPT.from_pretrained(source, **args.loading)
 
     def tell_drain(n_texts: int) -> None:
         texts = f"{n_texts} text{'s are' if n_texts > 1 else ' is'} being finished"
@@ -131,7 +136,7 @@ def _serve(args: Arguments, source: str, key: str | None, listener: socket.socke
             key=key,
             limits=limits,
             hosts=hosts,
-            load=lambda: GPT.from_pretrained(source, **args.loading),
+            load=load,
             source=source,
             template=chat_template(args.tokenizer or source),
             beside=None if args.beside is None else source_or_newest(args.beside, task="lm"),
