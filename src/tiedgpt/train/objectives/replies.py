@@ -24,6 +24,7 @@ from tiedgpt.data import (
     Example,
     ExampleReader,
     PackedBatches,
+    Template,
     documents,
 )
 from tiedgpt.errors import UserError
@@ -111,7 +112,8 @@ class ReplySources(Sources):
         n_tokens = len(self.tokenizer)
         self.start = Pretrained(options.start, keep_head=True, n_tokens=n_tokens)
         self.new_ids = tuple(range(len(tokenizer), n_tokens))
-        self.template, self.max_turns = None, reader.max_turns
+        self.template: Template | None = None
+        self.max_turns = reader.max_turns
         if reader.kind == "messages":
             self.template = replace(
                 reader.template, max_turns=reader.max_turns, default_system=reader.default_system
@@ -135,6 +137,15 @@ class ReplySources(Sources):
             for array in (side.ends, side.ids, side.counted):
                 total.update(len(array).to_bytes(8, "little") + array.tobytes())
         return total.hexdigest()
+
+    def question(self) -> str | None:
+        """Return a short message of a validation example, of data that are conversations."""
+        if self.template is not None:
+            for number in range(min(len(self.held_out), SEARCHED_QUESTIONS)):
+                _, text = _read_prompt(self.held_out, number, self.tokenizer, self.template)
+                if _is_short(text):
+                    return text
+        return None
 
     def pack(self, packing: bool) -> ReplyData:
         """Return rows of ids, targets and `document_starts`, each (B, T)."""
@@ -184,6 +195,18 @@ class ReplySources(Sources):
             examples=self.train,
             validation=self.held_out,
         )
+
+
+def _read_prompt(
+    examples: EncodedExamples, number: int, tokenizer: Tokenizer, template: Template | None
+) -> tuple[list[int], str]:
+    """Return an example's prompt up to its first reply, and the question in it."""
+    ids, counted = examples.example(number % len(examples))
+    prompt = ids[: max(1, int(np.argmax(counted)))].tolist()
+    question = tokenizer.decode(id for id in prompt if id != tokenizer.eos_token_id)
+    if template is not None:
+        question = template.last_question(question)
+    return prompt, question.strip()
 
 
 def _is_short(question: str) -> bool:
@@ -262,12 +285,7 @@ class Replies(LanguageModelling):
             )
             data = replace(data, notes=[*data.notes, note])
         replies = cls(*setup, adapters=adapters, template=sources.template)
-        if sources.template is None:
-            return replies, data
-        numbers = range(min(len(data.validation), SEARCHED_QUESTIONS))
-        questions = (replies.prompt(data.validation, number)[1] for number in numbers)
-        question = next((text for text in questions if _is_short(text)), None)
-        return replace(replies, question=question), data
+        return replace(replies, question=sources.question()), data
 
     def publish(self, model: GPT, directory: Path) -> None:
         """Write the model as `LanguageModelling` does, and a question for the page."""
@@ -292,18 +310,9 @@ class Replies(LanguageModelling):
         """Return the reply to a held-out prompt, a different one at each step."""
         return " <- ".join(self.reply(self.merge(model), data.validation, step))
 
-    def prompt(self, examples: EncodedExamples, number: int) -> tuple[list[int], str]:
-        """Return an example's prompt up to its first reply, and the question in it."""
-        ids, counted = examples.example(number % len(examples))
-        prompt = ids[: max(1, int(np.argmax(counted)))].tolist()
-        question = self.tokenizer.decode(id for id in prompt if id != self.tokenizer.eos_token_id)
-        if self.template is not None:
-            question = self.template.last_question(question)
-        return prompt, question.strip()
-
     def reply(self, model: GPT, examples: EncodedExamples, number: int) -> tuple[str, str]:
         """Return the reply of a merged model to an example's prompt, and the prompt's question."""
-        prompt, question = self.prompt(examples, number)
+        prompt, question = _read_prompt(examples, number, self.tokenizer, self.template)
         ends = [] if self.template is None else self.template.end_ids(self.tokenizer)
         engine = Engine(model, tokenizer=self.tokenizer, slots=1)
         reply = engine.generate(prompt, max_new_tokens=SAMPLE_TOKENS, temperature=0, stop_ids=ends)
