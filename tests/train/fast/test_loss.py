@@ -1,9 +1,12 @@
 """The one-pass loss equals the cross-entropy of all logits, and is used if possible."""
 
+from contextlib import nullcontext
+
 import pytest
 import torch
 import torch.nn.functional as F
 from hypothesis import given, settings
+from torch.nn.modules import module
 
 from tests.core.test_compositions import CHANGES, A, drawn_model
 from tests.core.test_loss import assert_equals_cross_entropy, loss_inputs
@@ -12,6 +15,7 @@ from tiedgpt.core import loss as core_loss
 from tiedgpt.train import fast_training
 from tiedgpt.train.fast import loss as fast_loss
 from tiedgpt.train.fast.loss import one_pass_cross_entropy
+from tiedgpt.train.fast.substitute import Substitute
 from tiedgpt.train.machine import cpu_threads
 
 
@@ -118,3 +122,43 @@ def test_a_head_on_the_body_uses_the_fast_loss(calls):
         head.loss(ids, lengths, ids, torch.zeros(1, dtype=torch.long)).backward()
     assert [len(h) for h, *_ in calls] == [32]
     assert type(head.gpt) is GPT
+
+
+GLOBAL_HOOKS = {
+    "forward": lambda seen: module.register_module_forward_hook(
+        lambda layer, inputs, output: seen.append(type(layer)) or output * 1.5
+    ),
+    "forward_pre": lambda seen: module.register_module_forward_pre_hook(
+        lambda layer, inputs: seen.append(type(layer))
+    ),
+    "backward": lambda seen: module.register_module_full_backward_hook(
+        lambda layer, grad_in, grad_out: seen.append(type(layer))
+    ),
+    "backward_pre": lambda seen: module.register_module_full_backward_pre_hook(
+        lambda layer, grad_out: seen.append(type(layer))
+    ),
+}
+
+
+@pytest.mark.filterwarnings("ignore:Full backward hook is firing:UserWarning")  # ids need none
+@pytest.mark.parametrize("change", ["as it is", "untied"])
+@pytest.mark.parametrize("hook", GLOBAL_HOOKS)
+def test_global_hooks_see_every_module_of_the_plain_model(hook, change):
+    model, seen, results = drawn_model(), [], []
+    CHANGES[change](model)
+    for training in (nullcontext(), fast_training(model)):
+        seen.clear()
+        handle = GLOBAL_HOOKS[hook](seen)
+        try:
+            with training:
+                loss = model.loss(*A)
+                gradients = torch.autograd.grad(loss, list(model.parameters()))
+        finally:
+            handle.remove()
+        classes = [
+            next(base for base in cls.__mro__ if not issubclass(base, Substitute)) for cls in seen
+        ]
+        results.append((classes, loss, gradients))
+    (plain, *expected), (fast, *ours) = results
+    assert fast == plain and plain
+    torch.testing.assert_close(ours, expected, rtol=1e-9, atol=1e-9)

@@ -19,6 +19,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch.nn.modules.module import _has_any_global_hook
 
 from tiedgpt.core.embedding import TiedEmbedding
 from tiedgpt.core.loss import (
@@ -61,8 +62,8 @@ class OnePassLoss(Substitute, GPT):
         """Return the matrix (V, D) where `logits(h)` is exactly h W^T, else None."""
         if "logits" in vars(self):
             return None
-        if self.head is not None:
-            return head_matrix(self.head)
+        if self.head is not None:  # a global hook sees the calls of every module
+            return None if _has_any_global_hook() else head_matrix(self.head)
         as_built = getattr(type(self.wte), "unembed", None) is TiedEmbedding.unembed
         return self.wte.weight if as_built and "unembed" not in vars(self.wte) else None
 
