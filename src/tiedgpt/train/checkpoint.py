@@ -6,6 +6,9 @@ in the safetensors layout of `torch.distributed.checkpoint`. The directory is wr
 temporary name, synced and renamed; then `latest` is replaced; then older checkpoints are deleted.
 Damaged checkpoints are renamed and never deleted.
 
+The state also holds the config, the plan and the sha256 of the tokenizer's files, which a resumed
+run must have (`require_unchanged`).
+
 Any number of processes can read a checkpoint: each reads the rows that it holds.
 """
 
@@ -13,21 +16,26 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
+import json
 import re
 import warnings
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
 
+from tiedgpt.core.config import GPTConfig
 from tiedgpt.errors import CorruptInputError, TiedGPTError, UserError
 from tiedgpt.files import read_json, reading, remove, replacing, require_room, write_json, writing
 from tiedgpt.train.distributed import Processes
 from tiedgpt.train.objective import Objective
-from tiedgpt.train.storage import checkpoint_path
+from tiedgpt.train.planning import Plan, halve_micro_batch
+from tiedgpt.train.step import read_state
+from tiedgpt.train.storage import RunDirectory, checkpoint_path
 from tiedgpt.weights.containers import write_safetensors
 from tiedgpt.weights.torch_file import stored_tensor
 
@@ -38,6 +46,11 @@ MAX_CHECKPOINTS = 2
 """Number of checkpoints that are kept."""
 
 NAME = re.compile(r"step-(\d{6,})")
+LATER_FIELDS = (
+    "steps", "micro_batch", "eval_every", "eval_batches", "save_every", "cooldown", "minutes",
+    "final_batches", "reason", "since",
+)  # fmt: skip
+"""Fields in which a later plan of the same run differs."""
 RANDOM = {"random/cpu", "random/cuda"}
 
 
@@ -190,6 +203,58 @@ def verify(path: Path) -> dict[str, Any]:
             if manifest[name] != identity:
                 raise CorruptInputError(f"{path / name} is not what was saved")
     return manifest
+
+
+def describe_origin(config: GPTConfig, tokenizer: Path) -> dict[str, Any]:
+    """Return the config and the sha256 of the tokenizer's files, for a checkpoint's state."""
+    files = (file for file in tokenizer.glob("[!.]*") if file.is_file())
+    with reading(tokenizer, "tokenizer"):
+        digests = {name: identity["sha256"] for name, identity in _identify(files).items()}
+    return {"model": asdict(config), "tokenizer": digests}
+
+
+def require_unchanged(run: RunDirectory, config: GPTConfig, plan: Plan) -> None:
+    """Raise `CorruptInputError` if run.toml or the tokenizer changed since the newest checkpoint.
+
+    A plan that begins later than the checkpoint's (`since`) is a new one, and may differ. Of a run
+    whose checkpoints have no config and no tokenizer yet, only the plan is compared.
+    """
+    path, state = _read_newest_state(run.checkpoints)
+    if path is None:
+        return
+    _, saved = read_state(state)
+    halved = saved
+    while plan.micro_batch < halved.micro_batch:  # right after the checkpoint was saved
+        halved = halve_micro_batch(halved, saved.since)
+    saved = plan if plan == halved else saved
+    now, then = describe_origin(config, run.tokenizer), {**state, "training": asdict(saved)}
+    if plan.since <= saved.since:
+        now["training"] = asdict(plan)
+    ignored = LATER_FIELDS if plan.since < saved.since else ()
+    remedy = f"restore it, or train in another --out, with --start {run.model}"
+    for table, values in json.loads(json.dumps(now)).items():  # tuples are lists in a state
+        before = then.get(table, values)
+        for name in sorted((values.keys() | before.keys()) - {*ignored}):
+            was, value = before.get(name), values.get(name)
+            if was == value:
+                continue
+            change = f"{run.record}: {name} was {was!r} at {path.name} and is {value!r}"
+            if table == "tokenizer":
+                change = f"{run.tokenizer / name} is not the file that {path.name} was trained with"
+            if table == "training":
+                later = max(state["step"], saved.since + 1)
+                remedy = f"restore it, or set since = {later} too, to change the plan on purpose"
+            raise CorruptInputError(change, hint=remedy)
+
+
+def _read_newest_state(directory: Path) -> tuple[Path | None, dict[str, Any]]:
+    """Return the newest checkpoint whose state is what was saved, and the state."""
+    for path in reversed(list_checkpoints(directory)):
+        file = path / "state.json"
+        with contextlib.suppress(TiedGPTError, OSError):
+            if read_json(path / "manifest.json").get(file.name) == _identity(file):
+                return path, read_json(file)
+    return None, {}
 
 
 def _load_moments(

@@ -19,6 +19,7 @@ import torch
 from tiedgpt.errors import DivergedError, NoRoomError, TiedGPTError
 from tiedgpt.train.card import write_card
 from tiedgpt.train.checkpoint import (
+    describe_origin,
     list_checkpoints,
     load_newest,
     load_weights,
@@ -91,6 +92,7 @@ class Trainer:
         self.step = self.saved_at = 0
         self.notes: list[str] = []
         self.state = RunState()
+        self.origin = self.processes.on_main(describe_origin, objective.config, run.tokenizer)
         self.batch_units = plan.batch_size * data.row_units
         self.batch_of = data.batches(plan.batch_size, plan.seed)
         self.processes.on_main(require_rows, plan.batch_size, self.processes.size)
@@ -387,7 +389,7 @@ class Trainer:
                 self.objective,
                 self.model,
                 self.optimizers,
-                {"run": self.state.to_save(), "plan": asdict(self.plan)},
+                {"run": self.state.to_save(), "plan": asdict(self.plan), **self.origin},
                 self.processes,
                 spared=self.state.best_step,
             )

@@ -25,6 +25,7 @@ import torch
 from tiedgpt.core.config import GPTConfig
 from tiedgpt.errors import NoRoomError, TiedGPTError, UserError
 from tiedgpt.files import missing_run
+from tiedgpt.train.checkpoint import require_unchanged
 from tiedgpt.train.dataset import Data, Progress, Sources, prepare
 from tiedgpt.train.distributed import Parallel, Processes, join_processes
 from tiedgpt.train.events import AlreadyFinished, Event, Note, Planned
@@ -158,7 +159,7 @@ def open_run(options: TrainOptions, digest: str | None, out: str | Path | None) 
     """Lock the directory of these options on this data, and yield the run in it.
 
     A finished run is prolonged if the options ask for a longer duration. Raises `UserError` if the
-    run has other options or other data.
+    run has other options or other data, and `CorruptInputError` if its files were changed.
     """
     directory = RunDirectory(Path(out or find_run(options, digest)))
     with directory.lock():
@@ -173,6 +174,7 @@ def open_run(options: TrainOptions, digest: str | None, out: str | Path | None) 
                 hint="give another --out, or the same text",
             )
         config, plan = read_plan(tables)
+        require_unchanged(directory, config, plan)
         if factor is not None:
             last_step = directory.read_metrics()[-1]["step"]
             plan = prolong(plan, options, last_step, factor)
