@@ -13,6 +13,7 @@ from tiedgpt.cli.main import main
 from tiedgpt.data import read_template
 from tiedgpt.data.templates import encode_pieces
 from tiedgpt.infer import Engine
+from tiedgpt.train.metrics import read_metrics
 
 COLOURS = "red green blue white black grey brown pink gold cyan".split()
 THINGS = (
@@ -67,7 +68,7 @@ def test_thirty_pairs_are_learned_by_the_defaults_and_called_memorized(folder, b
     assert re.search(r"few examples: 300 steps see each about \d+ times", err)
     assert "trained on" in out and "held out" not in out
     card = (folder / "run/model/README.md").read_text()
-    assert "on the examples that it was trained on" in card and "held-out" not in card
+    assert "on all examples that it was trained on" in card and "held-out" not in card
     assert count_right(folder / "run", PAIRS) >= 25
 
 
@@ -95,6 +96,40 @@ def test_pairs_that_are_not_learned_are_not_called_memorized(folder, base, capfd
     assert main(["tune", pairs, "--from", base, "--out", "run", "--steps", "3"]) == 0
     out = " ".join(capfd.readouterr().out.split())
     assert "not memorized yet" in out and "--steps" in out
+
+
+def write_labels(folder):
+    lines = [{"text": f"it is {name} {n}", "label": n % 2} for n, name in enumerate(NAMES)]
+    write_lines(folder / "held.jsonl", [{"text": f"is {n}", "label": n % 2} for n in range(8)])
+    return write_lines(folder / "rows.jsonl", lines)
+
+
+@pytest.mark.parametrize("verb", ["tune", "classify"])
+def test_the_final_score_takes_all_of_a_few_examples(folder, base, capfd, verb):
+    command = ["tune", write_pairs(folder), "--from", base, "--packing", "off"]
+    if verb == "classify":
+        command = ["train", write_labels(folder), "--task", "classify", "--start", base]
+        command += ["--val", "held.jsonl"]
+    assert main([*command, "--steps", "1", "--micro-batch", "1", "--out", "run"]) == 0
+    last = read_metrics((folder / "run/metrics.jsonl").read_text())[-1]
+    assert last["final"] and "scored" not in last
+    every = {"tune": "examples that it was trained on", "classify": "held-out data"}[verb]
+    assert f"on all {every}" in (folder / "run/model/README.md").read_text()
+    assert last["part_val_loss"] != last["val_loss"], "evaluations take four rows"
+
+
+def test_a_score_of_some_of_the_examples_trained_on_says_so(folder, base, capfd):
+    pairs, record = write_pairs(folder), folder / "run/run.toml"
+    command = ["tune", pairs, "--from", base, "--out", "run", "--steps", "3", "--packing", "off"]
+    assert main(command) == 0
+    assert "memorized" in capfd.readouterr().out
+    plan = record.read_text().replace("since = 0", "since = 3\nfinal_batches = 1")
+    record.write_text(re.sub("(?m)^micro_batch = .*$", "micro_batch = 5", plan))
+    assert main(command) == 0
+    out = " ".join(capfd.readouterr().out.split())
+    assert "on 240 tokens of the examples trained on" in out and "memorized" not in out
+    card = (folder / "run/model/README.md").read_text()
+    assert "on 240 tokens of the examples that it was trained on" in card
 
 
 def test_replies_to_examples_of_both_sides_are_shown_by_their_side(folder, base, capfd):

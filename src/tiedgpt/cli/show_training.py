@@ -221,15 +221,18 @@ class Display:
         seen = ended.step * self._batch_units
         if data.text_tokens is not None and seen < READABLE and options.start is None:
             self.say(f"the model was trained on only {seen:,} tokens: its texts may be poor")
-        scored_on = "all held-out data"
+        scored_on = "the examples trained on" if data.memorizes else "held-out data"
         if ended.scored is not None:
             scored = format_count(ended.scored, data.unit.removesuffix("s"))
-            scored_on = f"{scored} of the held-out data; --score all takes all"
-        score = f"validation {_format_scores(ended.metrics, 4)}, on {scored_on}"
-        if data.memorizes:
+            scored_on = f"{scored} of the {scored_on.removeprefix('the ')}; --score all takes all"
+        elif data.memorizes:
             memorized = ended.metrics["val_loss"] < MEMORIZED_NATS
-            score = f"{_format_scores(ended.metrics, 4)} on the examples trained on, which are "
-            score += "memorized" if memorized else "not memorized yet: train for more --steps"
+            scored_on += ", which are "
+            scored_on += "memorized" if memorized else "not memorized yet: train for more --steps"
+        else:
+            scored_on = f"all {scored_on}"
+        score = f"{'' if data.memorizes else 'validation '}{_format_scores(ended.metrics, 4)}, on "
+        score += scored_on
         sample_loss = f"loss {ended.sample_nats:.4f}"
         if sample_loss not in score:
             score += f"; {sample_loss} on the part scored during training"

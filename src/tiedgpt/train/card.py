@@ -102,14 +102,15 @@ def _describe_scores(tables: Mapping[str, Any], scores: Mapping[str, Any] | None
         for key, value in scores.items()
         if key.startswith("val_")
     )
-    data = "all held-out data"
+    amount, data, remark = "all", "held-out data", ""
     if tables.get("val_examples", {}).get("held_out") is False:
-        data = "the examples that it was trained on; it measures memorization, not new prompts"
-    elif "scored" in scores:
+        data, remark = "examples that it was trained on", "; it measures memorization"
+    if "scored" in scores:
         counts_tokens = "tokens" in tables.get("train_examples", {"tokens": 0})
         unit = "token" if counts_tokens else "example"
-        data = f"{format_count(scores['scored'], unit)} of the held-out data"
-    text = f"Score: {', '.join(measured)}, on {data}. Trained for {scores['step']:,} steps."
+        amount = f"{format_count(scores['scored'], unit)} of the"
+    text = f"Score: {', '.join(measured)}, on {amount} {data}{remark}. "
+    text += f"Trained for {format_count(scores['step'], 'step')}."
     if "best_step" in scores:
         text += f" The weights are those of step {scores['best_step']:,}."
     return text

@@ -104,6 +104,8 @@ MIN_SCORED_BATCHES = 4
 """Smallest number of micro-batches in an evaluation."""
 FINAL_SHARE = 0.02
 """Share of the time that the final evaluation may take."""
+FEW_SCORED_ROWS = 100
+"""Number of rows of examples up to which the final evaluation takes all, in any time."""
 PAUSE_SHARE, PAUSE_SECONDS = 0.02, 0.2
 """Share of the time that samples and checkpoints may take, and seconds for one of each."""
 CLOSING_SECONDS = 1.0
@@ -306,7 +308,9 @@ def plan_run(
         plan = plan_steps(draft, options, facts, reason)
     rows = count_final_rows(plan.steps / machine.n_processes, facts.held_out_rows, plan)
     n_batches = math.ceil(rows / plan.micro_batch)
+    has_few_rows = facts.n_examples > 0 and facts.held_out_rows <= FEW_SCORED_ROWS
     scores_all = options.score == "all" or n_batches * plan.micro_batch >= facts.held_out_rows
+    scores_all = scores_all or has_few_rows
     return config, replace(plan, final_batches=None if scores_all else n_batches)
 
 
