@@ -12,7 +12,7 @@ from typing import Literal
 from tiedgpt.cli.console import fact, note, table
 from tiedgpt.cli.options import parse
 from tiedgpt.cli.source import newest_run
-from tiedgpt.errors import UserError
+from tiedgpt.errors import TiedGPTError, UserError
 from tiedgpt.options import argument, option
 from tiedgpt.plots.figure import save_figure
 from tiedgpt.plots.panel import smoothed
@@ -67,13 +67,23 @@ def run(arguments: list[str]) -> None:
 
 
 def open_histories(runs: Sequence[str]) -> list[History]:
-    """Return the metrics of the named runs or the newest; `UserError` if all are empty."""
+    """Return the metrics of the named runs or the newest; `UserError` if all are empty.
+
+    Of a folder, runs that cannot be read are skipped with a note.
+    """
     paths = [path for name in runs for path in _runs_at(Path(name))]
     paths = paths or [newest_run("metrics.jsonl")]
     names = [path.resolve().name for path in paths]
     if len(set(names)) < len(names):
         names = list(map(str, paths))
-    histories = [read_history(path, name) for path, name in zip(paths, names, strict=True)]
+    histories = []
+    for path, name in zip(paths, names, strict=True):
+        try:
+            histories.append(read_history(path, name))
+        except TiedGPTError as error:
+            if len(paths) == 1 or path in map(Path, runs):
+                raise
+            note(f"skipped a run: {error}")
     for history in histories:
         if not history.step:
             note(f"{history.name} has no steps yet")

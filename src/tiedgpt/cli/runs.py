@@ -8,7 +8,7 @@ from datetime import datetime
 from pathlib import Path
 from typing import Literal
 
-from tiedgpt.cli.console import table
+from tiedgpt.cli.console import note, table
 from tiedgpt.cli.options import parse
 from tiedgpt.cli.plot import format_duration, format_validation
 from tiedgpt.errors import UserError
@@ -27,7 +27,7 @@ class Arguments:
 def run(arguments: list[str]) -> None:
     """List the runs."""
     args = parse(Arguments, "runs", arguments, "List the runs, the newest last.")
-    runs = list(list_runs(Path(args.folder)))
+    runs = list(list_runs(Path(args.folder), lambda error: note(f"skipped a run: {error}")))
     if args.format == "json":
         print(json.dumps([_to_dict(summary) for summary in runs], indent=1))
         return

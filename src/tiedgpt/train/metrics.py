@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from tiedgpt.errors import UserError
-from tiedgpt.files import missing_run
+from tiedgpt.files import missing_run, reading
 from tiedgpt.train.options import TrackerName
 
 Axis = Literal["tokens", "steps", "seconds"]
@@ -81,13 +81,14 @@ class History:
 def read_history(run: Path, name: str | None = None) -> History:
     """Read a run's metrics.jsonl, also during training; `UserError` if it is missing."""
     path = run / "metrics.jsonl"
-    try:
+    with reading(path, "metrics of a run"):
+        if not path.exists():
+            missing = None if run.exists() else missing_run(run)
+            raise missing or UserError(
+                f"{run} has no metrics.jsonl",
+                hint="name a run's directory (runs/...), or train first",
+            )
         text = path.read_text(encoding="utf-8", errors="replace")
-    except OSError:
-        missing = None if run.exists() else missing_run(run)
-        raise missing or UserError(
-            f"{run} has no metrics.jsonl", hint="name a run's directory (runs/...), or train first"
-        ) from None
     return parse_history(name or run.resolve().name, text)
 
 
@@ -131,10 +132,15 @@ def read_metrics(text: str) -> list[dict[str, Any]]:
     lines = []
     for line in text.split("\n"):
         with contextlib.suppress(ValueError, RecursionError):
-            value = json.loads(line)
-            if isinstance(value, dict) and type(value.get("step")) is int:
+            value = json.loads(line, parse_int=_parse_int)
+            if isinstance(value, dict) and type(value.get("step")) is int and value["step"] > 0:
                 lines.append(value)
     return lines
+
+
+def _parse_int(digits: str) -> int | float:
+    """Return a number, as a float if it has more digits than any count."""
+    return int(digits) if len(digits) < 19 else float(digits)
 
 
 PROJECT = "tiedgpt"

@@ -16,7 +16,7 @@ import os
 import platform
 import re
 import tomllib
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -24,7 +24,16 @@ from typing import Any
 import tiedgpt
 from tiedgpt.core.config import GPTConfig
 from tiedgpt.errors import CorruptInputError, TiedGPTError, UserError
-from tiedgpt.files import PREPARED, lock_file, remove, remove_leftovers, replacing, sync, writing
+from tiedgpt.files import (
+    PREPARED,
+    lock_file,
+    reading,
+    remove,
+    remove_leftovers,
+    replacing,
+    sync,
+    writing,
+)
 from tiedgpt.train.metrics import History, read_history, read_metrics
 from tiedgpt.train.objectives import find_record
 from tiedgpt.train.options import AUTO, DURATIONS, TrainOptions
@@ -134,7 +143,8 @@ class RunDirectory:
             return False
         last_step = lines[-1]["step"]
         last = checkpoint_path(self.checkpoints, last_step).name
-        is_saved = latest.read_text(errors="replace").strip() == last
+        with reading(latest, "text"):
+            is_saved = latest.read_text(errors="replace").strip() == last
         since = self.read_record().get("training", {}).get("since", 0)
         return "final" in lines[-1] and is_saved and since != last_step
 
@@ -145,21 +155,20 @@ class RunDirectory:
 
     def read_record(self) -> dict[str, Any]:
         """Return run.toml's tables; {} before the first step was planned."""
-        try:
+        with reading(self.record, "record of a run", hint="give another --out"):
+            if not self.record.exists():
+                return {}
             tables = tomllib.loads(self.record.read_text(encoding="utf-8"))
-        except (FileNotFoundError, NotADirectoryError):
-            return {}
-        except ValueError as error:
-            raise CorruptInputError(f"{self.record} is damaged: {error}") from None
-        if not tables or not all(isinstance(table, dict) for table in tables.values()):
-            raise CorruptInputError(f"{self.record} is damaged", hint="give another --out")
+            if not tables or not all(isinstance(table, dict) for table in tables.values()):
+                raise ValueError("it has no tables")
         return tables
 
     def read_metrics(self) -> list[dict[str, Any]]:
         """Return the lines of metrics.jsonl, without a truncated one."""
-        if not self.metrics.exists():
-            return []
-        return read_metrics(self.metrics.read_text(encoding="utf-8", errors="replace"))
+        with reading(self.metrics, "metrics of a run"):
+            if not self.metrics.exists():
+                return []
+            return read_metrics(self.metrics.read_text(encoding="utf-8", errors="replace"))
 
     def write_metrics(self, line: Mapping[str, Any]) -> None:
         """Add a line to metrics.jsonl."""
@@ -304,10 +313,10 @@ def find_tune_start(options: TrainOptions, runs: Iterable[Path]) -> str | None:
 
 
 def _tables(run: RunDirectory) -> dict[str, Any]:
-    """Return the tables of run.toml, or {} if it is missing or damaged."""
+    """Return the tables of run.toml, or {} if it is missing, damaged or unreadable."""
     try:
         return run.read_record()
-    except CorruptInputError:
+    except TiedGPTError:
         return {}
 
 
@@ -340,15 +349,21 @@ class RunSummary:
     """Time of the last change, in seconds since 1970."""
 
 
-def list_runs(folder: Path) -> Iterator[RunSummary]:
-    """Yield the runs in a folder that have a metrics.jsonl, the newest last."""
+def list_runs(folder: Path, skip: Callable[[TiedGPTError], None]) -> Iterator[RunSummary]:
+    """Yield the runs in a folder that have a metrics.jsonl, the newest last.
+
+    `skip` is called with the error of a run that cannot be read.
+    """
     metrics = [(path.stat().st_mtime, path.parent) for path in folder.glob("*/metrics.jsonl")]
     for changed, path in sorted(metrics):
-        tables = _tables(RunDirectory(path))
-        steps = tables.get("training", {}).get("steps")
-        options = tables.get("options", {})
+        try:
+            tables, history = RunDirectory(path).read_record(), read_history(path)
+        except TiedGPTError as error:
+            skip(error)
+            continue
+        options, steps = tables.get("options", {}), tables.get("training", {}).get("steps")
         task = str(options.get("objective") or options.get("task", "lm"))
-        yield RunSummary(path, task, read_history(path), steps, changed)
+        yield RunSummary(path, task, history, steps if isinstance(steps, int) else None, changed)
 
 
 def can_generate(run: Path) -> bool:
@@ -358,5 +373,5 @@ def can_generate(run: Path) -> bool:
             return find_record(tables.get("options", {})).pipeline == "text-generation"
         described = json.loads((run / "model" / "config.json").read_text(encoding="utf-8"))
         return any("LMHead" in name for name in described["architectures"])
-    except (OSError, ValueError, TypeError, KeyError, CorruptInputError):
+    except (OSError, ValueError, TypeError, KeyError, RecursionError, TiedGPTError):
         return False

@@ -23,7 +23,7 @@ from tiedgpt.data import Shards, Template, open_encoded, write_template
 from tiedgpt.data.encode import note_split_characters
 from tiedgpt.errors import TiedGPTError
 from tiedgpt.evaluate.perplexity import Score, score
-from tiedgpt.files import replacing, split_lines
+from tiedgpt.files import remove, replacing, split_lines
 from tiedgpt.infer import Engine
 from tiedgpt.runtime import eval_mode
 from tiedgpt.text import Tokenizer
@@ -226,7 +226,7 @@ def write_opening(model: GPT, tokenizer: Tokenizer, directory: Path) -> None:
     The best is followed by a whole word, if any is, and has the highest score: the log probability
     of the next token plus the mean of those before.
     """
-    (directory / OPENING).unlink(missing_ok=True)
+    remove(directory / OPENING)
     try:
         shards = Shards.in_directory(directory.parent / "data", "val")
         held_out = shards.read(0, min(len(shards), OPENING_TOKENS))
