@@ -32,7 +32,7 @@ from tiedgpt.train import fast_training
 from tiedgpt.train.distributed import Processes
 from tiedgpt.train.events import Ended
 from tiedgpt.train.loop import Trainer
-from tiedgpt.train.machine import measure_machine, measure_speed, resize, training_device
+from tiedgpt.train.machine import training_device
 from tiedgpt.train.options import TrainOptions
 from tiedgpt.train.planning import (
     MAX_AUTO_EPOCHS,
@@ -44,6 +44,7 @@ from tiedgpt.train.planning import (
     with_choices,
 )
 from tiedgpt.train.run import prepare_fresh
+from tiedgpt.train.speed import measure_machine, measure_speed, resize
 from tiedgpt.train.storage import RunDirectory
 
 MEASURED_SECONDS = 2.0
@@ -105,7 +106,7 @@ def choice(name: str, minutes: float, speeds: dict[str, float], scratch: Path) -
         if size not in speeds:
             config, sized_facts = apply_size(whole, objective.config, text)
             plan = draft_plan(whole, config, sized_facts, machine)
-            speeds[size] = measure_speed(
+            speeds[size], _ = measure_speed(
                 *resize(objective, text, config), plan, processes, MEASURED_SECONDS,
                 accelerate=fast_training,
             )  # fmt: skip

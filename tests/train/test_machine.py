@@ -24,11 +24,9 @@ from tiedgpt.train.distributed import Processes
 from tiedgpt.train.events import Note, Replanned, Stepped
 from tiedgpt.train.machine import (
     GradientNorms,
-    SpeedMeasurement,
     cpu_threads,
     describe,
     measure_load,
-    measure_machine,
     model_flops,
     peak_flops,
     peak_memory,
@@ -38,6 +36,8 @@ from tiedgpt.train.objectives.language import LanguageModelling
 from tiedgpt.train.optim.groups import make_optimizers
 from tiedgpt.train.options import TrainOptions
 from tiedgpt.train.planning import estimate_memory
+from tiedgpt.train.run import dry_run
+from tiedgpt.train.speed import SpeedMeasurement, measure_machine, take_part
 from tiedgpt.train.step import keep_memory, train_step
 from tiedgpt.train.storage import RunDirectory, format_toml, make_record, read_plan
 
@@ -307,6 +307,78 @@ def test_a_dry_run_prints_the_plan_and_leaves_nothing(text_file, folder, capsys)
     assert "of the training data: a smaller --batch-size" in warned
     assert "parameters per token of the text" not in warned
     assert not [*folder.iterdir()]
+
+
+def test_a_dry_run_shows_memory_and_steps_before_the_speed_is_measured(options):
+    first, last = dry_run(dataclasses.replace(options, batch_size=None))
+    assert first.plan == last.plan and first.has_steps and first.plan.steps == 6
+    assert first.tokens_per_second is None and last.tokens_per_second > 0
+    first, last = dry_run(dataclasses.replace(options, steps=None, minutes=1.0))
+    assert not first.has_steps and last.has_steps and last.plan.minutes == 1.0
+    assert first.plan.micro_batch == last.plan.micro_batch
+    (chosen,) = dry_run(dataclasses.replace(options, size="auto", steps=None, minutes=0.05))
+    assert chosen.has_steps and chosen.plan.size != "auto"
+
+
+@pytest.mark.parametrize("duration", [("--steps", "7"), ("--minutes", "0.1")])
+def test_a_dry_run_prints_the_memory_first(text_file, folder, capfd, duration):
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("sys.stderr", sys.stdout)
+        assert main(["train", str(text_file), *QUICK, *duration]) == 0
+    out = capfd.readouterr().out
+    memory, note, time = (out.index(text) for text in ("together", "measuring the speed", "time  "))
+    assert memory < note < time
+    assert (out.index("training  ") < memory) == (duration[0] == "--steps")
+
+
+PARTS = (
+    (1, (4, 2, 16), (1, 1, 16)),  # fewer blocks and rows; no row is shorter than 64 tokens
+    (8, (4, 2, 16), (1, 2, 16)),
+    (24, (4, 2, 16), (3, 2, 16)),
+    (99, (4, 2, 16), (4, 2, 16)),
+    (3, (4, 2, 256), (1, 1, 64)),
+)
+
+
+@pytest.mark.parametrize(("rows", "whole", "part"), PARTS)
+def test_a_step_of_many_operations_is_measured_in_part(trial, rows, whole, part):
+    """`rows` is the number of rows of 16 tokens that the limit allows, in eighths."""
+    run = trial(config={"n_positions": 256, "n_layer": whole[1]})
+    model = run.objective.build()
+    data = run.data.with_context(whole[2])
+    n = sum(p.numel() for p in model.parameters()) - 256 * 16
+    per_token = 6 * n + 12 * 2 * 16 * whole[2]
+    block = 12 * 16 * 16 + 13 * 16
+    taken = take_part(model, data, run.plan, rows / 8 * per_token * 16)
+    assert (taken.rows, len(model.h), taken.n_tokens) == part
+    part_per_token = 6 * (n - block * (2 - part[1])) + 12 * part[1] * 16 * part[2]
+    expected = 4 * whole[2] * per_token / (part[0] * part[2] * part_per_token)
+    assert taken.n_passes == pytest.approx(expected)
+    assert bool(taken.text) == (part != whole)
+    _, optimizers = make_optimizers(run.objective, model, run.plan)
+    counts = [taken.count_updates(optimizer) for optimizer in optimizers]
+    sizes = [
+        sum(p.numel() for group in o.param_groups for p in group["params"]) for o in optimizers
+    ]
+    total = sum(p.numel() for p in run.objective.build().parameters())
+    assert sum(count * size for count, size in zip(counts, sizes, strict=True)) == total
+
+
+def test_processes_that_share_a_step_measure_whole_rows_of_whole_models(trial):
+    run = trial()
+    model = run.objective.build()
+    part = take_part(model, run.data, run.plan, 1.0, least_rows=2)
+    assert (part.rows, len(model.h), part.n_tokens, part.n_passes) == (2, 2, 16, 2.0)
+
+
+def test_a_vocabulary_smaller_than_requested_is_noted(text_file, folder, capfd):
+    asked = ["train", str(text_file), "--dry-run", "--steps", "1", "--context", "16"]
+    assert main([*asked, "--vocab-size", "60000", "--size", "nano"]) == 0
+    out, err = capfd.readouterr()
+    size = re.search(r"bpe vocabulary of ([\d,]*\d)", out)[1]
+    assert f"{size} tokens instead of 60,000" in " ".join(err.split())
+    assert main([*asked, "--vocab-size", "300", "--size", "nano"]) == 0
+    assert "instead of" not in capfd.readouterr().err
 
 
 def test_a_dry_run_that_does_not_fit_shows_the_table_and_ends_with_code_4(text_file, capsys):

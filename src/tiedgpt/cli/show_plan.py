@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import math
 from typing import Any
@@ -16,14 +17,22 @@ from tiedgpt.train.run import DryRun, dry_run
 
 def show_plan(options: TrainOptions, args: RunArguments) -> None:
     """Print the plan, the memory and the time; raise `NoRoomError` after it if it does not fit."""
-    note("reading the text and measuring this machine")
-    with bar("reading text") as progress:
-        run = dry_run(options, threads=args.threads, progress=progress)
-    facts = _list_facts(run)
+    note("reading the text" + (" and measuring this machine" if options.chooses else ""))
+    with contextlib.ExitStack() as stack:
+        progress = stack.enter_context(bar("reading text"))
+        runs = dry_run(options, threads=args.threads, progress=progress)
+        with contextlib.closing(runs):
+            run = first = next(runs)
+            stack.close()
+            if args.format == "human":
+                _print_plan(first)
+            if first.tokens_per_second is None and first.problem is None:
+                note("measuring the speed, which takes up to about 20 s")
+                (run,) = runs
     if args.format == "json":
-        print(json.dumps(facts))
+        print(json.dumps(_list_facts(run)))
     else:
-        _print_plan(run, facts)
+        _print_time(run, with_steps=run is not first and not first.has_steps)
     if run.problem is not None:
         raise run.problem
 
@@ -51,14 +60,33 @@ def _list_facts(run: DryRun) -> dict[str, Any]:
     }
 
 
-def _print_plan(run: DryRun, facts: dict[str, Any]) -> None:
-    plan, data, objective = run.plan, run.data, run.objective
+def _print_plan(run: DryRun) -> None:
+    """Print the data, the model, the memory and, if it is known, the number of steps."""
+    plan, data, objective, facts = run.plan, run.data, run.objective, _list_facts(run)
     trained = "" if data.n_trained is None else f"; {data.n_trained:,} are trained"
-    note(*data.notes, *run.warnings)
+    note(*data.notes)
     for label, text in data.description.items():
         fact(label, text)
     about = objective.describe(objective.config)
     fact("model", f"{facts['parameters']:,} parameters; {about}{trained}")
+    if run.has_steps:
+        _print_steps(run, facts)
+    mode = ", blocks recomputed in backward" if plan.recompute == "blocks" else ""
+    rows = f"{format_count(plan.micro_batch, 'sequence')} at a time{mode}"
+    fact("computed", f"{plan.batch_size} x {data.row_units} {data.unit} in {plan.dtype}, {rows}")
+    total = format_bytes(facts["memory_bytes"])
+    parts = [(name, format_bytes(n_bytes)) for name, n_bytes in facts["memory"].items()]
+    parts.append(("together", total))
+    console().print()
+    table(("memory", ">bytes"), parts, bold=[len(parts) - 1])
+    console().print()
+    fits = "fits in" if facts["fits"] else "does not fit in"
+    fact("memory", f"{total} {fits} {format_bytes(memory_limit(plan, run.machine))}")
+
+
+def _print_steps(run: DryRun, facts: dict[str, Any]) -> None:
+    """Print the reason for the plan and the number of steps."""
+    plan, data = run.plan, run.data
     if plan.reason:
         fact("chosen", plan.reason)
     if facts["fits"]:
@@ -67,23 +95,22 @@ def _print_plan(run: DryRun, facts: dict[str, Any]) -> None:
             f"{format_count(plan.steps, 'step')} of {plan.batch_size} x {data.row_units} "
             f"{data.unit}: {facts[data.unit]:,} {data.unit}, {facts['epochs']:,.2f} epochs",
         )
-    mode = ", blocks recomputed in backward" if plan.recompute == "blocks" else ""
-    fact(
-        "computed", f"in {plan.dtype}, {format_count(plan.micro_batch, 'sequence')} at a time{mode}"
-    )
-    total = format_bytes(facts["memory_bytes"])
-    rows = [(name, format_bytes(n_bytes)) for name, n_bytes in facts["memory"].items()]
-    rows.append(("together", total))
-    console().print()
-    table(("memory", ">bytes"), rows, bold=[len(rows) - 1])
-    console().print()
-    fits = "fits in" if facts["fits"] else "does not fit in"
-    fact("memory", f"{total} {fits} {format_bytes(memory_limit(plan, run.machine))}")
+
+
+def _print_time(run: DryRun, *, with_steps: bool) -> None:
+    """Print the time and the warnings and, unless they were known before, the steps."""
+    facts = _list_facts(run)
+    note(*run.warnings)
+    if with_steps:
+        _print_steps(run, facts)
     if facts["seconds"] is not None:
+        here = "measured here"
+        if run.measured:
+            here = f"extrapolated from a part of a step, measured here ({run.measured})"
         fact(
             "time",
-            f"{format_seconds(facts['seconds'])} at {run.tokens_per_second:,.0f} {data.unit}/s, "
-            "measured here; evaluations not counted",
+            f"{format_seconds(facts['seconds'])} at {run.tokens_per_second:,.0f} "
+            f"{run.data.unit}/s, {here}; evaluations not counted",
         )
 
 

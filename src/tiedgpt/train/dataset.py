@@ -150,6 +150,7 @@ def prepare(
     is_valid = is_pair and isinstance(pair[0], Objective) and isinstance(pair[1], Data)
     check_result(objective, "make", pair, "an objective and its Data", is_valid)
     trained, data = pair
+    data = replace(data, notes=[*data.notes, *_note_vocabulary(options, len(tokenizer))])
     if options.chooses or not (options.freeze or options.lora):
         return trained, data
     from tiedgpt.tune.freezing import count_trainable
@@ -199,6 +200,17 @@ def _make_tokenizer(options: TrainOptions, sources: Sources, config: GPTConfig |
             hint="give --tokenizer",
         )
     return tokenizer
+
+
+def _note_vocabulary(options: TrainOptions, size: int) -> Iterator[str]:
+    """Yield a note if a BPE that was trained has fewer tokens than the options ask for."""
+    is_trained = options.start is None and options.tokenizer == "bpe"
+    requested = options.vocab_size or (0 if options.size == AUTO else options.shape.vocab_size)
+    if is_trained and size < requested and not is_prepared(options.data):
+        yield (
+            f"the vocabulary has {size:,} tokens instead of {requested:,}: the text has no more "
+            "pairs of tokens to merge"
+        )
 
 
 def _take(texts: Iterable[str], characters: int) -> Iterator[str]:

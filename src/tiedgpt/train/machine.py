@@ -1,26 +1,21 @@
-"""The machine that trains: its device, its memory, its speed, and measurements of training steps.
+"""The machine that trains: its device, its memory, and measurements of training steps.
 
-The speed is measured in a few steps before the training. During the training, the norms of W's two
-gradients, the FLOP/s utilization and the peak memory are measured. Keys of metrics.jsonl
-that begin with `machine_` or end in `_per_second` depend on the machine and its load; all others
-are equal whenever a run is repeated.
+During the training, the norms of W's two gradients, the FLOP/s utilization and the peak memory are
+measured. Keys of metrics.jsonl that begin with `machine_` or end in `_per_second` depend on the
+machine and its load; all others are equal whenever a run is repeated.
 """
 
 from __future__ import annotations
 
 import contextlib
 import functools
-import math
 import os
 import platform
 import re
-import statistics
 import sys
-import time
 import timeit
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
-from dataclasses import dataclass, field, replace
+from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -28,28 +23,13 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from tiedgpt.core.config import GPTConfig
-from tiedgpt.errors import DivergedError, UserError
-from tiedgpt.runtime import count_cores, free_memory, has_bf16
+from tiedgpt.errors import UserError
+from tiedgpt.runtime import count_cores, has_bf16
 from tiedgpt.train.dataset import Data
-from tiedgpt.train.distributed import Processes
-from tiedgpt.train.objective import Model, Objective, body_of, predicts_tokens, try_objective
-from tiedgpt.train.optim.groups import make_optimizers
-from tiedgpt.train.options import DEFAULT_MINUTES, TrainOptions, format_count
-from tiedgpt.train.planning import Dtype, Machine, Plan
-from tiedgpt.train.step import Accelerate, find_missing, prepare_blocks, train_step
+from tiedgpt.train.objective import Model, body_of, predicts_tokens
+from tiedgpt.train.planning import Dtype
 from tiedgpt.weights.parameters import head_matrix
 
-MEASURE_TIME_SHARE = 0.005
-"""Share of --minutes that one measurement of the speed takes, if its steps are not longer."""
-MAX_MEASURE_SECONDS = 4.0
-SLOW_FACTOR = 10
-"""With slow steps, a measurement takes at most this multiple of its duration, and one step."""
-COMPILE_SECONDS = 2.0
-"""Seconds for which the first step may load libraries and compile kernels."""
-MIN_MEASURED_STEPS, MAX_MEASURED_STEPS = 4, 60
-MEASURED_FLOPS = 1e12
-"""Maximum number of operations in a measured step, which limits its rows; it has at least one."""
 BUSY_PROCESSES = 0.5
 """A machine is busy if its running processes exceed its cores by more than this number."""
 LIBRARY_BYTES = 60_000_000
@@ -107,160 +87,6 @@ def cpu_threads(threads: int | None) -> Iterator[None]:
         yield
     finally:
         torch.set_num_threads(before)
-
-
-def measure_machine(
-    options: TrainOptions,
-    objective: Objective,
-    data: Data,
-    processes: Processes,
-    *,
-    threads: int | None = None,
-    accelerate: Accelerate = nullcontext,
-) -> tuple[Machine, SpeedMeasurement]:
-    """Return the machine as a plan sees it, and the measurement of its speed.
-
-    Measured steps run inside `accelerate(model)`. All processes must call this, and get equal
-    numbers.
-    """
-    device = processes.device
-    load = measure_load() if processes.size == 1 and device.type == "cpu" else None
-    minutes = options.duration.amount if options.duration.unit == "minutes" else DEFAULT_MINUTES
-    seconds = min(MAX_MEASURE_SECONDS, 60 * MEASURE_TIME_SHARE * minutes)
-
-    def measure(config: GPTConfig, plan: Plan) -> float:
-        resized = resize(objective, data, config)
-        return measure_speed(*resized, plan, processes, seconds, load, accelerate)
-
-    compares_threads = load is not None and threads is None and torch.get_num_threads() > 1
-    speed = SpeedMeasurement(measure, data.unit, load, compares_threads=compares_threads)
-    free, used = processes.broadcast((free_memory(device), used_memory(device)))
-    if device.type == "cpu":
-        free = None if free is None else (free - LIBRARY_BYTES) // processes.n_local
-        used += LIBRARY_BYTES
-    machine = Machine(
-        tokens_per_second=speed,
-        device=str(device),
-        dtype=choose_dtype(device),
-        free_bytes=math.inf if free is None else free,
-        used_bytes=used,
-        threads=threads,
-        missing_compiler=find_missing(device),
-        n_processes=processes.size,
-        n_shards=processes.n_shards,
-    )
-    if options.objective is not None:
-        processes.on_main(try_objective, objective, data, device)
-    return machine, speed
-
-
-@dataclass
-class SpeedMeasurement:
-    """Tokens (or examples) per second of a config and a plan; each plan is measured once."""
-
-    measure: Callable[[GPTConfig, Plan], float]
-    unit: str
-    load: float | None
-    """Number of processes that want to run on a busy machine."""
-    compares_threads: bool = field(default=False, kw_only=True)
-    """Whether the first measurement compares one thread with the default number."""
-    threads: int | None = field(default=None, init=False)
-    """The number of threads that the comparison chose."""
-    notes: list[str] = field(default_factory=list, init=False)
-    measured: list[tuple[GPTConfig, Plan, float]] = field(default_factory=list, init=False)
-
-    def __call__(self, config: GPTConfig, plan: Plan) -> float:
-        """Return the speed of all processes together."""
-        for known_config, known_plan, speed in self.measured:
-            if (known_config, known_plan) == (config, plan):
-                return speed
-        self.measured.append((config, plan, self._compare_threads(config, plan)))
-        return self.measured[-1][-1]
-
-    def _compare_threads(self, config: GPTConfig, plan: Plan) -> float:
-        """Return the speed, on a busy machine with the better number of threads."""
-        if not self.compares_threads:
-            if self.load is not None and not self.notes:
-                self.notes.append(
-                    f"this machine is busy ({self.load:.1f} processes on {count_cores()} cores): "
-                    "the measured speed may not last, and the plan follows the clock"
-                )
-            with cpu_threads(self.threads):
-                return self.measure(config, plan)
-        self.compares_threads = False
-        speeds = {}
-        for threads in (1, torch.get_num_threads()):
-            with cpu_threads(threads):
-                speeds[threads] = self.measure(config, plan)
-        self.threads = max(speeds, key=lambda threads: speeds[threads])
-        (other,) = speeds.keys() - {self.threads}
-        self.notes.append(
-            f"this machine is busy ({self.load:.1f} processes on {count_cores()} cores): training "
-            f"with {format_count(self.threads, 'thread')}, at {speeds[self.threads]:,.0f} "
-            f"{self.unit}/s instead of {speeds[other]:,.0f} with {other}; --threads N decides "
-            "otherwise"
-        )
-        return speeds[self.threads]
-
-
-def measure_speed(
-    objective: Objective,
-    data: Data,
-    plan: Plan,
-    processes: Processes,
-    seconds: float,
-    load: float | None = None,
-    accelerate: Accelerate = nullcontext,
-) -> float:
-    """Train a model with fresh weights for some seconds; return the speed of a typical step.
-
-    The lower quartile ignores moments in which another program ran. On a busy machine, which has
-    a `load`, these are typical, and the median counts.
-    """
-    durations = list[float]()
-    row_flops = 6.0 * objective.config.parameter_count() * data.row_tokens
-    rows = min(plan.batch_size, max(processes.size, int(MEASURED_FLOPS / row_flops)))
-    plan = replace(plan, batch_size=rows, micro_batch=min(plan.micro_batch, rows))
-    model = processes.place(prepare_blocks(objective.build().train(), plan))
-    is_sharded = processes.n_shards > 1
-    slow = replace(plan, lr=1e-5)
-    _, optimizers = make_optimizers(objective, model, slow, is_sharded=is_sharded)
-    batch_of = data.batches(plan.batch_size, plan.seed)
-
-    def is_enough() -> bool:
-        if len(durations) == 1:
-            return durations[0] > SLOW_FACTOR * seconds + COMPILE_SECONDS
-        spent = sum(durations[1:])
-        if spent > SLOW_FACTOR * seconds:
-            return True
-        is_typical = spent >= seconds and len(durations) >= MIN_MEASURED_STEPS
-        return is_typical or len(durations) >= MAX_MEASURED_STEPS
-
-    while not durations or not is_enough():
-        began = time.perf_counter()
-        batch = batch_of(len(durations))
-        with contextlib.suppress(DivergedError), accelerate(model):  # a run skips the step, too
-            train_step(model, optimizers, batch, plan, processes, objective=objective)
-        if processes.device.type == "cuda":
-            torch.cuda.synchronize()
-        durations.append(processes.broadcast(time.perf_counter() - began))
-    later = durations[1:] or durations
-    step = statistics.median(later)
-    if load is None and len(later) > 2:
-        step = statistics.quantiles(later, n=4)[0]
-    return plan.batch_size * data.row_units / step
-
-
-def resize(objective: Objective, data: Data, config: GPTConfig) -> tuple[Objective, Data]:
-    """Return the objective and the data for the model of a config."""
-    if config == objective.config:
-        return objective, data
-    if config.n_positions != objective.config.n_positions:
-        data = data.with_context(config.n_positions)
-    return replace(objective, config=config), data
-
-
-# Measurements of training steps
 
 
 def is_due(step: int) -> bool:
@@ -379,7 +205,7 @@ def model_flops(model: Model, n_positions: int) -> float:
     n = sum(parameter.numel() for parameter in model.parameters()) - gpt.wpe.weight.numel()
     if not predicts_tokens(model) or gpt.head is not None:
         n -= gpt.wte.weight.numel()
-    return 6.0 * n + 12.0 * gpt.config.n_layer * gpt.config.n_embd * n_positions
+    return 6.0 * n + 12.0 * len(gpt.h) * gpt.config.n_embd * n_positions
 
 
 @functools.lru_cache

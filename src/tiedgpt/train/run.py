@@ -14,7 +14,7 @@ import contextlib
 import math
 import tempfile
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from threading import Thread
@@ -31,7 +31,7 @@ from tiedgpt.train.distributed import Parallel, Processes, join_processes
 from tiedgpt.train.events import AlreadyFinished, Event, Note, Planned
 from tiedgpt.train.fast import fast_training
 from tiedgpt.train.loop import Trainer
-from tiedgpt.train.machine import cpu_threads, measure_machine, resize, training_device
+from tiedgpt.train.machine import cpu_threads, training_device
 from tiedgpt.train.objective import Objective, check_result
 from tiedgpt.train.objectives import open_objective
 from tiedgpt.train.options import DURATIONS, TrainOptions
@@ -45,6 +45,7 @@ from tiedgpt.train.planning import (
     prolong,
     seconds_left,
 )
+from tiedgpt.train.speed import measure_machine, resize
 from tiedgpt.train.storage import (
     RunDirectory,
     compare_duration,
@@ -260,19 +261,24 @@ class DryRun:
     data: Data
     machine: Machine
     plan: Plan
-    tokens_per_second: float | None
-    """Measured speed, or None if the run does not fit in memory."""
-    warnings: list[str]
+    """The plan; without its number of steps where `has_steps` is false."""
+    has_steps: bool
     problem: NoRoomError | None
     """The error that the run would end with."""
+    tokens_per_second: float | None = None
+    """Measured speed, or None before it and if the run does not fit in memory."""
+    measured: str = ""
+    """The part of a step that was measured; "" for whole steps."""
+    warnings: Sequence[str] = ()
 
 
 def dry_run(
     options: TrainOptions, *, threads: int | None = None, progress: Progress | None = None
-) -> DryRun:
-    """Return the plan of a run on this machine, with its speed.
+) -> Generator[DryRun, None, None]:
+    """Yield the plan of a run on this machine, then the same with its speed.
 
-    The text is encoded as in `train`, in a temporary directory.
+    Unless the machine chooses the size, the first has the memory already, and the number of steps
+    if no duration decides it. The text is encoded as in `train`, in a temporary directory.
     """
     processes, problem = Processes(training_device(options.device)), None
     with tempfile.TemporaryDirectory() as temporary, cpu_threads(threads):
@@ -280,8 +286,13 @@ def dry_run(
         machine, speed = measure_machine(
             options, objective, data, processes, threads=threads, accelerate=fast_training
         )
-        config = objective.config
+        config, has_steps = objective.config, options.duration.unit != "minutes"
         try:
+            if not options.chooses:
+                plan = draft_plan(options, config, data, machine)
+                if has_steps:
+                    config, plan = plan_run(options, config, data, machine)
+                yield DryRun(objective, data, machine, plan, has_steps, None)
             config, plan = plan_run(options, config, data, machine)
         except NoRoomError as error:
             problem = error
@@ -290,7 +301,11 @@ def dry_run(
         objective, data = resize(objective, data, config)
         tokens_per_second = None if problem else speed(config, plan)
         warnings = [*speed.notes, *find_warnings(options, config, data, machine, plan)]
-        return DryRun(objective, data, machine, plan, tokens_per_second, warnings, problem)
+        has_steps = has_steps or problem is None
+        yield DryRun(
+            objective, data, machine, plan, has_steps, problem, tokens_per_second, speed.part,
+            warnings,
+        )  # fmt: skip
 
 
 def _hub_notes(options: TrainOptions) -> Iterator[Note]:

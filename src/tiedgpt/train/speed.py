@@ -1,0 +1,286 @@
+"""The speed of training on this machine, measured in a few steps before the training.
+
+A step that takes long is measured in part: fewer rows, fewer blocks and, of texts, fewer tokens in
+a row. Its time is extrapolated by the number of operations.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import math
+import statistics
+import time
+from collections.abc import Callable
+from contextlib import nullcontext
+from dataclasses import dataclass, field, replace
+
+import torch
+
+from tiedgpt.core.config import GPTConfig
+from tiedgpt.errors import DivergedError
+from tiedgpt.runtime import count_cores, free_memory
+from tiedgpt.train.dataset import Data
+from tiedgpt.train.distributed import Processes
+from tiedgpt.train.machine import (
+    LIBRARY_BYTES,
+    choose_dtype,
+    cpu_threads,
+    measure_load,
+    model_flops,
+    peak_flops,
+    used_memory,
+)
+from tiedgpt.train.objective import Model, Objective, body_of, try_objective
+from tiedgpt.train.optim.groups import make_optimizers
+from tiedgpt.train.options import DEFAULT_MINUTES, TrainOptions, format_count
+from tiedgpt.train.planning import Machine, Plan
+from tiedgpt.train.step import Accelerate, find_missing, prepare_blocks, train_step
+
+MEASURE_TIME_SHARE = 0.005
+"""Share of --minutes that one measurement of the speed takes, if its steps are not longer."""
+MAX_MEASURE_SECONDS = 4.0
+SLOW_FACTOR = 10
+"""With slow steps, a measurement takes at most this multiple of its duration, and one step."""
+MAX_SLOW_SECONDS = 5.0
+"""Seconds after which no further slow step is measured."""
+COMPILE_SECONDS = 2.0
+"""Seconds for which the first step may load libraries and compile kernels."""
+MIN_MEASURED_STEPS, MAX_MEASURED_STEPS = 4, 60
+MEASURED_FLOPS, MEASURED_PEAK_SECONDS = 1e12, 1.0
+"""Maximum number of operations in a measured step, and of seconds for them at the CPU's peak."""
+STEP_FIELDS = ("batch_size", "micro_batch", "optimizer", "dtype", "memory", "recompute", "compile")
+"""Fields of a plan on which the speed of its steps depends."""
+MIN_MEASURED_TOKENS = 64
+"""Tokens in a row below which rows are not shortened."""
+
+
+def measure_machine(
+    options: TrainOptions,
+    objective: Objective,
+    data: Data,
+    processes: Processes,
+    *,
+    threads: int | None = None,
+    accelerate: Accelerate = nullcontext,
+) -> tuple[Machine, SpeedMeasurement]:
+    """Return the machine as a plan sees it, and the measurement of its speed.
+
+    Measured steps run inside `accelerate(model)`. All processes must call this, and get equal
+    numbers.
+    """
+    device = processes.device
+    load = measure_load() if processes.size == 1 and device.type == "cpu" else None
+    minutes = options.duration.amount if options.duration.unit == "minutes" else DEFAULT_MINUTES
+    seconds = min(MAX_MEASURE_SECONDS, 60 * MEASURE_TIME_SHARE * minutes)
+
+    def measure(config: GPTConfig, plan: Plan) -> float:
+        resized = resize(objective, data, config)
+        tokens_per_second, speed.part = measure_speed(
+            *resized, plan, processes, seconds, load, accelerate
+        )
+        return tokens_per_second
+
+    compares_threads = load is not None and threads is None and torch.get_num_threads() > 1
+    speed = SpeedMeasurement(measure, data.unit, load, compares_threads=compares_threads)
+    free, used = processes.broadcast((free_memory(device), used_memory(device)))
+    if device.type == "cpu":
+        free = None if free is None else (free - LIBRARY_BYTES) // processes.n_local
+        used += LIBRARY_BYTES
+    machine = Machine(
+        tokens_per_second=speed,
+        device=str(device),
+        dtype=choose_dtype(device),
+        free_bytes=math.inf if free is None else free,
+        used_bytes=used,
+        threads=threads,
+        missing_compiler=find_missing(device),
+        n_processes=processes.size,
+        n_shards=processes.n_shards,
+    )
+    if options.objective is not None:
+        processes.on_main(try_objective, objective, data, device)
+    return machine, speed
+
+
+@dataclass
+class SpeedMeasurement:
+    """Tokens (or examples) per second of a config and a plan; a kind of step is measured once."""
+
+    measure: Callable[[GPTConfig, Plan], float]
+    unit: str
+    load: float | None
+    """Number of processes that want to run on a busy machine."""
+    compares_threads: bool = field(default=False, kw_only=True)
+    """Whether the first measurement compares one thread with the default number."""
+    threads: int | None = field(default=None, init=False)
+    """The number of threads that the comparison chose."""
+    notes: list[str] = field(default_factory=list, init=False)
+    measured: dict[tuple[object, ...], float] = field(default_factory=dict, init=False)
+    part: str = field(default="", init=False)
+    """The part of a step that was measured; "" for whole steps."""
+
+    def __call__(self, config: GPTConfig, plan: Plan) -> float:
+        """Return the speed of all processes together."""
+        kind = (config, *(getattr(plan, name) for name in STEP_FIELDS))
+        if kind not in self.measured:
+            self.measured[kind] = self._compare_threads(config, plan)
+        return self.measured[kind]
+
+    def _compare_threads(self, config: GPTConfig, plan: Plan) -> float:
+        """Return the speed, on a busy machine with the better number of threads."""
+        if not self.compares_threads:
+            if self.load is not None and not self.notes:
+                self.notes.append(
+                    f"this machine is busy ({self.load:.1f} processes on {count_cores()} cores): "
+                    "the measured speed may not last, and the plan follows the clock"
+                )
+            with cpu_threads(self.threads):
+                return self.measure(config, plan)
+        self.compares_threads = False
+        speeds = {}
+        for threads in (1, torch.get_num_threads()):
+            with cpu_threads(threads):
+                speeds[threads] = self.measure(config, plan)
+        self.threads = max(speeds, key=lambda threads: speeds[threads])
+        (other,) = speeds.keys() - {self.threads}
+        self.notes.append(
+            f"this machine is busy ({self.load:.1f} processes on {count_cores()} cores): training "
+            f"with {format_count(self.threads, 'thread')}, at {speeds[self.threads]:,.0f} "
+            f"{self.unit}/s instead of {speeds[other]:,.0f} with {other}; --threads N decides "
+            "otherwise"
+        )
+        return speeds[self.threads]
+
+
+def measure_speed(
+    objective: Objective,
+    data: Data,
+    plan: Plan,
+    processes: Processes,
+    seconds: float,
+    load: float | None = None,
+    accelerate: Accelerate = nullcontext,
+) -> tuple[float, str]:
+    """Train a model with fresh weights for some seconds; return the speed of a typical step.
+
+    The lower quartile ignores moments in which another program ran. On a busy machine, which has
+    a `load`, these are typical, and the median counts. Also returns the measured part of a step, or
+    "" for a whole one.
+    """
+    model = objective.build().train()
+    part = take_part(model, data, plan, *_limit_flops(plan, processes, load))
+    model = processes.place(prepare_blocks(model, plan))
+    measured = replace(plan, batch_size=part.rows, micro_batch=min(plan.micro_batch, part.rows))
+    _, optimizers = make_optimizers(
+        objective, model, replace(measured, lr=1e-5), is_sharded=processes.n_shards > 1
+    )
+    batch_of = data.batches(part.rows, plan.seed)
+    spent, steps = list[float](), list[float]()
+    slow = min(SLOW_FACTOR * seconds, MAX_SLOW_SECONDS)
+
+    def is_enough() -> bool:
+        if len(spent) == 1:
+            return spent[0] > slow + COMPILE_SECONDS
+        is_typical = sum(spent[1:]) >= seconds and len(spent) >= MIN_MEASURED_STEPS
+        return is_typical or sum(spent[1:]) > slow or len(spent) >= MAX_MEASURED_STEPS
+
+    def now() -> float:
+        if processes.device.type == "cuda":
+            torch.cuda.synchronize()
+        return time.perf_counter()
+
+    while not spent or not is_enough():
+        began, batch = now(), batch_of(len(spent))
+        if part.n_tokens < data.row_tokens:
+            batch = tuple(rows[:, : part.n_tokens] for rows in batch)
+        with contextlib.suppress(DivergedError), accelerate(model):  # a run skips the step, too
+            inside = [] if part.text else optimizers
+            train_step(model, inside, batch, measured, processes, objective=objective)
+        times = [now() - began]
+        for optimizer in optimizers if part.text else ():
+            began = now()
+            optimizer.step()
+            times.append((now() - began) * part.count_updates(optimizer))
+        times = processes.broadcast(times)
+        spent.append(sum(times))
+        steps.append(times[0] * part.n_passes + sum(times[1:]))
+    later = steps[1:] or steps
+    step = statistics.median(later)
+    if load is None and len(later) > 2:
+        step = statistics.quantiles(later, n=4)[0]
+    return plan.batch_size * data.row_units / step, part.text
+
+
+def _limit_flops(plan: Plan, processes: Processes, load: float | None) -> tuple[float, int]:
+    """Return the most operations of a measured step, and the processes that need a row each.
+
+    Only one process on a CPU measures less than a row of the whole model.
+    """
+    if processes.size > 1 or processes.device.type != "cpu":
+        return MEASURED_FLOPS, processes.size
+    peak = peak_flops(processes.device, plan.dtype) or math.inf
+    share = count_cores() / (load or count_cores())
+    return min(MEASURED_FLOPS, MEASURED_PEAK_SECONDS * peak * share), 0
+
+
+@dataclass(frozen=True)
+class StepPart:
+    """The part of a step that is measured."""
+
+    rows: int
+    n_tokens: int
+    """Number of tokens in a row."""
+    n_passes: float
+    """Operations of forward and backward of the step over those of the part."""
+    blocks: set[int]
+    """Ids of the parameters of the part's blocks."""
+    blocks_ratio: float
+    """Number of the model's blocks over that of the part's."""
+    text: str
+    """The part in words; "" for a whole step."""
+
+    def count_updates(self, optimizer: torch.optim.Optimizer) -> float:
+        """Return the number of parameters of the whole model over that of the part."""
+        parameters = [p for group in optimizer.param_groups for p in group["params"]]
+        in_blocks = sum(p.numel() for p in parameters if id(p) in self.blocks)
+        return 1 + (self.blocks_ratio - 1) * in_blocks / sum(p.numel() for p in parameters)
+
+
+def take_part(model: Model, data: Data, plan: Plan, limit: float, least_rows: int = 0) -> StepPart:
+    """Remove blocks from a model whose rows take more operations than the limit; return the part.
+
+    With `least_rows`, the number of processes that share a step, rows and blocks stay whole.
+    """
+    gpt, n_tokens = body_of(model), data.row_tokens
+    n_blocks, n_rows = len(gpt.h), plan.batch_size
+
+    def row_flops() -> float:
+        return model_flops(model, n_tokens) * n_tokens
+
+    whole_flops = n_rows * row_flops()
+    while not least_rows and len(gpt.h) > 1 and row_flops() > limit:
+        gpt.h = gpt.h[: len(gpt.h) // 2]
+    shortest = n_tokens if least_rows or data.text_tokens is None else MIN_MEASURED_TOKENS
+    while n_tokens >= 2 * shortest and row_flops() > limit:
+        n_tokens //= 2
+    rows = min(n_rows, max(1, least_rows, int(limit / row_flops())))
+    parts = {"row": (rows, n_rows), "block": (len(gpt.h), n_blocks)}
+    parts |= {"token": (n_tokens, data.row_tokens)}
+    texts = [f"{n:,} of {format_count(of, noun)}" for noun, (n, of) in parts.items() if n < of]
+    return StepPart(
+        rows=rows,
+        n_tokens=n_tokens,
+        n_passes=whole_flops / (rows * row_flops()),
+        blocks={id(parameter) for parameter in gpt.h.parameters()},
+        blocks_ratio=n_blocks / len(gpt.h),
+        text=", ".join(texts),
+    )
+
+
+def resize(objective: Objective, data: Data, config: GPTConfig) -> tuple[Objective, Data]:
+    """Return the objective and the data for the model of a config."""
+    if config == objective.config:
+        return objective, data
+    if config.n_positions != objective.config.n_positions:
+        data = data.with_context(config.n_positions)
+    return replace(objective, config=config), data
