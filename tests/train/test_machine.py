@@ -87,18 +87,18 @@ def test_a_busy_machine_trains_with_the_faster_number_of_threads():
     def measure(config, plan):
         return {1: 900.0}.get(torch.get_num_threads(), 300.0)
 
-    speed = SpeedMeasurement(measure, "tokens", load=6.4, compares_threads=True)
+    speed = SpeedMeasurement(measure, load=6.4, compares_threads=True)
     with cpu_threads(2):
         assert speed(CONFIG, PLAN) == 900.0
     assert speed.threads == 1
-    assert "1 thread, at 900 tokens/s instead of 300 with 2; --threads" in speed.notes[0]
+    assert "1 thread, which is 3 times as fast as 2; --threads" in speed.notes[0]
     another = dataclasses.replace(PLAN, seed=PLAN.seed + 1)
     assert speed(CONFIG, another) == 900.0, "measured with the chosen threads"
 
 
 def test_the_speed_of_a_plan_is_measured_once():
     numbers = itertools.count()
-    speed = SpeedMeasurement(lambda config, plan: float(next(numbers)), "tokens", load=None)
+    speed = SpeedMeasurement(lambda config, plan: float(next(numbers)), load=None)
     plans = PLAN, dataclasses.replace(PLAN, batch_size=1, micro_batch=1), PLAN
     assert [speed(CONFIG, plan) for plan in plans] == [0.0, 1.0, 0.0]
 

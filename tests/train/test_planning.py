@@ -169,6 +169,7 @@ def test_given_options_are_not_changed():
 def test_a_small_text_ends_after_16_epochs_and_says_so():
     config, chosen = plan(minutes=3.0, tokens=20_000)
     assert "20,000 tokens are too little text for 3 minutes" in chosen.reason
+    assert "16 epochs" in chosen.reason and not re.search(r"\d s\b|tokens/s", chosen.reason)
     rows = text(20_000, config.n_positions).epoch_rows
     trained = chosen.steps * chosen.batch_size
     assert trained == pytest.approx(MAX_AUTO_EPOCHS * rows, abs=chosen.batch_size)
@@ -198,7 +199,9 @@ def test_vocabulary_and_context_depend_on_the_text():
 @pytest.mark.parametrize(
     ("asked", "tokens", "warning"),
     [
-        ({"size": "tiny", "steps": 2}, 3_000, "a batch holds 67% of the training data"),
+        ({"steps": 200, "size": "tiny", "batch_size": 16}, 3_000, "a batch holds 67% of the train"),
+        ({"steps": 200, "size": "nano"}, 20_000, None),  # the size's own batch holds 10 %
+        ({"steps": 200}, 20_000, "parameters per token .* it: give a smaller --size, or more text"),
         ({"size": "tiny", "steps": 100}, 100_000_000, None),
         ({"size": "tiny", "steps": 99}, 100_000_000, "^99 steps only: .* more --minutes, --steps"),
         ({"size": "tiny", "epochs": 1.0}, 100_000, "^49 steps only"),

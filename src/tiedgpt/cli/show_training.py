@@ -130,6 +130,8 @@ class Display:
     def show_scoring(self, n_batches: int, total: int) -> None:
         """Show how many batches of the final score are done."""
         if self._scoring is None:
+            done = next(t.completed for t in self._progress.tasks if t.id == self._task)
+            self._progress.update(self._task, total=done)  # also if the run ended early
             self._scoring = self._progress.add_task("", what="scoring", total=total)
         self._progress.update(self._scoring, completed=n_batches + 1)
 

@@ -90,6 +90,7 @@ class Trainer:
         self.checks: PaceChecks | None = None
         self.processes = processes or Processes(device)
         self.step = self.saved_at = 0
+        self.planned_steps = plan.steps
         self.notes: list[str] = []
         self.state = RunState()
         self.origin = self.processes.on_main(describe_origin, objective.config, run.tokenizer)
@@ -186,10 +187,7 @@ class Trainer:
         plan = replan(before, self.data.held_out_rows, self.step, seconds, pace, n_processes)
         if plan is None:
             return
-        note = f"slower than planned: {plan.steps:,} of {before.steps:,} steps fit into the time"
-        if plan.steps > before.steps:
-            note = f"faster than planned: {plan.steps:,} steps instead of {before.steps:,}"
-        yield self._set_plan(plan, [note])
+        yield self._set_plan(plan, [])
 
     def _reopen(self) -> bool:
         """Evaluate where a finished run is prolonged; return false if a stop was requested."""
@@ -338,6 +336,12 @@ class Trainer:
             self.notes.append(
                 f"ended after step {self.step:,} of {self.plan.steps:,}: "
                 "the validation loss no longer improved"
+            )
+        elif self.step != self.planned_steps:
+            pace = "slower" if self.step < self.planned_steps else "faster"
+            self.notes.append(
+                f"steps were {pace} than measured before: {self.step:,} fit into the time instead "
+                f"of {self.planned_steps:,}"
             )
         if self.plan.keep == "last" and nats > WORSE_RATIO * best_loss:
             self.notes.append(

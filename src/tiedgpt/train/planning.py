@@ -31,6 +31,7 @@ from tiedgpt.errors import CorruptInputError, NoRoomError, UserError
 from tiedgpt.files import format_bytes
 from tiedgpt.train.optim import OPTIMIZERS
 from tiedgpt.train.options import (
+    AUTO,
     DEFAULT_MINUTES,
     EVALUATIONS_PER_RUN,
     MAX_EPOCHS,
@@ -515,15 +516,14 @@ def choose_size(
     time = format_count(minutes, "minute")
     reason = (
         f"{sizes[at]} has the lowest expected loss of {', '.join(s for s in sizes if s in results)}"
-        f" in {time} at {best.speed:,.0f} tokens/s here; dropout {best.options.dropout:g}"
+        f" in {time} here; dropout {best.options.dropout:g}"
     )
     epochs = seconds * best.speed / text_tokens
     if options.epochs or epochs <= MAX_AUTO_EPOCHS:
         return best.options, reason
     reason += (
-        f"; {text_tokens:,} tokens are too little text for {time}: {epochs:,.0f} epochs would "
-        f"memorize it, so this run ends after {MAX_AUTO_EPOCHS}, in about "
-        f"{best.tokens / best.speed:,.0f} s; more text helps more than more time"
+        f"; {text_tokens:,} tokens are too little text for {time}: more than {MAX_AUTO_EPOCHS} "
+        "epochs would memorize it, so this run ends after them; more text helps more than more time"
     )
     return replace(best.options, epochs=float(MAX_AUTO_EPOCHS), minutes=None), reason
 
@@ -531,7 +531,7 @@ def choose_size(
 def find_warnings(
     options: TrainOptions, config: GPTConfig, facts: Facts, machine: Machine, plan: Plan
 ) -> list[str]:
-    """Return warnings: a missing compiler, a short run, a batch or a model too large."""
+    """Return warnings: a missing compiler, a short run, a requested batch or a model too large."""
     warnings = []
     if machine.missing_compiler is not None and wants_compile(options, facts, machine):
         warnings.append(
@@ -544,7 +544,7 @@ def find_warnings(
             "--steps or --epochs"
         )
     share = plan.batch_size / facts.epoch_rows
-    if share > WARN_BATCH_SHARE and plan.batch_size > 1:
+    if share > WARN_BATCH_SHARE and plan.batch_size > 1 and options.batch_size is not None:
         warnings.append(
             f"a batch holds {min(1.0, share):.0%} of the training data: a smaller --batch-size "
             "gives more steps per epoch"
@@ -552,9 +552,12 @@ def find_warnings(
     if facts.text_tokens is not None and options.start is None and not options.chooses:
         ratio = config.parameter_count() / facts.text_tokens
         if ratio > WARN_PARAMETERS_PER_TOKEN:
+            remedy = "use a smaller --size, --size auto, or more text"
+            if options.size == AUTO:  # which chooses none for --steps and --width
+                remedy = "give a smaller --size, or more text"
             warnings.append(
                 f"the model has {ratio:,.0f} parameters per token of the text and will memorize "
-                "it: use a smaller --size, --size auto, or more text"
+                f"it: {remedy}"
             )
     return warnings
 

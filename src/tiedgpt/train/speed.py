@@ -81,7 +81,7 @@ def measure_machine(
         return tokens_per_second
 
     compares_threads = load is not None and threads is None and torch.get_num_threads() > 1
-    speed = SpeedMeasurement(measure, data.unit, load, compares_threads=compares_threads)
+    speed = SpeedMeasurement(measure, load, compares_threads=compares_threads)
     free, used = processes.broadcast((free_memory(device), used_memory(device)))
     if device.type == "cpu":
         free = None if free is None else (free - LIBRARY_BYTES) // processes.n_local
@@ -107,7 +107,6 @@ class SpeedMeasurement:
     """Tokens (or examples) per second of a config and a plan; a kind of step is measured once."""
 
     measure: Callable[[GPTConfig, Plan], float]
-    unit: str
     load: float | None
     """Number of processes that want to run on a busy machine."""
     compares_threads: bool = field(default=False, kw_only=True)
@@ -145,9 +144,9 @@ class SpeedMeasurement:
         (other,) = speeds.keys() - {self.threads}
         self.notes.append(
             f"this machine is busy ({self.load:.1f} processes on {count_cores()} cores): training "
-            f"with {format_count(self.threads, 'thread')}, at {speeds[self.threads]:,.0f} "
-            f"{self.unit}/s instead of {speeds[other]:,.0f} with {other}; --threads N decides "
-            "otherwise"
+            f"with {format_count(self.threads, 'thread')}, which is "
+            f"{speeds[self.threads] / speeds[other]:.2g} times as fast as {other}; --threads N "
+            "decides otherwise"
         )
         return speeds[self.threads]
 
