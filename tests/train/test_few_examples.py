@@ -141,6 +141,21 @@ def test_replies_to_examples_of_both_sides_are_shown_by_their_side(folder, base,
     assert "memorized" not in out + err
 
 
+def test_no_sample_is_shown_twice(folder, base, capfd):
+    lines = [{"prompt": "how?", "completion": f" like {n}"} for n in range(20)]
+    data = write_lines(folder / "lines.jsonl", lines)
+    assert main(["tune", data, "--from", base, "--steps", "2"]) == 0
+    assert capfd.readouterr().out.count("--- reply to 'how?', trained on") == 1
+    text = folder / "words.txt"
+    text.write_text("".join(f"{n} {name}\n" for n, name in enumerate(NAMES * 9)))
+    command = ["train", str(text), "--size", "nano", "--context", "16", "--steps", "2"]
+    for prompt in ("", "0"):
+        assert main([*command, "--sample-prompt", prompt]) == 0
+        titles = re.findall("--- sample .*", capfd.readouterr().out)
+        froms = [title.partition(": ")[2] for title in titles]
+        assert len(froms) == len(set(froms)) >= 1
+
+
 def test_a_classifier_learns_two_hundred_easy_rows_by_the_defaults(folder, base, capfd):
     words = "red green blue", "white black grey"
     lines = [

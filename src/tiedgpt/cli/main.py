@@ -69,9 +69,9 @@ def main(arguments: list[str] | None = None) -> int:
     except KeyboardInterrupt:
         hint = None
         if arguments and arguments[0] in ("train", "tune"):
-            hint = "saved progress is kept: run the same command to resume"
+            hint = "the same command resumes from what was saved before, or begins again"
         if arguments and arguments[:2] == ["data", "prepare"]:
-            hint = "encoded parts are kept: run the same command to resume"
+            hint = "the same command goes on after the parts that are encoded, or begins again"
         return _fail(TiedGPTError("interrupted", hint=hint), EXIT_INTERRUPTED)
     except BrokenPipeError:  # the reader closed the pipe
         os.dup2(os.open(os.devnull, os.O_WRONLY), 1)

@@ -135,5 +135,8 @@ def _fill(panel: Panel, axes: Any) -> None:
         low, high = limits[2:]
         room = 0.04 * (high - low)
         axes.set_ylim(low - room, high + room)
+        if panel.x_limits is not None:
+            room = 0.04 * (limits[1] - limits[0])
+            axes.set_xlim(limits[0] - room, limits[1] + room)
     if len(panel.lines) > 1:
         axes.legend(fontsize=8, frameon=False)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 
 @dataclass(frozen=True)
@@ -50,6 +50,8 @@ class Panel:
     """Labels of the positions 0, 1, ... of the axis, in a figure."""
     notes: Sequence[tuple[float, float, str]] = ()
     """Positions that a figure labels, as (x, y, label)."""
+    x_limits: tuple[float, float] | None = None
+    """Limits of the x axis; None: those of the lines."""
 
     def limits(self) -> tuple[float, float, float, float] | None:
         """Return the limits of x, then of y; None without any point."""
@@ -58,7 +60,14 @@ class Panel:
             return None
         xs, ys = zip(*points, strict=True)
         top = max(ys) if self.most is None else max(min(ys), min(max(ys), self.most))
-        return *_apart(min(xs), max(xs)), *_apart(min(ys), top)
+        return *_apart(*(self.x_limits or (min(xs), max(xs)))), *_apart(min(ys), top)
+
+
+def share_x_axis(panels: Iterable[Panel]) -> list[Panel]:
+    """Return the panels that have a point, with the same limits of x."""
+    drawn = [panel for panel in panels if panel.limits() is not None]
+    xs = [x for panel in drawn for line in panel.lines for x, _ in line.points()]
+    return [replace(panel, x_limits=(min(xs), max(xs))) for panel in drawn]
 
 
 @dataclass(frozen=True)

@@ -42,6 +42,8 @@ def draw(panel: Panel, *, width: int = 80, height: int = 14, unicode: bool = Tru
     plotext.yaxes(True, False)
     plotext.xlabel(panel.x_label)
     plotext.ylim(y_low, y_high)
+    if panel.x_limits is not None:
+        plotext.xlim(x_low, x_high)
     heights = ticks(y_low, y_high, max(2, height // 2))
     plotext.yticks(heights, list(map(label, heights)))
     if panel.log_x:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
-from tiedgpt.plots.panel import Line, Panel, smoothed, usual_most
+from tiedgpt.plots.panel import Line, Panel, share_x_axis, smoothed, usual_most
 
 Curve = tuple[Sequence[float], Sequence[float]]
 """Places on the axis, and values."""
@@ -26,7 +26,7 @@ class Training:
 
 
 def panels(trainings: Sequence[Training], x_label: str) -> list[Panel]:
-    """Return panels of loss, validation, rate and gradients; those without a point are left out.
+    """Return panels of loss, validation, rate and gradients over one axis; empty ones are left out.
 
     Of one training its losses stand in one panel; of several, validation comes first.
     """
@@ -54,7 +54,7 @@ def panels(trainings: Sequence[Training], x_label: str) -> list[Panel]:
         result.append(Panel(title, x_label, _list_lines(trainings, key, marked=True)))
     result.append(Panel("learning rate", x_label, _list_lines(trainings, "lr")))
     result.append(_cut("norm of the gradient, smoothed", x_label, smooth(gradients)))
-    return [panel for panel in result if panel.limits() is not None]
+    return share_x_axis(result)
 
 
 def validation_panel(trainings: Sequence[Training], x_label: str) -> Panel:

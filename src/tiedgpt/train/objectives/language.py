@@ -179,11 +179,11 @@ class LanguageModelling(Objective):
         return None if model_type_of(self.config) is TIEDGPT else "AutoModelForCausalLM"
 
     def show(self, directory: RunDirectory, data: TextData, options: TrainOptions) -> Showcase:
-        """Return two texts of the published model from held-out lines, and its accuracy."""
+        """Return texts of the published model from one or two prompts, and its accuracy."""
         first, second = data.find_prompts(self.tokenizer)
         prompt = options.sample_prompt or (second if options.data else "Return a new")
         samples, engine = [], Engine(directory.model, backend="torch", slots=1)
-        for number, begin in enumerate((first, prompt)):
+        for number, begin in enumerate(dict.fromkeys((first, prompt))):
             text = engine.generate(
                 begin or [self.config.bos_token_id or 0],
                 max_new_tokens=min(FINAL_SAMPLE_TOKENS, self.config.n_positions),

@@ -322,14 +322,14 @@ class Replies(LanguageModelling):
         """Return replies of the published model to prompts of both sides."""
         model = Engine(directory.model, backend="torch", slots=1).model
         sides = {"trained on": data.examples, "held out": data.validation}
-        samples, question = [], ""
+        samples, question = dict[str, str](), ""
         for side, examples in [*sides.items()][: 1 if data.memorizes else 2]:
             for number in range(min(2, len(examples))):
                 reply, question = self.reply(model, examples, number)
-                samples.append((f"reply to {question!r}, {side}", reply.rstrip()))
+                samples[f"reply to {question!r}, {side}"] = reply.rstrip()
         if not _is_short(question):
             question = " ".join(question.split()[:FIRST_WORDS])
-        return Showcase(samples=samples, commands=self.commands(directory, question))
+        return Showcase(samples=[*samples.items()], commands=self.commands(directory, question))
 
     def commands(self, directory: RunDirectory, prompt: str) -> list[str]:
         """Return further commands: a model of conversations chats."""
