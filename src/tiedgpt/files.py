@@ -170,6 +170,11 @@ def format_bytes(n_bytes: float) -> str:
     return f"{round(n_bytes / 1e6, 1):g} MB" if n_bytes >= 50_000 else f"{n_bytes:,.0f} bytes"
 
 
+def format_count(count: float, noun: str) -> str:
+    """Return a count with its noun: `1 minute`, `2,400 documents`."""
+    return f"1 {noun}" if count == 1 else f"{count:,.10g} {noun}s"
+
+
 def require_room(directory: Path, n_bytes: int) -> None:
     """Raise `NoRoomError` where less than `n_bytes` are free, before anything is written."""
     parent = directory.absolute()

@@ -91,7 +91,7 @@ def test_a_busy_machine_trains_with_the_faster_number_of_threads():
     with cpu_threads(2):
         assert speed(CONFIG, PLAN) == 900.0
     assert speed.threads == 1
-    assert "1 thread, which is 3 times as fast as 2; --threads" in speed.notes[0]
+    assert "1 thread, which is 3.0 times as fast as 2; --threads" in speed.notes[0]
     another = dataclasses.replace(PLAN, seed=PLAN.seed + 1)
     assert speed(CONFIG, another) == 900.0, "measured with the chosen threads"
 

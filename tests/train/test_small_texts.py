@@ -3,6 +3,7 @@
 import dataclasses
 import json
 import random
+import re
 import tomllib
 from pathlib import Path
 
@@ -77,3 +78,26 @@ def test_prompts_of_samples_are_held_out_lines_or_words(tmp_path, text, prompts)
 def test_a_validation_text_of_one_token_is_refused(trial):
     with pytest.raises(UserError, match="validation text has 1 tokens"):
         dataclasses.replace(trial().data, validation=["one token"]).require_enough()
+
+
+def test_one_of_a_thing_is_no_plural(folder, capfd):
+    Path("text.txt").write_text("a cat sat on a mat. " * 60)
+    Path("val.txt").write_text("ca")
+    Path("labels.jsonl").write_text("".join('{"text": "a", "label": "x"}\n' for _ in range(9)))
+    quick = "--size nano --steps 1 --context 16 --dtype fp32 --batch-size 1".split()
+    commands = (
+        ["train", "text.txt", "--val", "val.txt", "--tokenizer", "char", "--out", "run", *quick],
+        ["train", "labels.jsonl", "--task", "classify", "--start", "run", *quick[2:], "--out", "c"],
+        ["train", "text.txt", "--val", "val.txt", *quick, "--dry-run", "--memory", "900MB"],
+        ["train", "text.txt", *quick, "--memory", "900MB", "--verbose", "--out", "m"],
+        ["plot", "run", "--samples"],
+        ["convert", "run"],
+    )
+    said = []
+    for command in commands:
+        main(command)
+        said += capfd.readouterr()
+    said += [card.read_text() for card in folder.glob("*/model/README.md")]
+    plural = re.compile(r"(?<![\d.,])1 (?!x )[a-z]+s\b(?! ?\()")
+    wrong = {match[0] for text in said for match in plural.finditer(text)}
+    assert wrong <= {"1 loss"}, wrong

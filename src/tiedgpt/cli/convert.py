@@ -12,7 +12,7 @@ from tiedgpt.cli.console import bar, fact, note
 from tiedgpt.cli.options import parse
 from tiedgpt.cli.source import ModelOptions, source_or_newest
 from tiedgpt.errors import UserError
-from tiedgpt.files import reading
+from tiedgpt.files import format_count, reading
 from tiedgpt.options import argument, option
 from tiedgpt.weights.registry import writer_named, writers
 
@@ -212,8 +212,9 @@ def _show_source(loaded: Any, source: dict[str, Any]) -> None:
     fact(
         "model",
         f"{source['parameters']:,} parameters, {loaded.n_bytes / 1e6:,.1f} MB, "
-        f"{source['type']}; {config.n_layer} blocks of width {config.n_embd}, "
-        f"{config.n_head} heads, {config.n_positions:,} positions{peculiarities(config)}",
+        f"{source['type']}; {format_count(config.n_layer, 'block')} of width {config.n_embd}, "
+        f"{format_count(config.n_head, 'head')}, {config.n_positions:,} positions"
+        f"{peculiarities(config)}",
     )
     untied = f"untied: two matrices of {matrix}, one reads, one predicts"
     fact("tie", f"one matrix of {matrix} reads and predicts" if source["tied"] else untied)

@@ -17,7 +17,7 @@ from tiedgpt.cli.console import bar, console, fact, note
 from tiedgpt.cli.options import parse
 from tiedgpt.cli.source import source_or_newest
 from tiedgpt.errors import UserError
-from tiedgpt.files import format_bytes
+from tiedgpt.files import format_bytes, format_count
 from tiedgpt.options import argument, option
 from tiedgpt.runtime import count_cores
 from tiedgpt.train.options import DataOptions, FileOptions
@@ -224,7 +224,7 @@ def verify(arguments: list[str]) -> None:
 def _show_corpus(encoded: EncodedCorpus) -> None:
     for name, side in (("train", encoded.train), ("validate", encoded.val)):
         size = f"{format_bytes(side.utf8_bytes)}, {side.tokens:,} tokens"
-        fact(name, f"{side.documents:,} documents, {size}")
+        fact(name, f"{format_count(side.documents, 'document')}, {size}")
 
 
 @contextmanager

@@ -71,8 +71,11 @@ def run(arguments: list[str]) -> None:
             if source is not None:
                 raise
             note("runs/ has no model: a tiny one is taken")
-    to = console(stderr=True)
-    with waiting(f"measuring {args.topic} on {source or 'a tiny model'}"), bar("", to=to) as move:
+    from rich.progress import TimeRemainingColumn
+
+    to, remaining = console(stderr=True), TimeRemainingColumn()
+    what = f"measuring {args.topic} on {source or 'a tiny model'}"
+    with waiting(what), bar("", remaining, to=to) as move:
         announced = set[str]()
 
         def show_steps(training: str, done: int, total: int) -> None:

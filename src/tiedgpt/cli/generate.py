@@ -23,7 +23,7 @@ from tiedgpt.cli.source import (
     source_or_newest,
 )
 from tiedgpt.errors import CorruptInputError, UserError
-from tiedgpt.files import read_json_lines, reading, writing
+from tiedgpt.files import format_count, read_json_lines, reading, writing
 from tiedgpt.infer.generation_config import GenerationConfig
 from tiedgpt.options import option
 
@@ -250,7 +250,7 @@ def _note_ends(completions: list[Completion], config: GenerationConfig) -> None:
         advice = "; --context-end slide continues" if config.num_beams == 1 else ""
         note(f"the context is full{advice}")
     elif dropped := max(completion.dropped for completion in completions):
-        note(f"the context slid: the first {dropped} tokens were dropped")
+        note(f"the context slid and dropped the first {format_count(dropped, 'token')}")
 
 
 def _stream(engine: Engine, prompt: str, config: GenerationConfig, *, show: bool) -> Completion:

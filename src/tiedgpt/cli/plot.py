@@ -13,6 +13,7 @@ from tiedgpt.cli.console import fact, note, table
 from tiedgpt.cli.options import parse
 from tiedgpt.cli.source import newest_run
 from tiedgpt.errors import TiedGPTError, UserError
+from tiedgpt.files import format_count
 from tiedgpt.options import argument, option
 from tiedgpt.plots.figure import save_figure
 from tiedgpt.plots.panel import smoothed
@@ -149,7 +150,7 @@ def format_duration(seconds: float) -> str:
 def show_samples(histories: Sequence[History]) -> None:
     """Show the samples of each evaluation."""
     for history in histories:
-        fact(history.name, f"{len(history.samples)} samples")
+        fact(history.name, format_count(len(history.samples), "sample"))
         for step, sample in sorted(history.samples.items()):
             loss = history.columns.get("val_loss", {}).get(step)
             score = "" if loss is None else f"  validation loss {loss:.3f}"

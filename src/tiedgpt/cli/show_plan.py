@@ -9,8 +9,8 @@ from typing import Any
 
 from tiedgpt.cli.console import bar, console, fact, note, table
 from tiedgpt.cli.train import RunArguments
-from tiedgpt.files import format_bytes
-from tiedgpt.train.options import TrainOptions, format_count
+from tiedgpt.files import format_bytes, format_count
+from tiedgpt.train.options import TrainOptions
 from tiedgpt.train.planning import estimate_memory, memory_limit
 from tiedgpt.train.run import DryRun, dry_run
 

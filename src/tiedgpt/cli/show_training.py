@@ -23,9 +23,9 @@ from tiedgpt.cli.console import console, fact, note
 from tiedgpt.cli.source import program
 from tiedgpt.cli.train import RunArguments
 from tiedgpt.core.config import GPTConfig
+from tiedgpt.files import format_count
 from tiedgpt.train import events
 from tiedgpt.train.objective import Objective
-from tiedgpt.train.options import format_count
 from tiedgpt.train.planning import Plan, describe_memory
 
 MEMORIZED_NATS = 0.1
@@ -81,8 +81,8 @@ class Display:
         if self.args.verbose:
             n_scored = plan.eval_batches * plan.micro_batch * data.row_units
             facts |= {
-                "shape": f"{config.n_layer} blocks of width {config.n_embd}, {config.n_head} "
-                f"heads, {config.n_positions} positions",
+                "shape": f"{format_count(config.n_layer, 'block')} of width {config.n_embd}, "
+                f"{format_count(config.n_head, 'head')}, {config.n_positions} positions",
                 "schedule": f"peak learning rate {plan.lr:g}, {plan.warmup:,} warm-up steps, then "
                 f"{plan.schedule}",
                 "evaluated": f"every {format_count(plan.eval_every, 'step')} on about {n_scored:,} "

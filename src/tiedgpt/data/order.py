@@ -14,6 +14,7 @@ from numpy.typing import NDArray
 
 from tiedgpt.data.shards import Shards
 from tiedgpt.errors import UserError
+from tiedgpt.files import format_count
 
 LARGEST_TABLE = 1_000_000
 """Maximum number of windows whose order is stored as a table; a longer order is computed."""
@@ -34,8 +35,8 @@ class Batches:
         _check_sizes(batch_size, n_positions)
         if len(tokens) < n_positions + 1:
             raise UserError(
-                f"the text has {len(tokens):,} tokens, and a context of {n_positions:,} needs "
-                f"{n_positions + 1:,}",
+                f"the text has {format_count(len(tokens), 'token')}, and a context of "
+                f"{n_positions:,} needs {n_positions + 1:,}",
                 hint="use a shorter --context or more text",
             )
         self.tokens = tokens

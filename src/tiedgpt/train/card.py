@@ -7,11 +7,10 @@ from collections.abc import Mapping
 from pathlib import Path, PurePath
 from typing import Any
 
-from tiedgpt.files import replacing
+from tiedgpt.files import format_count, replacing
 from tiedgpt.heads import Head
 from tiedgpt.train.objective import Model, body_of, predicts_tokens
 from tiedgpt.train.objectives import find_record
-from tiedgpt.train.options import format_count
 from tiedgpt.train.storage import RunDirectory, format_toml
 from tiedgpt.weights.formats.transformers import TIEDGPT, model_type_of
 from tiedgpt.weights.formats.transformers.writer import OUR_CARD
@@ -58,8 +57,9 @@ def write_card(
 
 {OUR_CARD}
 
-A GPT of {config.n_layer} blocks of width {config.n_embd} with {config.n_head} heads and
-{config.n_positions} positions: {count:,} parameters. {tie}.
+A GPT of {format_count(config.n_layer, "block")} of width {config.n_embd} with
+{format_count(config.n_head, "head")} and {config.n_positions} positions: {count:,} parameters.
+{tie}.
 
 {_describe_scores(tables, scores)}
 
@@ -96,7 +96,8 @@ def _describe_use(model: Model) -> str:
 def _describe_scores(tables: Mapping[str, Any], scores: Mapping[str, Any] | None) -> str:
     """Return a sentence with the final scores and the data that they were measured on."""
     if scores is None:
-        return f"Not scored: training was stopped (planned: {tables['training']['steps']:,} steps)."
+        planned = format_count(tables["training"]["steps"], "step")
+        return f"Not scored: training was stopped (planned: {planned})."
     measured = (
         f"{SCORES.get(key, key.removeprefix('val_').replace('_', ' '))} **{value:.4f}**"
         for key, value in scores.items()

@@ -49,12 +49,12 @@ from tiedgpt.data.prepare import (
     is_begun,
 )
 from tiedgpt.errors import CorruptInputError, UserError
-from tiedgpt.files import PREPARED, format_bytes, remove
+from tiedgpt.files import PREPARED, format_bytes, format_count, remove
 from tiedgpt.runtime import count_cores
 from tiedgpt.text import Tokenizer
 from tiedgpt.text.bpe import END_OF_TEXT
 from tiedgpt.train.objective import Arrays, ModelSetup, Objective, Pretrained, check_result
-from tiedgpt.train.options import AUTO, READING, TUNE_DROPOUT, TrainOptions, format_count
+from tiedgpt.train.options import AUTO, READING, TUNE_DROPOUT, TrainOptions
 from tiedgpt.train.planning import Facts, choose_vocabulary_size
 from tiedgpt.train.storage import RunDirectory
 
@@ -302,12 +302,14 @@ class TextData(Data):
         tokens, context = len(self.train), self.row_tokens
         if tokens < context + 1:
             raise UserError(
-                f"the training text has {tokens:,} tokens and the context is {context}",
+                f"the training text has {format_count(tokens, 'token')} and the context is "
+                f"{context}",
                 hint=f"use --context below {tokens} or more text",
             )
         if len(self.validation) < 2:
             raise UserError(
-                f"the validation text has {len(self.validation)} tokens, too few to predict one",
+                f"the validation text has {format_count(len(self.validation), 'token')}, too few "
+                "to predict one",
                 hint="use more text, or give --val",
             )
 
@@ -339,7 +341,8 @@ def open_text(
     held_out = f"{format_count(n_held_out, 'document')}, " if counts.documents > 1 else ""
     description = {
         "text": f"{format_count(counts.documents, 'document')}, {format_bytes(counts.utf8_bytes)}, "
-        f"{counts.tokens:,} tokens; to validate on: {held_out}{encoded.val.tokens:,} tokens",
+        f"{format_count(counts.tokens, 'token')}; to validate on: {held_out}"
+        f"{format_count(encoded.val.tokens, 'token')}",
         "tokens": f"{tokenizer.kind} vocabulary of {len(tokenizer):,}, "
         f"{counts.utf8_bytes / max(1, len(train)):.2f} bytes a token",
     }

@@ -17,6 +17,7 @@ from typing import Any, TypeVar
 import torch
 
 from tiedgpt.errors import DivergedError, NoRoomError, TiedGPTError
+from tiedgpt.files import format_count
 from tiedgpt.train.card import write_card
 from tiedgpt.train.checkpoint import (
     describe_origin,
@@ -249,18 +250,16 @@ class Trainer:
     def _halve_micro_batch(self) -> Replanned:
         """Go on with half of the rows at a time."""
         before, device = self.plan, self.processes.device
+        rows = format_count(before.micro_batch, "sequence")
         if before.micro_batch == 1 or self.processes.size > 1:
             raise NoRoomError(
-                f"{device} has no room for {before.micro_batch} sequences at a time",
+                f"{device} has no room for {rows} at a time",
                 hint="use a smaller --micro-batch, --recompute blocks, or a smaller model",
             )
         if device.type == "cuda":
             torch.cuda.empty_cache()
         plan = halve_micro_batch(before, self.step)
-        note = (
-            f"{device} has no room for {before.micro_batch} sequences at a time: "
-            f"{plan.micro_batch} from here on"
-        )
+        note = f"{device} has no room for {rows} at a time: {plan.micro_batch} from here on"
         return self._set_plan(plan, [note])
 
     def _pause(self) -> Iterator[Evaluated | Replanned]:

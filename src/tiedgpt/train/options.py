@@ -155,11 +155,6 @@ def parse_bytes(text: str) -> int:
     return size
 
 
-def format_count(count: float, noun: str) -> str:
-    """Return a count with its noun: `1 minute`, `2,400 documents`."""
-    return f"1 {noun}" if count == 1 else f"{count:,.10g} {noun}s"
-
-
 @dataclass(frozen=True, kw_only=True, eq=False, repr=False)
 class FileOptions:
     """How files of data are read."""

@@ -28,7 +28,7 @@ from typing import TYPE_CHECKING, Any, Literal, Self, get_args, get_type_hints
 
 from tiedgpt.core.config import GPTConfig
 from tiedgpt.errors import CorruptInputError, NoRoomError, UserError
-from tiedgpt.files import format_bytes
+from tiedgpt.files import format_bytes, format_count
 from tiedgpt.train.optim import OPTIMIZERS
 from tiedgpt.train.options import (
     AUTO,
@@ -39,7 +39,6 @@ from tiedgpt.train.options import (
     Keep,
     Schedule,
     TrainOptions,
-    format_count,
     parse_bytes,
 )
 
@@ -352,8 +351,8 @@ def require_rows(batch_size: int, n_processes: int) -> None:
     """Raise `UserError` for a batch with fewer rows than processes."""
     if batch_size < n_processes:
         raise UserError(
-            f"a batch of {batch_size} rows for {n_processes} processes: start fewer, or train with "
-            "a larger --batch-size"
+            f"a batch of {format_count(batch_size, 'row')} for {n_processes} processes: start "
+            "fewer, or train with a larger --batch-size"
         )
 
 
@@ -484,7 +483,8 @@ def choose_size(
     text_tokens = facts.text_tokens or 1
     if facts.text_bytes < MIN_TEXT_BYTES:
         raise UserError(
-            f"the training text has {facts.text_bytes} bytes, too few to learn anything from",
+            f"the training text has {format_count(facts.text_bytes, 'byte')}, too few to learn "
+            "anything from",
             hint="give more text",
         )
     minutes = options.minutes or DEFAULT_MINUTES
@@ -694,9 +694,10 @@ def explain_memory(config: GPTConfig, plan: Plan, facts: Facts, machine: Machine
         options += ["--recompute blocks"]
     options += ["more --memory"] if plan.memory is not None else []
     return NoRoomError(
-        f"a batch of {plan.batch_size:,} x {facts.row_tokens:,} tokens, {plan.micro_batch:,} "
-        f"sequences at a time, needs about {format_bytes(sum(parts.values()))}, "
-        f"{format_bytes(static)} of them for weights, gradients and optimizer state, and {room}",
+        f"a batch of {plan.batch_size:,} x {facts.row_tokens:,} tokens, "
+        f"{format_count(plan.micro_batch, 'sequence')} at a time, needs about "
+        f"{format_bytes(sum(parts.values()))}, {format_bytes(static)} of them for weights, "
+        f"gradients and optimizer state, and {room}",
         hint=f"use {', or '.join(options)}",
     )
 
@@ -719,7 +720,7 @@ def describe_memory(plan: Plan) -> str:
     """Return in words how a plan keeps to its memory limit."""
     mode = ", blocks recomputed in backward" if plan.recompute == "blocks" else ""
     limit = format_bytes(plan.memory or 0)
-    return f"{plan.micro_batch:,} sequences at a time{mode}, to stay in {limit}"
+    return f"{format_count(plan.micro_batch, 'sequence')} at a time{mode}, to stay in {limit}"
 
 
 # Time

@@ -18,6 +18,7 @@ import torch
 
 from tiedgpt.core.config import GPTConfig
 from tiedgpt.errors import DivergedError
+from tiedgpt.files import format_count
 from tiedgpt.runtime import count_cores, free_memory
 from tiedgpt.train.dataset import Data
 from tiedgpt.train.distributed import Processes
@@ -32,7 +33,7 @@ from tiedgpt.train.machine import (
 )
 from tiedgpt.train.objective import Model, Objective, body_of, try_objective
 from tiedgpt.train.optim.groups import make_optimizers
-from tiedgpt.train.options import DEFAULT_MINUTES, TrainOptions, format_count
+from tiedgpt.train.options import DEFAULT_MINUTES, TrainOptions
 from tiedgpt.train.planning import Machine, Plan
 from tiedgpt.train.step import Accelerate, find_missing, prepare_blocks, train_step
 
@@ -130,8 +131,8 @@ class SpeedMeasurement:
         if not self.compares_threads:
             if self.load is not None and not self.notes:
                 self.notes.append(
-                    f"this machine is busy ({self.load:.1f} processes on {count_cores()} cores): "
-                    "the measured speed may not last, and the plan follows the clock"
+                    f"{self._describe_load()}: the measured speed may not last, and the plan "
+                    "follows the clock"
                 )
             with cpu_threads(self.threads):
                 return self.measure(config, plan)
@@ -143,12 +144,15 @@ class SpeedMeasurement:
         self.threads = max(speeds, key=lambda threads: speeds[threads])
         (other,) = speeds.keys() - {self.threads}
         self.notes.append(
-            f"this machine is busy ({self.load:.1f} processes on {count_cores()} cores): training "
-            f"with {format_count(self.threads, 'thread')}, which is "
-            f"{speeds[self.threads] / speeds[other]:.2g} times as fast as {other}; --threads N "
-            "decides otherwise"
+            f"{self._describe_load()}: training with {format_count(self.threads, 'thread')}, "
+            f"which is {speeds[self.threads] / speeds[other]:.1f} times as fast as {other}; "
+            "--threads N decides otherwise"
         )
         return speeds[self.threads]
+
+    def _describe_load(self) -> str:
+        cores = format_count(count_cores(), "core")
+        return f"this machine is busy ({self.load:.1f} processes on {cores})"
 
 
 def measure_speed(

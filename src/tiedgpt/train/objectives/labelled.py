@@ -27,7 +27,7 @@ from tiedgpt.data.records import UnreadFields, unread_fields
 from tiedgpt.data.remarks import note_special_tokens, special_token_finder
 from tiedgpt.errors import UserError
 from tiedgpt.evaluate.perplexity import totals
-from tiedgpt.files import parse_records
+from tiedgpt.files import format_count, parse_records
 from tiedgpt.heads import Head, MultipleChoice, SequenceClassifier, pad
 from tiedgpt.heads.inputs import read_choices, read_text
 from tiedgpt.runtime import eval_mode
@@ -182,7 +182,7 @@ class Labelled(Objective):
                 yield self.collate(chosen[at : at + batch_size])
 
         longest = max(len(ids) for row in rows for ids in row.ids)
-        n_labels = f"; {len(self.labels)} labels" if self.labels else ""
+        n_labels = f"; {format_count(len(self.labels), 'label')}" if self.labels else ""
         return LabelData(
             batches=batches,
             held_out=read_held_out,

@@ -13,7 +13,7 @@ import torch
 from tiedgpt.core.config import GPTConfig
 from tiedgpt.core.model import GPT
 from tiedgpt.errors import UserError
-from tiedgpt.files import read_json, replacing, require_room, write_json, writing
+from tiedgpt.files import format_count, read_json, replacing, require_room, write_json, writing
 from tiedgpt.text.tokenizer import Tokenizer
 from tiedgpt.weights.checkpoint import StoredTensor
 from tiedgpt.weights.containers import write_safetensors
@@ -149,8 +149,8 @@ tags: [{model_type_of(config).name}]
 {OUR_CARD}
 
 {config.parameter_count():,} parameters; {tie}.
-{config.n_layer} blocks of width {config.n_embd} with {config.n_head} heads;
-{config.n_positions} positions{peculiarities(config)}.
+{format_count(config.n_layer, "block")} of width {config.n_embd} with
+{format_count(config.n_head, "head")}; {config.n_positions} positions{peculiarities(config)}.
 
 Load it with `tiedgpt` (`GPT.from_pretrained(directory)`){loads}
 """
