@@ -18,17 +18,17 @@ from torch import Tensor, nn
 from tiedgpt.core.config import GPTConfig
 from tiedgpt.core.model import GPT
 from tiedgpt.errors import CorruptInputError, UserError
-from tiedgpt.weights.formats.transformers import BODY_PREFIX, TIEDGPT, model_type_of
+from tiedgpt.weights.formats.transformers import TIEDGPT, model_type_of
 from tiedgpt.weights.formats.transformers.writer import (
     OUR_CARD,
     describe,
     tensors_of,
     write_directory,
 )
-from tiedgpt.weights.gpt import OTHER_HEADS
 from tiedgpt.weights.load import load
 from tiedgpt.weights.sources import open_checkpoint
 from tiedgpt.weights.torch_file import stored_tensor
+from tiedgpt.weights.wrappers import BODY_PREFIX, OTHER_HEADS
 
 
 class Head(nn.Module):

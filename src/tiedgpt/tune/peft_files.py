@@ -33,8 +33,9 @@ from tiedgpt.heads import Head
 from tiedgpt.tune.adapters import Size, adapt, adapted_layers
 from tiedgpt.tune.freezing import Model, TrainableParameters, gpt_of, predicts_with_w
 from tiedgpt.weights.containers import read_safetensors, write_safetensors
-from tiedgpt.weights.formats.transformers import BODY_PREFIX, model_type_of, to_file
+from tiedgpt.weights.formats.transformers import model_type_of, to_file
 from tiedgpt.weights.torch_file import stored_tensor
+from tiedgpt.weights.wrappers import BODY_PREFIX
 
 CONFIG, TENSORS = "adapter_config.json", "adapter_model.safetensors"
 PREFIX, BASE = "base_model.model.", "tiedgpt_base"

@@ -8,7 +8,6 @@ and are decoded to floats on request, so that copying is exact and numpy needs n
 from __future__ import annotations
 
 import math
-import re
 from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -29,11 +28,6 @@ if TYPE_CHECKING:
 EMBEDDING = "wte.weight"
 HEAD = "head.weight"
 TIE_KEY = "tie_word_embeddings"
-_PARTS = r"(?:_orig_mod|_checkpoint_wrapped_module|_fsdp_wrapped_module)\."
-WRAPPERS = re.compile(rf"^(?:module\.|{_PARTS})+|(?<=\.){_PARTS}")
-"""Parts of parameter names that torch.compile, activation checkpointing and DDP insert."""
-ADAPTER = re.compile(r"lora_A|\.lora_")
-"""Parts of parameter names that adapters insert."""
 Native = NDArray[Any]
 Read = Callable[[int, int, int, int], Native]
 """(first row, end row, first column, end column) -> that block in native integers."""
@@ -342,27 +336,3 @@ def _size(config: Mapping[str, Any], *keys: str) -> int | None:
     config = {**inner, **config} if isinstance(inner, dict) else config
     sizes = (config.get(key) for key in keys)
     return next((size for size in sizes if type(size) is int and size > 0), None)
-
-
-def without_wrappers(checkpoint: Checkpoint) -> Checkpoint:
-    """Rename the tensors as in the unwrapped module.
-
-    Raises `UserError` for an adapter, or a model with an unmerged adapter.
-    """
-    if not any(WRAPPERS.search(name) or ADAPTER.search(name) for name in checkpoint.tensors):
-        return checkpoint
-    tensors: dict[str, StoredTensor] = {}
-    for name, tensor in checkpoint.tensors.items():
-        if ADAPTER.search(name):
-            raise UserError(
-                f"{checkpoint.source} holds an adapter ({printable(name)[:80]})",
-                hint="merge it into its model first, with `tiedgpt convert MODEL DEST --adapter "
-                "DIRECTORY`",
-            )
-        bare = WRAPPERS.sub("", name)
-        if bare in tensors:
-            raise CorruptInputError(
-                f"{checkpoint.source} holds {printable(bare)} twice, with and without a prefix"
-            )
-        tensors[bare] = tensor if bare == name else replace(tensor, name=bare)
-    return replace(checkpoint, tensors=tensors)

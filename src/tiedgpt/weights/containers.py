@@ -26,11 +26,11 @@ from tiedgpt.weights.checkpoint import (
     Checkpoint,
     StoredTensor,
     tensor_in_file,
-    without_wrappers,
 )
 from tiedgpt.weights.registry import head_of
+from tiedgpt.weights.wrappers import without_wrappers
 
-SUFFIXES = (".safetensors", ".pt", ".pth", ".bin")
+SUFFIXES = (".safetensors", ".pt", ".pth", ".bin", ".ckpt")
 INDEX = ".index.json"
 BEGINS = re.compile(rb".{4}\0{4}\{|PK|\x80[\x02-\x05]", re.DOTALL)
 """The first bytes of safetensors (as `is_safetensors`), of a zip file and of a pickle."""
@@ -46,14 +46,17 @@ def detect(path: Path, head: bytes) -> bool:
 
 def open_container(path: Path) -> Checkpoint:
     """Return all tensors of a file, or of the shards that an index lists; only headers are read."""
-    if path.name.endswith(INDEX):
-        return _open_index(path)
+    return without_wrappers(_open_index(path) if path.name.endswith(INDEX) else _open_file(path))
+
+
+def _open_file(path: Path) -> Checkpoint:
+    """Open a file of tensors under the names in it."""
     if path.suffix != ".safetensors" and not is_safetensors(head_of(path)):
         from tiedgpt.weights.torch_file import read_torch_file
 
-        return without_wrappers(read_torch_file(path))
+        return read_torch_file(path)
     tensors, _ = read_safetensors(path)
-    return without_wrappers(Checkpoint(path, "safetensors", tensors, files=(path,)))
+    return Checkpoint(path, "safetensors", tensors, files=(path,))
 
 
 def _open_index(path: Path) -> Checkpoint:
@@ -67,7 +70,7 @@ def _open_index(path: Path) -> Checkpoint:
         if shard.endswith(INDEX):
             raise CorruptInputError(f"{path} names an index as a shard: {shard[:80]!r}")
         file = beside(path, shard, links=True)
-        opened = open_container(file)
+        opened = _open_file(file)
         if twice := tensors.keys() & opened.tensors.keys():
             raise CorruptInputError(f"{path}: two shards hold {min(twice)!r}")
         tensors |= opened.tensors

@@ -17,11 +17,10 @@ from typing import Any
 from tiedgpt.core.config import GPTConfig
 from tiedgpt.errors import CorruptInputError, UserError
 from tiedgpt.weights.checkpoint import EMBEDDING, HEAD, TIE_KEY, Checkpoint, StoredTensor, printable
+from tiedgpt.weights.wrappers import OTHER_HEADS, find_nested_gpt
 
 DROPOUTS = ("embd_pdrop", "attn_pdrop", "resid_pdrop")
 """Fields that the caller may change: the file states how it was trained, not how it must run."""
-OTHER_HEADS = ("score.", "classifier.", "multiple_choice_head.", "qa_outputs.")
-"""Prefixes of the tensors of classifiers on a GPT; `tiedgpt.heads` loads them."""
 SLACK_BYTES = 1 << 20
 MAX_NAME_LENGTH = 200
 
@@ -67,6 +66,14 @@ def to_gpt(checkpoint: Checkpoint, leave_out: Callable[[str], bool] | None = Non
             shape = f"must be a matrix (V, D), got {matrix.shape}"
             raise CorruptInputError(f"{source}: {name} {shape}")
     if not matrices:
+        nested = find_nested_gpt(checkpoint.tensors)
+        if nested is not None:
+            prefix, other = map(printable, nested)
+            raise CorruptInputError(
+                f"{source} holds a GPT, named {prefix[:80]}*, inside a model that has other "
+                f"tensors, such as {other[:MAX_NAME_LENGTH]}",
+                hint="save the GPT's own state_dict()",
+            )
         raise CorruptInputError(f"{source}: {EMBEDDING} is missing; this is no GPT")
     return gpt
 

@@ -1,8 +1,9 @@
 """Files of torch.save, opened by `torch.load(weights_only=True, mmap=True)`.
 
-The state dict may lie under "model", "state_dict", "model_state_dict" or "module". Two names on one
-storage stay one storage. Plain values that nanoGPT's checkpoints keep next to it ("model_args",
-"config") are the checkpoint's config. No code in a pickle is ever run.
+The state dict may lie under "model", "state_dict", "model_state_dict" or "module", or else in the
+inner dictionary with the most tensors. Two names on one storage stay one storage. Plain values that
+nanoGPT's checkpoints keep next to it ("model_args", "config") are the checkpoint's config. No code
+in a pickle is ever run.
 """
 
 from __future__ import annotations
@@ -138,13 +139,15 @@ def _state_dict(path: Path, value: Any) -> dict[str, Tensor]:
     Raises `CorruptInputError` if none exists or a tensor does not fit its storage or the file,
     `UserError` for tensors that are not dense.
     """
-    import torch
-
     for _ in range(4):
         if not isinstance(value, Mapping):
             break
-        nested = next((value[key] for key in NESTED if isinstance(value.get(key), Mapping)), None)
-        items = {key: item for key, item in value.items() if isinstance(item, torch.Tensor)}
+        items = _tensors_in(value)
+        inner = {key: item for key, item in value.items() if isinstance(item, Mapping)}
+        nested = next((inner[key] for key in NESTED if key in inner), None)
+        if nested is None:
+            largest = max(inner.values(), key=lambda item: len(_tensors_in(item)), default={})
+            nested = largest if len(_tensors_in(largest)) > len(items) else None
         if nested is None and items:
             names = (str(key).encode(errors="backslashreplace").decode() for key in items)
             state = dict(zip(names, items.values(), strict=True))
@@ -153,6 +156,12 @@ def _state_dict(path: Path, value: Any) -> dict[str, Tensor]:
             return state
         value = nested
     raise CorruptInputError(f"{path} holds no state dict: names of tensors are expected")
+
+
+def _tensors_in(value: Mapping[Any, Any]) -> dict[Any, Tensor]:
+    import torch
+
+    return {key: item for key, item in value.items() if isinstance(item, torch.Tensor)}
 
 
 def _check_tensor(path: Path, name: str, tensor: Tensor) -> None:

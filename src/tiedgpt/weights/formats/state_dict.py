@@ -11,9 +11,10 @@ from collections.abc import Mapping
 
 from tiedgpt.weights.checkpoint import EMBEDDING, HEAD, Checkpoint, Claim, StoredTensor
 from tiedgpt.weights.containers import detect, open_container
-from tiedgpt.weights.formats.transformers import BODY_PREFIX, our_tensors
+from tiedgpt.weights.formats.transformers import our_tensors
 from tiedgpt.weights.gpt import GPTCheckpoint
 from tiedgpt.weights.registry import Format
+from tiedgpt.weights.wrappers import BODY_PREFIX
 
 ACTIVATION = "gelu_new"
 NOTE = (

@@ -9,7 +9,7 @@ transformers computes. `writer.py` writes such directories.
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
@@ -22,17 +22,19 @@ from tiedgpt.weights.checkpoint import (
     StoredTensor,
     claim_in,
     printable,
-    without_wrappers,
 )
 from tiedgpt.weights.containers import SUFFIXES, detect, open_container
 from tiedgpt.weights.gpt import GPTCheckpoint
 from tiedgpt.weights.registry import Format, Writer, defer
+from tiedgpt.weights.wrappers import BODY_PREFIX, without_wrappers
 
 if TYPE_CHECKING:
     from torch import nn
 
 FIELDS = tuple(GPTConfig.__dataclass_fields__)
-BODY_PREFIX, LM_HEAD = "transformer.", "lm_head.weight"
+LM_HEAD = "lm_head.weight"
+OLD_LM_HEAD = "lm_head.decoder.weight"
+"""Name before 2019, in the files of DialoGPT's authors."""
 MASK_BUFFERS = re.compile(r"h\.\d+\.attn\.(bias|masked_bias)")
 """Causal masks in files of old versions; they are not parameters."""
 CONV1D = re.compile(r"h\.\d+\.(attn|mlp)\.c_\w+\.weight")
@@ -119,24 +121,31 @@ def detect_checkpoint(checkpoint: Checkpoint) -> bool:
 def open_module(module: nn.Module) -> Checkpoint:
     """Return a model of transformers in memory as a checkpoint; nothing is copied yet.
 
-    Raises `UserError` for any other module.
+    It may lie inside modules that add no parameters. Raises `UserError` for any other module.
     """
     from tiedgpt.weights.torch_file import stored_tensor
 
-    to_dict = getattr(getattr(module, "config", None), "to_dict", None)
-    if not callable(to_dict):
+    models = (child for child in module.modules() if callable(_to_dict(child)))
+    model = next(models, module)
+    to_dict = _to_dict(model)
+    if to_dict is None or len(list(model.parameters())) < len(list(module.parameters())):
         raise UserError(
             f"{type(module).__name__} is no model of transformers",
             hint=f"give a path, a hub name, or a {GPT2.architecture} or {GPT1.architecture}",
         )
     tensors = {
         name: stored_tensor(name, parameter)
-        for name, parameter in module.named_parameters(remove_duplicate=False)
+        for name, parameter in model.named_parameters(remove_duplicate=False)
     }
     config, name = to_dict(), f"the {type(module).__name__} in memory"
     claim = claim_in(config, "its config") or Claim()
     checkpoint = Checkpoint(name, "module", tensors, config=config, claim=claim, format=FORMAT)
     return without_wrappers(replace(checkpoint, in_memory=True))
+
+
+def _to_dict(module: nn.Module) -> Callable[[], dict[str, Any]] | None:
+    """Return the method of a model of transformers that describes its config, or None."""
+    return getattr(getattr(module, "config", None), "to_dict", None)
 
 
 def to_gpt(checkpoint: Checkpoint) -> GPTCheckpoint:
@@ -163,7 +172,8 @@ def our_tensors(checkpoint: Checkpoint, model_type: ModelType = GPT2) -> dict[st
 
     Raises `CorruptInputError` where a tensor has two names.
     """
-    names = {stored: ours for ours, stored in model_type.tensor_names.items()} | {LM_HEAD: HEAD}
+    names = {stored: ours for ours, stored in model_type.tensor_names.items()}
+    names |= {LM_HEAD: HEAD, OLD_LM_HEAD: HEAD}
     ours: dict[str, StoredTensor] = {}
     for name, tensor in checkpoint.tensors.items():
         name = name.removeprefix(BODY_PREFIX)
@@ -257,7 +267,7 @@ FORMAT = Format(
     hub_patterns=(
         ("*.safetensors", "*.safetensors.index.json"),
         ("pytorch_model*.bin", "pytorch_model*.bin.index.json"),
-        ("*.pt", "*.pth", "*.bin"),
+        ("*.pt", "*.pth", "*.bin", "*.ckpt"),
     ),
     writer=Writer(
         write=defer("transformers.writer", "write"), program="a Hugging Face directory",
