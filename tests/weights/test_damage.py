@@ -401,8 +401,8 @@ FALSE_CONFIGS = [
     *(
         ("safetensors", values, USERS, next(iter(values)))
         for values in (
-            {"add_cross_attention": True}, {"scale_attn_by_inverse_layer_idx": True},
-            {"scale_attn_weights": False}, {"quantization_config": {"bits": 8}},
+            {"add_cross_attention": True}, {"scale_attn_by_inverse_layer_idx": 1},
+            {"scale_attn_weights": 0.5}, {"quantization_config": {"bits": 8}},
         )
     ),
     *(

@@ -36,7 +36,7 @@ def with_prefix(state: dict, chain: str, inner: str = "") -> dict:
 
 
 def lightning(path, state, peer):
-    """As a LightningModule's `trainer.save_checkpoint` writes it."""
+    """Write a file as the `save_checkpoint` of Lightning's trainer does."""
     counters = {"epoch": 1, "global_step": 3, "pytorch-lightning_version": "2.5.0"}
     moments = [{"state": {0: {"exp_avg": torch.zeros(3)}}, "param_groups": [{"lr": 1e-3}]}]
     torch.save(counters | {"state_dict": state, "optimizer_states": moments}, path / "last.ckpt")

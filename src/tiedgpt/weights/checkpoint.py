@@ -132,6 +132,24 @@ class StoredTensor:
             read=None if self.read is None or self.dtype in QUANTIZED else read,
         )  # fmt: skip
 
+    def scale_columns(self, n: int, factor: float) -> StoredTensor:
+        """Return the tensor with its first `n` columns multiplied, in its own type.
+
+        A tensor of another type than `FLOATS` is returned unchanged: its reader refuses it.
+        """
+        if self.read is None or self.dtype not in FLOATS:
+            return self
+
+        def read(first: int, end: int, low: int, high: int) -> Native:
+            import torch
+
+            block = torch.from_numpy(np.array(self.native(first, end, low, high)))
+            block.view(getattr(torch, self.dtype))[:, : max(0, n - low)] *= factor
+            return block.numpy()
+
+        scaled_storage = replace(self.storage, place=(self.storage.place, n, factor))
+        return replace(self, read=read, storage=scaled_storage)
+
     def first_rows(self, n: int) -> StoredTensor:
         """Return the first `n` rows of a matrix as a tensor."""
         n_bytes = n * self.n_bytes // max(1, self.shape[0])
@@ -321,8 +339,9 @@ class Checkpoint:
 
 def claim_in(config: Mapping[str, Any], source: str | Path) -> Claim | None:
     """Return the claim of a config about the head, or None; `source` is its file."""
-    inner = config.get("text_config")
-    is_tied = config.get(TIE_KEY, inner.get(TIE_KEY) if isinstance(inner, dict) else None)
+    inner, is_tied = config.get("text_config"), config.get(TIE_KEY)
+    if is_tied is None and isinstance(inner, dict):
+        is_tied = inner.get(TIE_KEY)
     if is_tied is None:
         return None
     if not isinstance(is_tied, bool):

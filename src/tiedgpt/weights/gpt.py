@@ -203,9 +203,9 @@ def _build_config(
             f"{path} does not say how many heads it has, and shapes do not tell",
             hint="give n_head (--n-head)",
         )
-    note = _drop_foreign_ids(fields)
+    notes = _drop_foreign_ids(fields)
     try:
-        return GPTConfig(**fields), note
+        return GPTConfig(**fields), notes
     except UserError as error:
         if any(name in str(error) for name in extra):  # the argument is wrong, not the file
             raise UserError(f"{path}: {error}") from None
@@ -213,17 +213,26 @@ def _build_config(
 
 
 def _drop_foreign_ids(fields: dict[str, Any]) -> list[str]:
-    """Drop special ids outside the vocabulary (transformers' default 50256); return a note."""
-    dropped = []
+    """Keep one special id of each kind, inside the vocabulary; return notes on the others.
+
+    transformers' default, 50256, lies outside small vocabularies. Of a list the first id is the
+    model's own.
+    """
+    dropped, notes = [], []
     for name in ("bos_token_id", "eos_token_id"):
         value = fields.get(name)
-        if isinstance(value, list):  # some configs list several ends; the first is the model's own
-            fields[name] = value = value[0] if value else None
-        if type(value) is int and not 0 <= value < fields["vocab_size"]:
-            fields[name] = None
-            dropped.append(f"{name}={value}")
-    outside = f"outside this model's vocabulary of {fields['vocab_size']} tokens: dropped"
-    return [f"{' and '.join(dropped)} {outside}"] if dropped else []
+        ids = value if isinstance(value, list) else [value]
+        outside = [id for id in ids if type(id) is int and not 0 <= id < fields["vocab_size"]]
+        dropped += [f"{name}={id}" for id in outside]
+        inside = [id for id in ids if id not in outside]
+        if len(inside) > 1:
+            others = ", ".join(map(str, inside[1:]))
+            notes.append(f"{name} is {inside[0]}, the first of several; {others} is no {name} here")
+        fields[name] = inside[0] if inside else None
+    if dropped:
+        vocabulary = f"outside this model's vocabulary of {fields['vocab_size']} tokens: dropped"
+        notes.append(f"{' and '.join(dropped)} {vocabulary}")
+    return notes
 
 
 def _check_tensors(

@@ -1,9 +1,8 @@
-"""Names of parameters without the names of the modules around a GPT.
+"""Remove the names of wrapping modules from the names of parameters.
 
-Trainers wrap a model in modules of their own, and their checkpoints keep those modules' names:
-`_orig_mod.` (torch.compile), `module.` (DDP, DeepSpeed), `_module.` (Opacus), `_forward_module.`
-(Fabric), `model.`, `net.` (an attribute of a LightningModule). Whatever they are called, they come
-off where all tensors but the head's lie below them and the rest is a layout of GPT-2 or GPT-1.
+Checkpoints of trainers name the modules around a model: `_orig_mod.` (torch.compile), `module.`
+(DDP, DeepSpeed), `_module.` (Opacus), `_forward_module.` (Fabric), `model.` or `net.` (an attribute
+of a LightningModule). Any such prefix is removed if it leaves the names of a GPT-2 or a GPT-1.
 """
 
 from __future__ import annotations

@@ -31,6 +31,8 @@ from tiedgpt.weights.wrappers import BODY_PREFIX, without_wrappers
 if TYPE_CHECKING:
     from torch import nn
 
+DEFAULT_N_HEAD = 12
+"""Number of heads that transformers takes for a config without one."""
 FIELDS = tuple(GPTConfig.__dataclass_fields__)
 LM_HEAD = "lm_head.weight"
 OLD_LM_HEAD = "lm_head.decoder.weight"
@@ -85,16 +87,24 @@ NEUTRAL: dict[str, tuple[Any, ...]] = {
     "is_encoder_decoder": (False,),
     "scale_attn_weights": (True,),
     "scale_attn_by_inverse_layer_idx": (False,),
-    "pruned_heads": ({}, None),
-    "quantization_config": (None,),
+    "pruned_heads": ({},),
+    "quantization_config": (),
 }
-"""Keys of config.json that change the computation, with the values under which it is ours."""
+"""Keys of config.json that change the computation, with the neutral values besides null."""
+QUERIES = re.compile(r"h\.(\d{1,6})\.attn\.c_attn\.(weight|bias)")
+"""Our names of the tensors that make queries, in their first D columns, keys and values."""
 ALIASES = {
     "hidden_size": "n_embd", "max_position_embeddings": "n_positions",
     "num_attention_heads": "n_head", "num_hidden_layers": "n_layer",
 }  # fmt: skip
 """Other names under which transformers takes the same keys."""
-SAME_ACTIVATIONS = {"gelu_pytorch_tanh": "gelu_new", "gelu_fast": "gelu_new", "swish": "silu"}
+SAME_ACTIVATIONS = {
+    **dict.fromkeys(
+        ("gelu_pytorch_tanh", "gelu_python_tanh", "gelu_fast", "gelu_accurate"), "gelu_new"
+    ),
+    "gelu_python": "gelu", "swish": "silu",
+}  # fmt: skip
+"""Other names and computations of the same functions in transformers."""
 
 
 def model_type_of(config: GPTConfig) -> ModelType:
@@ -149,22 +159,57 @@ def _to_dict(module: nn.Module) -> Callable[[], dict[str, Any]] | None:
 
 
 def to_gpt(checkpoint: Checkpoint) -> GPTCheckpoint:
-    """Return the GPT, without mask buffers."""
-    fields, foreign = config_fields(checkpoint.config)
-    model_type = MODEL_TYPES[checkpoint.config.get("model_type", GPT2.name)]
+    """Return the GPT, without mask buffers, and with a plain attention."""
+    config, notes = dict(checkpoint.config), list[str]()
+    scales = _attention_scales(config)
+    fields, foreign = config_fields(config | dict.fromkeys(scales))
+    model_type = MODEL_TYPES[config.get("model_type") or GPT2.name]
     tensors = our_tensors(checkpoint, model_type)
+    if scales:
+        tensors = _scale_queries(tensors, scales, fields.get("n_head", DEFAULT_N_HEAD))
+        notes.append(
+            f"{' and '.join(scales)} of config.json scaled the attention; the queries' weights "
+            "now hold the scale, so that it is saved as a plain GPT-2 of the same function"
+        )
     tensors |= {n: t.transpose() for n, t in tensors.items() if CONV1D.fullmatch(n)}
-    notes: tuple[str, ...] = ()
     if fields.get("bias") is False:  # then they are zeros that transformers' classes need
         biases = [tensors[name] for name in tensors if BODY_BIAS.fullmatch(name)]
         if any(t.is_decodable and t.rows(0, t.matrix_shape[0]).any() for t in biases):
             fields["bias"] = True
-            notes = ("config.json claims no biases, some are not zero: they are kept",)
+            notes.append("config.json claims no biases, some are not zero: they are kept")
         else:
             tensors = {n: tensor for n, tensor in tensors.items() if not BODY_BIAS.fullmatch(n)}
-    assumed = {"n_head": 12} if "model_type" in checkpoint.config else {}  # as transformers
+    assumed = {"n_head": DEFAULT_N_HEAD} if config.get("model_type") else {}
     layout = "tiedgpt" if model_type is TIEDGPT else f"transformers {model_type.name}"
-    return GPTCheckpoint(layout, fields, tensors, assumed, foreign, notes)
+    return GPTCheckpoint(layout, fields, tensors, assumed, foreign, tuple(notes))
+
+
+def _attention_scales(config: Mapping[str, Any]) -> list[str]:
+    """Return the keys by which a GPT-2's attention has another scale than 1 / sqrt(D / H)."""
+    if config.get("model_type", GPT2.name) != GPT2.name:
+        return []
+    scales = {"scale_attn_weights": False, "scale_attn_by_inverse_layer_idx": True}
+    return [key for key, value in scales.items() if config.get(key) is value]
+
+
+def _scale_queries(
+    tensors: Mapping[str, StoredTensor], scales: list[str], n_head: object
+) -> dict[str, StoredTensor]:
+    """Return the tensors with the attention's scale in the queries' weights and biases.
+
+    The scale is a plain attention's 1 / sqrt(D / H), divided by the number of the layer from 1 on
+    (Mistral's GPT-2s, `scale_attn_by_inverse_layer_idx`), or none (`scale_attn_weights` false).
+    """
+    scaled = dict(tensors)
+    for name, tensor in tensors.items():
+        if match := QUERIES.fullmatch(name):
+            width, factor = tensor.matrix_shape[1] // 3, 1.0
+            if "scale_attn_weights" in scales and isinstance(n_head, int) and n_head > 0:
+                factor = (width / n_head) ** 0.5
+            if "scale_attn_by_inverse_layer_idx" in scales:
+                factor /= int(match[1]) + 1
+            scaled[name] = tensor.scale_columns(width, factor)
+    return scaled
 
 
 def our_tensors(checkpoint: Checkpoint, model_type: ModelType = GPT2) -> dict[str, StoredTensor]:
@@ -191,25 +236,28 @@ def config_fields(config: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, 
     """Split a config.json into our fields and the keys that change nothing here.
 
     The latter are kept and saved again. Raises `UserError` for another family's model, or a key
-    that changes the computation and that no GPT here has.
+    that changes the computation and that no GPT here has. A null is as an absent key.
     """
-    name = config.get("model_type", GPT2.name)
+    name = config.get("model_type")
+    name = GPT2.name if name is None else name
     if not isinstance(name, str) or name not in MODEL_TYPES:
         raise UserError(
             f"this is a {name!r} model; tiedgpt runs the GPT family: {', '.join(MODEL_TYPES)}"
         )
     model_type = MODEL_TYPES[name]
+    names = {model_type.config_names.get(ours, ours): ours for ours in model_type.fields}
+    keys_read = {*names, *ALIASES, *NEUTRAL, "model_type"}
+    config = {k: value for k, value in config.items() if value is not None or k not in keys_read}
     for key, neutral in NEUTRAL.items():
-        if config.get(key, neutral[0]) not in neutral:
+        if key in config and config[key] not in neutral:
             raise UserError(
                 f"the model's config has {key}={config[key]!r}, which changes the computation and "
-                "is not built here"
+                "is not built here",
+                hint="run it with transformers",
             )
-    config = dict(config)
     for alias, key in ALIASES.items():
         if alias in config and config.setdefault(key, config[alias]) != config.pop(alias):
             raise CorruptInputError(f"the model's config has two different {key} (as {alias})")
-    names = {model_type.config_names.get(ours, ours): ours for ours in model_type.fields}
     fields = {ours: config.pop(stored) for stored, ours in names.items() if stored in config}
     if "activation_function" in fields:
         table = {stored: ours for ours, stored in model_type.activations.items()} | SAME_ACTIVATIONS
