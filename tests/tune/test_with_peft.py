@@ -1,8 +1,11 @@
 """The PEFT package loads our adapters, and its adapters load here."""
 
+import json
+
 import pytest
 import torch
 
+from tests.conftest import random_gpt
 from tests.tune.test_adapters import drawn
 from tiedgpt import GPT
 from tiedgpt.errors import UserError
@@ -11,12 +14,13 @@ from tiedgpt.infer import Engine
 from tiedgpt.tie import add_tokens, untie
 from tiedgpt.tune import load_adapter, lora, merge, save_adapter
 from tiedgpt.tune.adapters import BLOCKS
+from tiedgpt.weights.load import CheckpointWarning
 
-pytestmark = [pytest.mark.slow, pytest.mark.filterwarnings("ignore")]  # theirs
+pytestmark = [pytest.mark.slow, pytest.mark.filterwarnings("ignore")]  # of peft
 
 
 @pytest.fixture
-def theirs(tiny, tmp_path):
+def load_peer(tiny, tmp_path):
     """Make transformers' GPT-2 of the same weights."""
 
     def made(model=tiny, cls="AutoModelForCausalLM"):
@@ -27,18 +31,18 @@ def theirs(tiny, tmp_path):
     return made
 
 
-def close(ours, theirs):
-    torch.testing.assert_close(ours, theirs, rtol=1e-5, atol=1e-5 * float(theirs.abs().max()))
+def close(ours, expected):
+    torch.testing.assert_close(ours, expected, rtol=1e-5, atol=1e-5 * float(expected.abs().max()))
 
 
 @pytest.mark.parametrize("case", ["blocks", "some", "rows", "untied"])
-def test_our_adapter_is_the_same_in_peft_loaded_and_merged(tiny, theirs, ids, case, tmp_path):
+def test_our_adapter_is_the_same_in_peft_loaded_and_merged(tiny, load_peer, ids, case, tmp_path):
     peft = pytest.importorskip("peft")
     if case == "rows":
         add_tokens(tiny, 2)
     if case == "untied":
         untie(tiny)
-    base = theirs()
+    base = load_peer()
     targets = {"some": ["h.1.mlp.c_fc", "h.0.attn.c_attn"], "untied": [*BLOCKS, "wte", "head"]}
     tokens = [97, 98] if case == "rows" else []
     lora(tiny, rank=3, targets=targets.get(case, BLOCKS), tokens=tokens)
@@ -52,9 +56,9 @@ def test_our_adapter_is_the_same_in_peft_loaded_and_merged(tiny, theirs, ids, ca
     close(merged(ids).logits, tiny(ids))
 
 
-def test_an_adapter_of_w_loads_in_peft_and_must_be_merged_here(tiny, theirs, ids, tmp_path):
+def test_an_adapter_of_w_loads_in_peft_and_must_be_merged_here(tiny, load_peer, ids, tmp_path):
     peft = pytest.importorskip("peft")
-    base = theirs()
+    base = load_peer()
     lora(tiny, targets=["wte", "attn.c_attn"])
     drawn(tiny)
     (note,) = save_adapter(tiny, tmp_path / "a")
@@ -85,10 +89,10 @@ CASES = {
 
 
 @pytest.mark.parametrize("case", CASES)
-def test_pefts_adapter_is_the_same_here_loaded_and_merged(tiny, theirs, ids, case, tmp_path):
+def test_pefts_adapter_is_the_same_here_loaded_and_merged(tiny, load_peer, ids, case, tmp_path):
     peft = pytest.importorskip("peft")
     config = peft.LoraConfig(task_type="CAUSAL_LM", r=4, fan_in_fan_out=True, **CASES[case])
-    adapted = drawn(peft.get_peft_model(theirs(), config)).eval()
+    adapted = drawn(peft.get_peft_model(load_peer(), config)).eval()
     ids[:, 2:4] = torch.tensor([9, 3])
     logits = adapted(ids).logits
     adapted.save_pretrained(tmp_path / "a")
@@ -110,19 +114,19 @@ def test_pefts_adapter_is_the_same_here_loaded_and_merged(tiny, theirs, ids, cas
         ({"bias": "all"}, "bias"),
     ],
 )
-def test_pefts_other_kinds_are_refused(tiny, theirs, given, field, tmp_path):
+def test_pefts_other_kinds_are_refused(tiny, load_peer, given, field, tmp_path):
     peft = pytest.importorskip("peft")
     config = peft.LoraConfig(task_type="CAUSAL_LM", target_modules=["c_attn"], **given)
-    peft.get_peft_model(theirs(), config).save_pretrained(tmp_path / "a")
+    peft.get_peft_model(load_peer(), config).save_pretrained(tmp_path / "a")
     with pytest.raises(UserError, match=field):
         load_adapter(tiny, tmp_path / "a")
 
 
-def test_a_classifiers_adapter_loads_in_peft(tiny, theirs, ids, tmp_path):
+def test_a_classifiers_adapter_loads_in_peft(tiny, load_peer, ids, tmp_path):
     peft = pytest.importorskip("peft")
     torch.manual_seed(0)
     model = SequenceClassifier(tiny, labels=["a", "b", "c"]).eval()
-    base = theirs(model, "AutoModelForSequenceClassification")
+    base = load_peer(model, "AutoModelForSequenceClassification")
     lora(model)
     drawn(model)
     save_adapter(model, tmp_path / "a")
@@ -130,11 +134,11 @@ def test_a_classifiers_adapter_loads_in_peft(tiny, theirs, ids, tmp_path):
     close(adapted(ids[:1]).logits, model(ids[:1], torch.tensor([ids.shape[1]])))
 
 
-def test_pefts_classifier_adapter_loads_here(tiny, theirs, ids, tmp_path):
+def test_pefts_classifier_adapter_loads_here(tiny, load_peer, ids, tmp_path):
     peft = pytest.importorskip("peft")
     torch.manual_seed(0)
     model = SequenceClassifier(tiny, labels=["a", "b", "c"]).eval()
-    base = theirs(model, "AutoModelForSequenceClassification")
+    base = load_peer(model, "AutoModelForSequenceClassification")
     config = peft.LoraConfig(task_type="SEQ_CLS", target_modules=["c_attn", "c_proj"])
     adapted = drawn(peft.get_peft_model(base, config)).eval()
     adapted.save_pretrained(tmp_path / "a")
@@ -143,10 +147,10 @@ def test_pefts_classifier_adapter_loads_here(tiny, theirs, ids, tmp_path):
 
 
 def test_peft_trains_the_saved_model_in_transformers_and_the_adapter_loads_here(
-    tiny, theirs, ids, tmp_path
+    tiny, load_peer, ids, tmp_path
 ):
     peft = pytest.importorskip("peft")
-    model = peft.get_peft_model(theirs(), peft.LoraConfig(task_type="CAUSAL_LM", r=4))
+    model = peft.get_peft_model(load_peer(), peft.LoraConfig(task_type="CAUSAL_LM", r=4))
     moving = [p for p in model.parameters() if p.requires_grad]
     optimizer = torch.optim.AdamW(moving, lr=0.05)
     for _ in range(3):
@@ -161,3 +165,100 @@ def test_peft_trains_the_saved_model_in_transformers_and_the_adapter_loads_here(
     close(tiny(ids), logits)
     model.merge_and_unload().save_pretrained(tmp_path / "merged")
     close(GPT.from_pretrained(tmp_path / "merged")(ids), logits)
+
+
+def peer_with(tiny, tmp_path, **config):
+    """Save a base and return transformers' model of it with other entries of config.json."""
+    transformers = pytest.importorskip("transformers")
+    tiny.save_pretrained(tmp_path / "base")
+    path = tmp_path / "base" / "config.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | config))
+    return transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "base").eval()
+
+
+@pytest.mark.parametrize("std", [0.1, 0.5, 1.0, 2.0, 5.0])
+def test_a_large_adapter_merges_as_in_peft(tiny, load_peer, ids, std, tmp_path):
+    peft = pytest.importorskip("peft")
+    config = peft.LoraConfig(task_type="CAUSAL_LM", r=4, target_modules=["c_attn", "c_fc"])
+    adapted = peft.get_peft_model(load_peer(), config).eval()
+    draw = torch.Generator().manual_seed(2)
+    with torch.no_grad():
+        for parameter in adapted.parameters():
+            if parameter.requires_grad:
+                parameter.normal_(0.0, std, generator=draw)
+    adapted.save_pretrained(tmp_path / "a")
+    load_adapter(tiny, tmp_path / "a")
+    merge(tiny)
+    expected = adapted.merge_and_unload()(ids).logits
+    assert (tiny(ids) - expected).norm() <= 1e-4 * expected.norm()
+
+
+def test_an_adapter_in_a_bin_file_is_read(tiny, load_peer, ids, tmp_path):
+    peft = pytest.importorskip("peft")
+    config = peft.LoraConfig(task_type="CAUSAL_LM", r=4, target_modules=["c_attn", "c_proj"])
+    adapted = drawn(peft.get_peft_model(load_peer(), config)).eval()
+    adapted.save_pretrained(tmp_path / "a", safe_serialization=False)
+    assert not (tmp_path / "a" / "adapter_model.safetensors").exists()
+    load_adapter(tiny, tmp_path / "a")
+    close(tiny(ids), adapted(ids).logits)
+
+
+@pytest.mark.parametrize("module", ["ln_f", "h.1.ln_2", "mlp.c_fc", "wpe", "wte", "lm_head"])
+def test_a_module_that_peft_saved_whole_is_refused_by_name(tiny, load_peer, module, tmp_path):
+    peft = pytest.importorskip("peft")
+    config = peft.LoraConfig(
+        task_type="CAUSAL_LM", target_modules=["c_attn"], modules_to_save=[module]
+    )
+    peft.get_peft_model(load_peer(), config).save_pretrained(tmp_path / "a")
+    with pytest.raises(
+        UserError, match=rf"{module}\.\S+ whole \(modules_to_save.*[Mm]erge"
+    ) as error:
+        load_adapter(tiny, tmp_path / "a")
+    assert ("unties" in str(error.value)) == (module in ("wte", "lm_head"))
+
+
+def test_pefts_adapter_of_a_scaled_attention_is_refused(tiny, ids, tmp_path):
+    peft = pytest.importorskip("peft")
+    base = peer_with(tiny, tmp_path, scale_attn_by_inverse_layer_idx=True)
+    config = peft.LoraConfig(task_type="CAUSAL_LM", r=4, target_modules=["c_attn"])
+    adapted = drawn(peft.get_peft_model(base, config)).eval()
+    adapted.save_pretrained(tmp_path / "a")
+    with pytest.warns(CheckpointWarning, match="scale_attn_by_inverse_layer_idx"):
+        model = GPT.from_pretrained(tmp_path / "base")
+    with pytest.raises(UserError, match="scale_attn_by_inverse_layer_idx"):
+        load_adapter(model, tmp_path / "a")
+    logits = adapted(ids).logits
+    adapted.merge_and_unload().save_pretrained(tmp_path / "merged")
+    with pytest.warns(CheckpointWarning):
+        close(GPT.from_pretrained(tmp_path / "merged")(ids), logits)
+    lora(model)
+    drawn(model)
+    save_adapter(model, tmp_path / "ours", base=str(tmp_path / "base"))
+    written = json.loads((tmp_path / "ours" / "adapter_config.json").read_text())
+    assert written["base_model_name_or_path"] is None  # PEFT would compute something else
+    with pytest.warns(CheckpointWarning):
+        again = GPT.from_pretrained(tmp_path / "base")
+    load_adapter(again, tmp_path / "ours")
+    assert torch.equal(again(ids), model(ids))
+
+
+@pytest.mark.parametrize("source", ["run", "run/model", "plain"])
+def test_peft_opens_a_saved_adapter_by_the_base_that_it_names(tiny, ids, source, tmp_path):
+    peft = pytest.importorskip("peft")
+    tiny.save_pretrained(tmp_path / ("plain" if source == "plain" else "run/model"))
+    lora(tiny, rank=3)
+    drawn(tiny)
+    save_adapter(tiny, tmp_path / "a", base=str(tmp_path / source))
+    adapted = peft.AutoPeftModelForCausalLM.from_pretrained(tmp_path / "a").eval()
+    close(adapted(ids).logits, tiny(ids))
+
+
+@pytest.mark.parametrize("base", ["file", "tiedgpt"])
+def test_a_base_that_peft_cannot_open_is_not_named(base, tmp_path):
+    model = random_gpt(attention_windows=(0, 5)) if base == "tiedgpt" else random_gpt()
+    model.save_pretrained(tmp_path / "base")
+    source = tmp_path / "base" / ("model.safetensors" if base == "file" else "")
+    lora(model, rank=3)
+    save_adapter(model, tmp_path / "a", base=str(source))
+    written = json.loads((tmp_path / "a" / "adapter_config.json").read_text())
+    assert written["base_model_name_or_path"] is None

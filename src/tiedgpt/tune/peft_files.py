@@ -1,4 +1,4 @@
-"""Adapters in PEFT's file format: adapter_config.json and adapter_model.safetensors.
+"""Adapters in PEFT's file format: adapter_config.json and adapter_model.safetensors or .bin.
 
     tensor (after "base_model.model.")                             here
     transformer.h.0.attn.c_attn.lora_A.weight (r, in)              A
@@ -8,8 +8,8 @@
     transformer.wte.token_adapter.trainable_tokens_delta (n, D)    rows of W, not differences
     score.weight                                                   a head's layer (modules_to_save)
 
-On a tied model PEFT 0.21 computes something else than some files say: see `_join_faces`. Pickles
-are not read, and peft is not imported.
+On a tied model PEFT 0.21 computes something else than some files say: see `_join_faces`. peft is
+not imported, and no code in a .bin is run.
 """
 
 from __future__ import annotations
@@ -32,12 +32,22 @@ from tiedgpt.files import read_json, reading, replacing, require_room, write_jso
 from tiedgpt.heads import Head
 from tiedgpt.tune.adapters import Size, adapt, adapted_layers
 from tiedgpt.tune.freezing import Model, TrainableParameters, gpt_of, predicts_with_w
+from tiedgpt.weights.checkpoint import StoredTensor
 from tiedgpt.weights.containers import read_safetensors, write_safetensors
-from tiedgpt.weights.formats.transformers import model_type_of, to_file
-from tiedgpt.weights.torch_file import stored_tensor
+from tiedgpt.weights.formats.transformers import (
+    GPT1,
+    GPT2,
+    attention_scales,
+    model_type_of,
+    to_file,
+)
+from tiedgpt.weights.sources import local_directory
+from tiedgpt.weights.torch_file import read_torch_file, stored_tensor
 from tiedgpt.weights.wrappers import BODY_PREFIX
 
-CONFIG, TENSORS = "adapter_config.json", "adapter_model.safetensors"
+CONFIG, TENSORS, OLD_TENSORS = (
+    "adapter_config.json", "adapter_model.safetensors", "adapter_model.bin",
+)  # fmt: skip
 PREFIX, BASE = "base_model.model.", "tiedgpt_base"
 LORA = {"A": "lora_A.weight", "B": "lora_B.weight"}
 EMBEDDING = {"B": "lora_embedding_A", "A": "lora_embedding_B"}  # transposed
@@ -83,7 +93,8 @@ def save_adapter(
 ) -> tuple[str, ...]:
     """Write a model's adapters in PEFT's format; return notes on using them with PEFT.
 
-    `base` is the path or hub name of the base model, for PEFT's `AutoPeftModel`. The file holds a
+    `base` is the path or hub name of the base model, for PEFT's `AutoPeftModel`: a run stands for
+    the model in it, and a path that transformers cannot open is left out. The file holds a
     fingerprint of the base's weights. Raises `UserError`, before anything is written, for adapters
     that PEFT's format cannot hold: a pair and rows on W, rows alone, other trained parameters.
     """
@@ -101,7 +112,7 @@ def save_adapter(
     metadata = {"format": "pt", BASE: _fingerprint(gpt_of(model))}
     with replacing(directory / TENSORS) as temporary:
         write_safetensors(temporary, stored, metadata)
-    write_json(directory / CONFIG, config | {"base_model_name_or_path": base})
+    write_json(directory / CONFIG, config | {"base_model_name_or_path": _find_base(base)})
     return (MERGE_HERE,) if config["ensure_weight_tying"] else ()
 
 
@@ -116,7 +127,7 @@ def load_adapter(model: Model, directory: str | os.PathLike[str]) -> TrainablePa
     config = read_json(directory / CONFIG)
     _require_supported(config)
     with reading(directory, "adapter"):
-        layers, head_tensors = _read(model, config, directory / TENSORS)
+        layers, head_tensors = _read(model, config, directory)
         layers = _join_faces(model, config, layers)
     sizes = {
         name: Size(len(layer.tensors.get("A", ())), layer.scale, tuple(sorted(layer.ids)))
@@ -131,15 +142,29 @@ def load_adapter(model: Model, directory: str | os.PathLike[str]) -> TrainablePa
     return trainable
 
 
+def _find_base(source: str | None) -> str | None:
+    """Return the hub name or directory by which transformers opens a SOURCE, or None."""
+    if source is None or not Path(source).expanduser().exists():
+        return source
+    directory = local_directory(source)
+    path = directory / "config.json"
+    config = read_json(path) if path.is_file() else {}
+    is_theirs = config.get("model_type") in (GPT2.name, GPT1.name) and not attention_scales(config)
+    return str(directory) if is_theirs else None
+
+
 def _names(model: Model) -> dict[str, str]:
     """Return PEFT's names of the layers of a GPT that may be adapted, by ours."""
-    gpt = gpt_of(model)
-    model_type = model_type_of(gpt.config)
-    prefix = BODY_PREFIX if isinstance(model, Head) and not model.head_tensors else ""
-    blocks = (name for name, m in gpt.h.named_modules(prefix="h") if isinstance(m, nn.Linear))
+    modules = gpt_of(model).h.named_modules(prefix="h")
+    blocks = (name for name, module in modules if isinstance(module, nn.Linear))
     names = (*blocks, "wte", "head")
-    stored_names = (to_file(f"{name}.weight", model_type).removesuffix(".weight") for name in names)
-    return dict(zip(names, (name.removeprefix(prefix) for name in stored_names), strict=True))
+    return {n: _peft_name(model, f"{n}.weight").removesuffix(".weight") for n in names}
+
+
+def _peft_name(model: Model, name: str) -> str:
+    """Return PEFT's name of a parameter of a GPT."""
+    prefix = BODY_PREFIX if isinstance(model, Head) and not model.head_tensors else ""
+    return to_file(name, model_type_of(gpt_of(model).config)).removeprefix(prefix)
 
 
 def _fingerprint(gpt: GPT) -> str:
@@ -209,13 +234,17 @@ def _require_supported(config: Mapping[str, Any]) -> None:
 
 
 def _read(
-    model: Model, config: Mapping[str, Any], path: Path
+    model: Model, config: Mapping[str, Any], directory: Path
 ) -> tuple[dict[str, Layer], dict[str, Tensor]]:
     """Return a file's layers and the head's tensors, checked against the model."""
-    if not path.exists():
-        raise UserError(f"{path} does not exist; adapters are read from safetensors only")
-    entries, metadata = read_safetensors(path)
+    path, entries, metadata = _open(directory)
     gpt, names = gpt_of(model), _names(model)
+    if BASE not in metadata and (scales := attention_scales(gpt.foreign_config)):
+        raise UserError(
+            f"{path} was trained with PEFT, and the base's {' and '.join(scales)} scales its "
+            "queries, which hold the scale here",
+            hint="merge it with PEFT and load the merged model",
+        )
     if metadata.get(BASE, fingerprint := _fingerprint(gpt)) != fingerprint:
         raise UserError(f"{path} was made for another base: its blocks hold other weights")
     layers, head_tensors = dict[str, Layer](), dict[str, Tensor]()
@@ -239,11 +268,17 @@ def _read(
         elif peft_name in copies:  # PEFT's, of an embedding that it adapted
             if not torch.equal(tensor.to(gpt.wte.weight), gpt.wte.weight) and gpt.head is None:
                 raise UserError(f"{path} was made for another base: it holds another W")
-        elif peft_name.removesuffix(".weight") in names.values():
+        elif peft_name.removesuffix(".weight") in (names["wte"], names["head"]):
             raise UserError(
                 f"{path} holds {peft_name} whole (modules_to_save, or a resized vocabulary): PEFT "
                 "put it in the place of one side of W, which unties the model",
                 hint="merge it with PEFT",
+            )
+        elif peft_name in {_peft_name(model, n) for n, _ in gpt.named_parameters()}:
+            raise UserError(
+                f"{path} holds {peft_name} whole (modules_to_save): adapters here are pairs, and "
+                "the base's own tensors stay as they are",
+                hint="merge it with PEFT and load the merged model",
             )
         else:
             raise UserError(f"{path} is for another base: this model has no place for {peft_name}")
@@ -260,6 +295,17 @@ def _read(
         if is_target and name.startswith("h.") and name not in layers and not partial:
             raise UserError(f"{path} is incomplete, or for another base: nothing for {peft_name}")
     return layers, head_tensors
+
+
+def _open(directory: Path) -> tuple[Path, Mapping[str, StoredTensor], dict[str, str]]:
+    """Return the path, the tensors and the metadata of an adapter's file."""
+    path = directory / TENSORS
+    if path.exists():
+        return path, *read_safetensors(path)
+    old = directory / OLD_TENSORS
+    if not old.exists():
+        raise UserError(f"{path} does not exist, nor does {OLD_TENSORS}")
+    return old, read_torch_file(old).tensors, {}
 
 
 def _fits(pattern: str, name: str) -> bool:

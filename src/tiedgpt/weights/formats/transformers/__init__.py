@@ -91,6 +91,8 @@ NEUTRAL: dict[str, tuple[Any, ...]] = {
     "quantization_config": (),
 }
 """Keys of config.json that change the computation, with the neutral values besides null."""
+SCALES = {"scale_attn_weights": False, "scale_attn_by_inverse_layer_idx": True}
+"""Keys of GPT-2's attention scale, with the values that loading folds into the weights."""
 QUERIES = re.compile(r"h\.(\d{1,6})\.attn\.c_attn\.(weight|bias)")
 """Our names of the tensors that make queries, in their first D columns, keys and values."""
 ALIASES = {
@@ -161,8 +163,9 @@ def _to_dict(module: nn.Module) -> Callable[[], dict[str, Any]] | None:
 def to_gpt(checkpoint: Checkpoint) -> GPTCheckpoint:
     """Return the GPT, without mask buffers, and with a plain attention."""
     config, notes = dict(checkpoint.config), list[str]()
-    scales = _attention_scales(config)
+    scales = attention_scales(config)
     fields, foreign = config_fields(config | dict.fromkeys(scales))
+    foreign |= {key: config[key] for key in scales}
     model_type = MODEL_TYPES[config.get("model_type") or GPT2.name]
     tensors = our_tensors(checkpoint, model_type)
     if scales:
@@ -184,12 +187,11 @@ def to_gpt(checkpoint: Checkpoint) -> GPTCheckpoint:
     return GPTCheckpoint(layout, fields, tensors, assumed, foreign, tuple(notes))
 
 
-def _attention_scales(config: Mapping[str, Any]) -> list[str]:
+def attention_scales(config: Mapping[str, Any]) -> list[str]:
     """Return the keys by which a GPT-2's attention has another scale than 1 / sqrt(D / H)."""
     if config.get("model_type", GPT2.name) != GPT2.name:
         return []
-    scales = {"scale_attn_weights": False, "scale_attn_by_inverse_layer_idx": True}
-    return [key for key, value in scales.items() if config.get(key) is value]
+    return [key for key, value in SCALES.items() if config.get(key) is value]
 
 
 def _scale_queries(
@@ -290,7 +292,8 @@ def config_json(
         "n_ctx": config.n_positions,
         "torch_dtype": dtype,
     }
-    dropped = ("dtype", "_name_or_path", *described)  # the last is often a path of a machine
+    # The weights hold the attention's scale; _name_or_path is often a path of a machine.
+    dropped = ("dtype", "_name_or_path", *SCALES, *described)
     others = {key: value for key, value in foreign.items() if key not in dropped}
     described |= {model_type.config_names.get(name, name): value for name, value in fields.items()}
     return described | others
