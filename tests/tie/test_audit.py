@@ -539,3 +539,50 @@ def test_control_characters_in_names_are_shown_as_text(tmp_path):
 
 def test_the_package_lists_its_public_names():
     assert dir(tie_package) == sorted(tie_package.__all__)
+
+
+def lens_state(head: torch.Tensor, w: torch.Tensor) -> dict[str, torch.Tensor]:
+    """Return a state dict by TransformerLens's names, whose matrices lie as (in, out)."""
+    return {
+        "embed.W_E": w, "pos_embed.W_pos": torch.randn(24, D), "ln_final.w": torch.ones(D),
+        "blocks.0.attn.W_Q": torch.randn(4, D, D // 4), "blocks.0.mlp.W_in": torch.randn(D, 4 * D),
+        "blocks.0.mlp.W_out": torch.randn(4 * D, D), "unembed.W_U": head,
+        "unembed.b_U": torch.ones(V),
+    }  # fmt: skip
+
+
+def flax_state(head: torch.Tensor, w: torch.Tensor) -> dict[str, torch.Tensor]:
+    return {
+        "params.embed.embedding": w, "params.pos_embed.embedding": torch.randn(24, D),
+        "params.lm_head.kernel": head,
+    }  # fmt: skip
+
+
+def keras_state(head: torch.Tensor, w: torch.Tensor) -> dict[str, torch.Tensor]:
+    return {"token_embedding.embeddings.weight": w, "output_projection.kernel": head}
+
+
+@pytest.mark.parametrize("container", ["state.pt", "state.safetensors"])
+@pytest.mark.parametrize("layout", [lens_state, flax_state, keras_state])
+def test_a_transposed_head_of_an_unknown_layout_is_never_broken(tmp_path, layout, container):
+    torch.manual_seed(0)
+    w, other = torch.randn(V, D), torch.randn(V, D)
+    for head, verdict in ((w, "tied, stored twice"), (other, "untied as claimed")):
+        state = layout(head.T.contiguous(), w)
+        path = tmp_path / container
+        (save_file if path.suffix == ".safetensors" else torch.save)(state, path)
+        report = audit(path)
+        assert report.verdict == verdict and report.exit_code == 0
+        assert report.transposed == (report.matrices[1].names[0],)
+        assert "transposed" in {finding.kind for finding in report.findings}
+        for keep in (None, "input", "output", "both"):
+            with pytest.raises(UserError, match="nothing to mend"):
+                fix(path, tmp_path / "fixed", keep=keep)
+
+
+def test_a_transposed_head_of_a_known_layout_stays_broken(tmp_path):
+    path = save(their_gpt2(), tmp_path / "m")
+    rewrite(path, head(lambda w: w.T))
+    judged(path, "broken", "transposed")
+    rewrite(path, model_type="llama", architectures=["LlamaForCausalLM"])
+    judged(path, "broken", "transposed")

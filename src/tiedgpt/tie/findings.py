@@ -184,6 +184,8 @@ def _describe_two(decision: TieDecision) -> Rows:
                 "They agree now. The first training step moves each by its own gradient, and they "
                 "drift apart. Share the one: tiedgpt.tie.tie(model)."
             )
+        elif decision.is_turned_copy:
+            advice = "The program that stores it so needs both: nothing is to mend."
         elif roles.extra_rows:
             advice = f"One of them has {abs(roles.extra_rows):,} rows more than the other."
         yield "equal copies", {"rows": comparison.rows_compared, "advice": advice}

@@ -188,6 +188,12 @@ def _require_fixable(checkpoint: Checkpoint, decision: TieDecision) -> None:
             "in parts)",
             hint="fix the checkpoint it was made from",
         )
+    if decision.is_turned_copy:
+        raise UserError(
+            f"{source} is {decision.kind}: nothing to mend; its program stores "
+            f"{roles.transposed[0]} transposed, as a matrix of its own, and needs both",
+            hint="fix the checkpoint it was made from, or the model in memory (tiedgpt.tie.tie)",
+        )
     if decision.kind == "no head":
         raise UserError(
             f"{source} does not predict tokens (no head)", hint="there is no tie to fix"

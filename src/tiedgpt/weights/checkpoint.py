@@ -320,11 +320,14 @@ class Checkpoint:
     format: Format | None = None
     """None for a module that is not a model of transformers."""
     in_memory: bool = False
+    is_unknown: bool = False
+    """Whether neither names nor config.json tell which program loads the file."""
 
     @property
     def any_layout(self) -> bool:
         """Whether a matrix may be stored as (D, V); otherwise such a matrix is an error."""
-        return self.in_memory or self.format is None or self.format.any_layout
+        is_free = self.in_memory or self.is_unknown
+        return is_free or self.format is None or self.format.any_layout
 
     @property
     def vocabulary(self) -> int | None:

@@ -51,8 +51,9 @@ TABLE: dict[str, tuple[Outcome, Outcome]] = {
 """Kind and loaded model by the matrices and the claim; with None a choice is needed.
 
 The claim is the file's own, else that of the config.json next to it, else the convention of the
-format: minGPT is untied by design. In GGUF, and in a module without a config, two different
-matrices are an untied head although nothing claims it.
+format: minGPT is untied by design. In GGUF, in a module without a config, and in a file of
+an unknown program that stores the head as (D, V), as TransformerLens does, two different matrices
+are an untied head although nothing claims it.
 """
 
 
@@ -75,6 +76,11 @@ class TieDecision:
     def claim(self) -> Claim:
         """The claim about the head."""
         return self.checkpoint.claim
+
+    @property
+    def is_turned_copy(self) -> bool:
+        """Whether an unknown program stores the head as (D, V), which it cannot share."""
+        return self.checkpoint.is_unknown and self.roles.is_turned
 
     @property
     def is_sound(self) -> bool:
@@ -148,12 +154,17 @@ def decide_tie(
         try:
             gpt = to_gpt(checkpoint).tensors
         except TiedGPTError:  # another architecture, or damaged
-            gpt = None
+            is_named = checkpoint.config.get("model_type") not in (None, *MODEL_TYPES)
+            is_unknown = not (is_named or checkpoint.any_layout)
+            checkpoint = replace(checkpoint, is_unknown=is_unknown)
     if is_tied is not None:
         if checkpoint.claim.is_tied not in (None, is_tied):
             raise UserError(f"{TIE_KEY}={is_tied} contradicts the file: {checkpoint.claim.source}")
         checkpoint = replace(checkpoint, claim=Claim(is_tied, f"{TIE_KEY}={is_tied} is given"))
     roles = find_roles(checkpoint, gpt, input_name=input_name, output_name=output_name)
+    if checkpoint.is_unknown and roles.is_turned and checkpoint.claim.is_tied is None:
+        source = f"{roles.transposed[0]} is stored transposed, as a matrix of its own"
+        checkpoint = replace(checkpoint, claim=Claim(None, source, different_is_untied=True))
     matrices, reason = _describe(checkpoint, roles)
     claim = checkpoint.claim
     is_untied = claim.is_tied is False or (matrices == "two" and claim.different_is_untied)

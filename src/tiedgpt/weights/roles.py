@@ -87,6 +87,11 @@ class Roles:
         return reads.owner != predicts.owner and (reads.trainable or predicts.trainable)
 
     @property
+    def is_turned(self) -> bool:
+        """Whether the output alone is stored as (D, V), as in products x W."""
+        return self.output is not None and self.transposed == (self.output.name,)
+
+    @property
     def has_one_width(self) -> bool:
         """Whether the input and the output have the same width D."""
         return self.pair is not None and self.pair[0].shape[1] == self.pair[1].shape[1]
@@ -317,7 +322,8 @@ def _is_numbered(tensor: StoredTensor) -> bool:
 
 
 def _filter_by_rank(matrices: list[StoredTensor], role: str, rank: int) -> list[StoredTensor]:
-    return [t for t in matrices if rank_name(t.name, role) == rank]
+    named = (t for t in matrices if not (role == "input" and POSITIONS.search(t.name)))
+    return [t for t in named if rank_name(t.name, role) == rank]
 
 
 def _choose_one(
