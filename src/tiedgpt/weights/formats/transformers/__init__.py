@@ -302,8 +302,8 @@ def config_json(
 FORMAT = Format(
     name="transformers",
     title="transformers",
-    about="GPT-2 and OpenAI GPT (GPT-1): safetensors, sharded, `.bin`; a model in memory; "
-    "tiedgpt's directories",
+    about="GPT-2 and OpenAI GPT (GPT-1): safetensors, sharded, `.bin`, `.ckpt`; a model in "
+    "memory; tiedgpt's directories",
     about_tokenizer="`tokenizer.json`, or vocabulary and merges",
     detect=detect,
     open=open_container,
