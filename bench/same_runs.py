@@ -1,4 +1,4 @@
-"""Train the same runs with two checkouts, and compare what they wrote bit for bit.
+"""Train the same runs with two checkouts, and compare their outputs bit for bit.
 
     git worktree add ../old COMMIT
     python bench/same_runs.py ../old [--only words chat ...] [--resume]
@@ -57,6 +57,8 @@ def main() -> None:
     parser.add_argument("--resume", action="store_true", help="end the old checkout's runs")
     args = parser.parse_args()
     old, n_different = args.old.resolve(), 0
+    if not (old / "src/tiedgpt").is_dir():
+        parser.error(f"{old} is no checkout of tiedgpt")
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         make_data(folder)
@@ -120,7 +122,7 @@ def run(tree: Path, command: list[str], folder: Path) -> str:
 
 
 def run_until_killed(tree: Path, command: list[str], folder: Path) -> None:
-    """Run a training, and kill it when its metrics have some lines."""
+    """Run a training until its metrics have some lines, and kill it."""
     process, metrics = start(tree, command, folder), folder / command[-1] / "metrics.jsonl"
     while process.poll() is None:
         if metrics.exists() and metrics.read_bytes().count(b"\n") >= KILL_AFTER_LINES:
@@ -130,7 +132,7 @@ def run_until_killed(tree: Path, command: list[str], folder: Path) -> None:
 
 
 def result_of(run: Path) -> dict[str, object]:
-    """Return what a run wrote, by name: metrics, options, plan, digests of files."""
+    """Return the output of a run by name: metrics, options, plan, digests of files."""
     lines = map(json.loads, (run / "metrics.jsonl").read_text().splitlines())
     metrics = [{k: v for k, v in line.items() if not k.startswith(TIMES)} for line in lines]
     record = tomllib.loads((run / "run.toml").read_text())
@@ -149,7 +151,7 @@ def result_of(run: Path) -> dict[str, object]:
 
 
 def compare(old: dict[str, object], new: dict[str, object]) -> list[str]:
-    """Return the names of what differs."""
+    """Return the names of the different outputs."""
     return [name for name in old.keys() | new.keys() if old.get(name) != new.get(name)]
 
 
