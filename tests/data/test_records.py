@@ -216,7 +216,15 @@ REFUSED = {
         {"Prompt": "a", "Completion": "b"}, ["'Prompt' to 'prompt' and 'Completion' to"],
     ),
     "dialog": ({"dialog": [HUMAN, GPT]}, ["'dialog' to 'messages'"]),
-    "preferences": ({"prompt": "a", "chosen": "b", "rejected": "c"}, ["dpo.py", "'chosen' to"]),
+    "preferences": (
+        {"prompt": "a", "chosen": "b", "rejected": "c"}, ["dpo.py", "'chosen' to 'completion'"],
+    ),
+    "preferences of Alpaca": (
+        {"instruction": "a", "rejected": "b", "chosen": "c"}, ["dpo.py", "'chosen' to 'output'"],
+    ),
+    "preferences of conversations": (
+        {"rejected": [USER, REPLY], "chosen": [USER, REPLY]}, ["dpo.py", "'chosen' to 'messages'"],
+    ),
     "another name of text": ({"id": 4, "body": "a"}, ["'body' to 'text'", "--text-field body"]),
 }  # fmt: skip
 
@@ -273,6 +281,14 @@ def test_unread_fields_are_counted_in_one_note(show, capsys):
     assert main(["data", "show", "a.jsonl", "--tokenizer", "tok"]) == 0
     err = " ".join(capsys.readouterr().err.split())
     assert "3 fields were not read: id (7 lines), tools (1), history (1)" in err
+
+
+def test_many_unread_fields_are_counted_and_a_dozen_named(show, capsys):
+    show({"text": "hi", **{f"f{n}": n for n in range(19)}})
+    assert main(["data", "show", "a.jsonl", "--tokenizer", "tok"]) == 0
+    err = " ".join(capsys.readouterr().err.split())
+    assert "19 fields were not read: f0 (1 line), f1 (1)," in err and "f11 (1), ..." in err
+    assert "f12" not in err
 
 
 def test_a_message_that_is_no_reply_is_not_trained_and_counted(show):

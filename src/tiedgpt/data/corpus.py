@@ -33,7 +33,7 @@ from tiedgpt.data.readers import (
     open_stream,
     read_records,
 )
-from tiedgpt.data.records import is_example, unread_fields
+from tiedgpt.data.records import is_example
 from tiedgpt.data.remarks import (
     STDIN,
     Remarks,
@@ -127,7 +127,7 @@ class FileCorpus:
         self.remarks.unread_fields.clear()
         for location, record in self.records(f'{{"{self.text_field}": ...}}'):
             text = record.get(self.text_field)
-            self.remarks.unread_fields.update(unread_fields(record, (self.text_field,)))
+            self.remarks.unread_fields.count(record, (self.text_field,))
             if not isinstance(text, str):
                 problem = f"must be a string, got {text!r:.40}"
                 if self.text_field not in record:

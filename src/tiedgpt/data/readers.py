@@ -214,9 +214,11 @@ def _open_lines(
         return _transcode(file, name, encoding), bytes.decode
 
     def decode(line: bytes) -> str:
-        for candidate in ("utf-8", encoding):
+        try:
+            return line.decode()
+        except UnicodeDecodeError:
             with contextlib.suppress(UnicodeDecodeError):
-                return line.decode(candidate)
+                return line.decode(encoding)
         if encoding == "utf-8":
             raise UserError("no text in UTF-8", hint=GIVE_ENCODING)
         raise UserError(f"no text in UTF-8, nor in {encoding}", hint="give another --encoding")
@@ -257,9 +259,9 @@ def _read_table(
 ) -> Iterator[tuple[str, dict[str, Any]]]:
     """Yield (place, record) for each row of a table; its place is the row's first line."""
     csv.field_size_limit(LARGEST_LINE)
-    pieces = chain.from_iterable(
-        io.StringIO(line, newline="") for line in _without_mark(lines)
-    )  # an old file ends its lines with "\r"
+    pieces = chain.from_iterable(  # an old file ends its lines with "\r"
+        io.StringIO(line, newline="") if "\r" in line else (line,) for line in _without_mark(lines)
+    )
     rows = csv.reader(pieces, strict=True, **dialect)
     columns, first_line = list[str](), 1
     try:

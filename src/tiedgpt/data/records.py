@@ -79,15 +79,22 @@ class ParsedRecord:
 class UnreadFields(Counter[str]):
     """Number of records with each field that was not read."""
 
+    def count(self, record: Record, read: Collection[str]) -> None:
+        """Count the other fields of a record that hold something."""
+        for name in unread_fields(record, read):
+            self[name] += 1
+
     def notes(self) -> list[str]:
         """Return the fields in words."""
         if not self:
             return []
-        named = [f"{name} ({count:,})" for name, count in self.items()][:MAX_NAMED_FIELDS]
-        named[0] = named[0].removesuffix(")") + f" line{'s' * (next(iter(self.values())) != 1)})"
-        more = f" and {len(self) - MAX_NAMED_FIELDS:,} more" * (len(self) > MAX_NAMED_FIELDS)
+        first, *others = self.items()
+        lines = "1 line" if first[1] == 1 else f"{first[1]:,} lines"
+        named = [f"{first[0]} ({lines})", *(f"{name} ({count:,})" for name, count in others)]
+        if len(named) > MAX_NAMED_FIELDS:
+            named[MAX_NAMED_FIELDS:] = ["..."]
         subject = "1 field was" if len(self) == 1 else f"{len(self):,} fields were"
-        return [f"{subject} not read: {', '.join(named)}{more}"]
+        return [f"{subject} not read: {', '.join(named)}"]
 
 
 def unread_fields(record: Record, read: Collection[str]) -> Iterator[str]:
@@ -282,13 +289,15 @@ def _suggest(record: Record) -> str | None:
     """Return a hint that renames fields so that a record becomes an example, or None."""
     names = [str(name) for name, value in record.items() if value is not None]
     lists = [name for name in names if _holds_messages(record[name])]
-    if lists:
-        return f"rename {lists[0]!r} to 'messages'"
-    if {*PREFERENCES} & {*names}:
+    if {*PREFERENCES} <= {*names}:
+        target = "output" if "instruction" in names else "completion"
+        target = target if {"instruction", "prompt"} & {*names} else "messages"
         return (
             "examples/dpo.py trains on preferences; to train on the better answers, rename "
-            "'chosen' to 'completion'"
+            f"'chosen' to {target!r} and leave out 'rejected'"
         )
+    if lists:
+        return f"rename {lists[0]!r} to 'messages'"
     question, answer = (
         next((name for word in words for name in names if name.lower() == word), None)
         for words in (QUESTIONS, ANSWERS)

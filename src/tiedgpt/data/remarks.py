@@ -94,8 +94,8 @@ class Remarks:
             files = f"{len(paths):,} file{'s' * (len(paths) > 1)}"
             notes += [f"left out {files}, {reason}: {names}"] if paths else []
         notes += [
-            f"{name} has {count:,} row{'s' * (count != 1)} of several lines, inside quotes (the "
-            f"first in line {line:,}); --no-quoting takes quotes for text"
+            f"{name} has {'1 row' if count == 1 else f'{count:,} rows'} of several lines, inside "
+            f"quotes (the first in line {line:,}); --no-quoting takes quotes for text"
             for name, (count, line) in [*self.long_rows.items()][:3]
         ]
         notes += note_special_tokens(self.special_tokens)

@@ -23,7 +23,7 @@ from tiedgpt.core.config import GPTConfig
 from tiedgpt.core.loss import IGNORED
 from tiedgpt.core.model import GPT
 from tiedgpt.data import documents, permutation
-from tiedgpt.data.records import UnreadFields, unread_fields
+from tiedgpt.data.records import UnreadFields
 from tiedgpt.data.remarks import note_special_tokens, special_token_finder
 from tiedgpt.errors import UserError
 from tiedgpt.evaluate.perplexity import totals
@@ -376,7 +376,7 @@ def _read(
     def parse(record: dict[str, Any], place: str) -> Example:
         example = replace(kind.parse(record), place=place)
         if kind.read_fields:
-            unread.update(unread_fields(record, kind.read_fields))
+            unread.count(record, kind.read_fields)
         return example
 
     examples = [*parse_records(corpus.records(kind.fields), kind.fields, parse)]
