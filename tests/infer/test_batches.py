@@ -92,7 +92,7 @@ def test_a_text_file_has_one_prompt_per_nonempty_line(tmp_path):
     [
         ({"text": "a"}, r"a\.jsonl:2: no text and no ids in the field 'prompt'"),
         ({"prompt": "a", "options": {"temprature": 1}}, "did you mean temperature"),
-        ({"prompt": "a", "options": {"top_k": 0}}, "top_k must be an integer >= 1"),
+        ({"prompt": "a", "options": {"top_k": -2}}, "top_k must be an integer >= -1"),
         ({"prompt": "a", "seed": 1}, "seed must be in `options`"),
         ({"prompt": "a", "options": [1]}, "must be an object"),
     ],

@@ -70,7 +70,7 @@ class Completion:
     """Why the request failed, in a list of completions."""
     stop_reason: str | int | None = None
     """The stop string or the stop id that ended the text; None for any other end."""
-    cached_tokens: int = 0
+    cached_tokens: int = field(default=0, compare=False)
     """Number of the prompt's tokens that a slot already held, so that they were not run."""
 
     @property
