@@ -17,6 +17,8 @@ Array = NDArray[np.float32]
 Ids = NDArray[np.intp]
 FIRST_LOOK = 512
 """How many candidates are sorted at first; if they do not suffice, eight times as many."""
+ROUNDING = 1e-12
+"""Share of a sum of float64 probabilities that its rounding may take: a sum so near reaches p."""
 BLOCK = 256
 """Tokens whose probabilities are summed together when one is drawn."""
 
@@ -77,11 +79,13 @@ def top_k(scores: Array, k: int) -> Ids | None:
 
 
 def top_p(scores: Array, mass: float) -> Ids:
-    """Return the likeliest ids that together reach this probability, at least one.
+    """Return the fewest ids, the likeliest first, that together reach this probability.
 
-    Holtzman et al. 2020, "The Curious Case of Neural Text Degeneration".
+    Of equal scores, lower ids come first. Sums are in float64. Holtzman et al. 2020, "The Curious
+    Case of Neural Text Degeneration".
     """
-    return _until_mass(-scores, softmax(scores), mass)
+    p = np.exp(scores.astype(np.float64) - scores.max())
+    return _until_mass(-scores, p, mass * p.sum() * (1 - ROUNDING))
 
 
 def min_p(scores: Array, share: float) -> Ids:
@@ -93,16 +97,16 @@ def min_p(scores: Array, share: float) -> Ids:
     return np.flatnonzero(p >= np.float32(share) * p.max())
 
 
-def _until_mass(rank: Array, p: Array, mass: float) -> Ids:
-    """Return the ids lowest in `rank` up to the one with which their probability reaches `mass`."""
+def _until_mass(rank: Array, p: NDArray[np.float64], mass: float) -> Ids:
+    """Return the ids lowest in `rank` up to the one with which the sum of `p` reaches `mass`."""
     n = FIRST_LOOK
     while True:
         if n < len(rank):
             near = np.flatnonzero(rank <= np.partition(rank, n)[n])
         else:
             near = np.arange(len(rank))
-        near = near[np.argsort(rank[near])]
-        reached = np.cumsum(p[near], dtype=np.float64)
+        near = near[np.argsort(rank[near], kind="stable")]
+        reached = np.cumsum(p[near])
         last = int(np.searchsorted(reached, mass))
         if last < len(near) or len(near) == len(rank):
             ids = near[: last + 1]

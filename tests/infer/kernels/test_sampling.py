@@ -2,9 +2,11 @@
 
 import itertools
 import math
+import warnings
 
 import numpy as np
 import pytest
+import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -14,7 +16,11 @@ from tiedgpt.infer.filters import log_normalizer
 from tiedgpt.infer.kernels import sampling
 from tiedgpt.infer.kernels.sampling import score_targets
 from tiedgpt.infer.kernels.thread_pool import ThreadPool
-from tiedgpt.infer.sampling import SamplingInput, sample
+from tiedgpt.infer.sampling import SamplingInput, filter_logits, sample
+
+with warnings.catch_warnings():
+    warnings.simplefilter("ignore")
+    from transformers.generation.logits_process import TopPLogitsWarper
 
 EPSILON = 2e-6
 """How far rounding of float32 moves a cumulative probability."""
@@ -220,3 +226,37 @@ def test_excluded_tokens_are_not_drawn_at_the_ends(uniform):
 def test_ids_without_a_row_are_refused(options):
     with pytest.raises(UserError, match="outside the 60 logits"):
         chosen(peaked(1, 60), 0.5, **options)
+
+
+TIES = [
+    (5, 3, 1, 1), (4, 3, 2, 1), (7, 2, 1), (6, 3, 1), (3, 3, 2, 2), (5, 2, 2, 1), (9, 1), (1, 1, 1),
+    (1,) * 7, (1,) * 8, (1,) * 10, (50, 25, 10, 5, 5, 3, 2), (30, 20, 20, 10, 10, 5, 5),
+]  # fmt: skip
+"""Probabilities, the largest first, in parts of their sum."""
+
+
+@pytest.mark.parametrize("temperature", [1.0, 0.7, 2.5])
+@pytest.mark.parametrize("parts", TIES, ids=str)
+def test_top_p_at_an_exact_sum_keeps_the_smallest_set_that_reaches_it(parts, temperature):
+    """Compare with a count by hand, and with transformers where float32 logits fall short of p."""
+    p, t = np.array(parts) / sum(parts), np.float32(temperature)
+    logits = np.log(p).astype(np.float32) * t
+    for n in range(1, len(parts)):
+        mass = sum(parts[:n]) / sum(parts)
+        options = {"top_p": mass, "temperature": temperature}
+        ids, _ = filter_logits(GenerationConfig(**options), logits)
+        last, _ = chosen(logits, 1 - 1e-16, **options)
+        scores = torch.from_numpy((logits / t).astype(np.float64))[None]
+        n_transformers = torch.isfinite(TopPLogitsWarper(mass)(None, scores)).sum()
+        sums = scores[0].softmax(0).cumsum(0)
+        assert len(ids) == last + 1 == (n if sums[n - 1] > mass - 1e-12 else n_transformers)
+
+
+@pytest.mark.parametrize("sharpness", [0.01, 1, 5])
+@pytest.mark.parametrize("top_p", [0.3, 0.9, 0.9999])
+def test_top_p_keeps_the_tokens_of_transformers_in_float64(sharpness, top_p):
+    logits = np.sort(peaked(5, 50_257, sharpness))[::-1].copy()
+    scores = torch.from_numpy(logits.astype(np.float64))[None]
+    n_kept = int(torch.isfinite(TopPLogitsWarper(top_p)(None, scores)).sum())
+    assert len(filter_logits(GenerationConfig(top_p=top_p), logits)[0]) == n_kept
+    assert chosen(logits, 1 - 1e-16, top_p=top_p)[0] == n_kept - 1

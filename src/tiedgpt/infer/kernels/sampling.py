@@ -21,7 +21,7 @@ from tiedgpt.infer.sampling import NextToken, SamplingInput, no_token_error
 
 Logits = NDArray[np.float32] | Sequence[NDArray[np.float32]]
 """(N, V), or N arrays (V,); contiguous rows are not copied."""
-SCRATCH = 6
+SCRATCH = 5
 """Arrays of a vocabulary's size that a thread works on."""
 
 

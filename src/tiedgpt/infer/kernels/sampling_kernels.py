@@ -1,6 +1,7 @@
 """From a row of logits to a token: bias, penalties, filters, and a draw; or a token's rank.
 
 `sampling.py` makes the rows. No filter sorts the vocabulary: quickselect finds the last key kept.
+Sums that decide which tokens top-p keeps are in float64.
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ from typing import Any, NamedTuple
 import numpy as np
 from numba import njit
 
+from tiedgpt.infer import filters
 from tiedgpt.infer.kernels import vectors as vec
 from tiedgpt.infer.kernels.arguments import LANES
 from tiedgpt.infer.kernels.work_stealing import claim_chunks, end, is_over
@@ -22,6 +24,7 @@ SAMPLE = 64
 NONE = np.float32(-np.inf)
 TOP_N_SIGMA, TOP_K, TOP_P, MIN_P = range(4)
 SMALLEST = float(np.finfo(np.float32).tiny)
+ROUNDING = filters.ROUNDING
 
 
 class Candidates(NamedTuple):
@@ -33,7 +36,6 @@ class Candidates(NamedTuple):
     weights: Any
     """Proportional to the probabilities."""
     spare_keys: Any
-    spare_weights: Any
 
 
 @njit(error_model="numpy")
@@ -87,62 +89,69 @@ def _sum(weights, n):
 
 
 @njit(error_model="numpy")
-def _sums_around(keys, weights, n, pivot):
-    """Return the sums of weights whose keys are > pivot, and >= pivot."""
-    above, at_least = 0.0, 0.0
-    for block in range(0, n, BLOCK):
-        one, two = vec.splat(np.float32(0.0)), vec.splat(np.float32(0.0))
-        for at in range(block, min(block + BLOCK, n), LANES):
-            key, weight = vec.load(keys, at), vec.load(weights, at)
-            one = vec.add(one, vec.mask(weight, vec.above(key, pivot)))
-            two = vec.add(two, vec.mask(weight, vec.at_least(key, pivot)))
-        above += vec.total(one)
-        at_least += vec.total(two)
-    return above, at_least
+def _count(keys, n, pivot):
+    """Return how many keys are > pivot and equal to it."""
+    n_above, n_equal = 0, 0
+    for at in range(0, n, LANES):
+        key = vec.load(keys, at)
+        n_above += vec.count_bits(vec.above(key, pivot))
+        n_equal += vec.count_bits(vec.equal(key, pivot))
+    return n_above, n_equal
 
 
 @njit(error_model="numpy")
-def _partition(keys, weights, n, pivot, above, tokens):
-    """Write keys above or below a pivot, and their weights, to the spare; return how many."""
+def _masses(keys, n, pivot, temperature, top):
+    """Return the sums, in float64, of e^(key / temperature - top) of keys > pivot and of all."""
+    above, total = vec.splat64(0.0), vec.splat64(0.0)
+    for at in range(0, n, LANES):
+        key = vec.load(keys, at)
+        mass = vec.exp64(key, temperature, top)
+        above = vec.add_masked64(above, mass, vec.above(key, pivot))
+        total = vec.add64(total, mass)
+    return vec.total64(above), vec.total64(total)
+
+
+@njit(error_model="numpy")
+def _partition(keys, n, pivot, above, spare):
+    """Write the keys above or below a pivot to the spare; return how many."""
     n_kept = 0
     for at in range(0, n, LANES):
-        key, weight = vec.load(keys, at), vec.load(weights, at)
+        key = vec.load(keys, at)
         those = vec.above(key, pivot if above else NONE)
         if not above:
             those ^= vec.at_least(key, pivot)
-        vec.compress(tokens.spare_keys, n_kept, key, those)
-        vec.compress(tokens.spare_weights, n_kept, weight, those)
+        vec.compress(spare, n_kept, key, those)
         n_kept += vec.count_bits(those)
-    vec.store(tokens.spare_keys, n_kept, vec.splat(NONE))
-    vec.store(tokens.spare_weights, n_kept, vec.splat(np.float32(0.0)))
+    vec.store(spare, n_kept, vec.splat(NONE))
     return n_kept
 
 
 @njit(error_model="numpy")
-def _threshold(keys, n, target, pivot, tokens):
-    """Find the highest key such that the weights of the keys from it on reach `target`.
+def _threshold(keys, n, pivot, count, share, temperature, top, spare):
+    """Find the highest key such that the keys from it on are `count`, or reach this share.
 
-    Return it, and how many keys equal to it are needed beside all keys above it. The first guess
-    is `pivot`.
+    The share is of the probability at a temperature, for a `count` of 0. Return the key, and how
+    many keys equal to it are needed beside all keys above it. The first guess is `pivot`.
     """
-    weights, reached, threshold = tokens.weights, 0.0, NONE
+    threshold, reached, target = NONE, 0.0, np.float64(count)
     while n > 0:
-        above, at_least = _sums_around(keys, weights, n, pivot)
+        n_above, n_equal = _count(keys, n, pivot)
+        above, one = np.float64(n_above), 1.0
+        if not count:
+            above, total = _masses(keys, n, pivot, temperature, top)
+            one = math.exp(np.float64(pivot / temperature) - np.float64(top))
+            target = target or share * total * (1 - ROUNDING)
         go_up = reached + above >= target
         if go_up:
             threshold = pivot
         elif pivot == NONE:
             break
-        elif reached + at_least >= target:
-            count = 0
-            for at in range(0, n, LANES):
-                count += vec.count_bits(vec.equal(vec.load(keys, at), pivot))
-            weight = (at_least - above) / count
-            return pivot, max(1, math.ceil((target - reached - above) / weight))
+        elif reached + above + one * n_equal >= target:
+            return pivot, max(1, math.ceil((target - reached - above) / one))
         else:
-            reached += at_least
-        n = _partition(keys, weights, n, pivot, go_up, tokens)
-        keys, weights = tokens.spare_keys, tokens.spare_weights
+            reached += above + one * n_equal
+        n = _partition(keys, n, pivot, go_up, spare)
+        keys = spare
         pivot = keys[n // 2]
     return threshold, 0
 
@@ -190,10 +199,11 @@ def _filter(row, n, top, changed, tokens):
     """Leave the tokens that may be drawn, with their weights; return how many."""
     scores, weights = tokens.scores, tokens.weights
     factor = np.float32(max(1 / row.temperature, SMALLEST))
+    temperature = np.float32(row.temperature)
     for at in range(0, n, LANES):
         vec.store(tokens.ids, at, vec.count_from(at))
     for filter_id in range(4):
-        keys, threshold, ties, target = scores, NONE, n, 0.0
+        keys, threshold, ties, count = scores, NONE, n, 0
         if filter_id == TOP_N_SIGMA:
             if row.top_n_sigma <= 0:
                 continue
@@ -201,8 +211,7 @@ def _filter(row, n, top, changed, tokens):
         elif filter_id == TOP_K:
             if not 0 < row.top_k < n:
                 continue
-            weights[:n], changed = np.float32(1.0), True
-            target = np.float64(row.top_k)
+            count, changed = int(row.top_k), True
             pivot = scores[0]
             for at in range(0, n, n // SAMPLE + 1):
                 pivot = max(pivot, scores[at])
@@ -211,13 +220,14 @@ def _filter(row, n, top, changed, tokens):
                 _exponentials(scores, n, top, factor, weights)
             if row.top_p >= 1:
                 continue
-            total = _sum(weights, n)
-            target = row.top_p * total  # tokens of less than this together stay out:
-            pivot = np.float32(top + math.log(max((total - target) / n, SMALLEST)) / factor)
+            rest = (1 - row.top_p) * _sum(weights, n)  # tokens of this together stay out:
+            pivot = np.float32(top + math.log(max(rest / n, SMALLEST)) / factor)
         else:
             keys, threshold = weights, np.float32(row.min_p)
         if filter_id in (TOP_K, TOP_P):
-            threshold, ties = _threshold(keys, n, target, pivot, tokens)
+            threshold, ties = _threshold(
+                keys, n, pivot, count, row.top_p, temperature, top / temperature, tokens.spare_keys
+            )
             if filter_id == TOP_K and threshold > NONE:
                 ties = n
         n = _keep(keys, threshold, ties, n, tokens)
@@ -297,7 +307,7 @@ def _rank(scores, n, target):
 def _fill(row, size, lists, scratch):
     """Choose or rank the token of a row of `size` logits."""
     logits, n = vec.array_at(row.address, size), row.n_tokens
-    tokens = Candidates(scratch[0], scratch[1], scratch[2], scratch[3], scratch[4])
+    tokens = Candidates(scratch[0], scratch[1], scratch[2], scratch[3])
     scores = tokens.scores
     top = _copy(logits, scores)
     log_total = top + math.log(_exponentials(scores, size, top, np.float32(1.0), tokens.weights))
@@ -306,7 +316,7 @@ def _fill(row, size, lists, scratch):
     else:
         changed = n < size or row.bias < row.bias_end or row.seen < row.seen_end
         if changed:
-            _adjust(row, scores, scratch[5].view(np.int32), lists)
+            _adjust(row, scores, scratch[4].view(np.int32), lists)
             top = _copy(scores[:n], scores)
         row.highest = top
         if not math.isfinite(top):

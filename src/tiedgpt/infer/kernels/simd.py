@@ -7,6 +7,7 @@ written once for each class of CPU (`BYTE_CLASS`); all classes return the same i
 from __future__ import annotations
 
 import ctypes
+import math
 import platform
 import sys
 from collections.abc import Callable
@@ -84,7 +85,7 @@ HAS_DOT16 = HAS_BFDOT or {"avx512bf16", "avx512f"} <= FEATURES
 """Whether an instruction adds 2 products of bf16 to each lane (vdpbf16ps, or bfdot on ARM)."""
 
 i8, i16, i32, i64 = map(ir.IntType, (8, 16, 32, 64))
-f32 = ir.FloatType()
+f32, f64 = ir.FloatType(), ir.DoubleType()
 
 
 class BFloatType(ir.Type):  # type: ignore[misc]
@@ -180,8 +181,9 @@ def prefetch(builder: Any, address: Any) -> None:
 
 
 def fma(builder: Any, a: Any, b: Any, c: Any) -> Any:
-    """Return a * b + c, rounded once."""
-    return call(builder, "llvm.fma.v16f32", vector(f32), [a, b, c])
+    """Return a * b + c, rounded once, for vectors of float32 or of float64."""
+    bits = 32 if a.type.element == f32 else 64
+    return call(builder, f"llvm.fma.v16f{bits}", a.type, [a, b, c])
 
 
 def load_float32(builder: Any, address: Any) -> Any:
@@ -336,6 +338,19 @@ def exponential(builder: Any, x: Any) -> Any:
     exponent = builder.shl(builder.bitcast(shifted, vector(i32)), constant(i32, 23))
     power = builder.add(builder.bitcast(y, vector(i32)), exponent)
     return builder.select(small, number(0.0), builder.bitcast(power, vector_type))
+
+
+def exponential64(builder: Any, x: Any) -> Any:
+    """Return e^x of float64, x <= 0, within 3e-13 of itself: e^-700 below -700 and of NaN."""
+    round_to_whole = constant(f64, 1.5 * 2**52)
+    x = call(builder, "llvm.maxnum.v16f64", x.type, [x, constant(f64, -700.0)])
+    shifted = fma(builder, x, constant(f64, 1 / math.log(2)), round_to_whole)
+    r = fma(builder, builder.fsub(shifted, round_to_whole), constant(f64, -math.log(2)), x)
+    y = constant(f64, 1 / math.factorial(10))  # a Taylor series
+    for power in range(9, -1, -1):
+        y = fma(builder, y, r, constant(f64, 1 / math.factorial(power)))
+    exponent = builder.shl(builder.bitcast(shifted, vector(i64)), constant(i64, 52))
+    return builder.bitcast(builder.add(builder.bitcast(y, vector(i64)), exponent), x.type)
 
 
 def reduce_lanes(builder: Any, value: Any, join: Any) -> Any:

@@ -1,7 +1,7 @@
 """Vectors of 16 float32 as values in Numba functions.
 
-`F16` is sixteen float32 in one register, or in several smaller ones. The functions are inlined. A
-kernel calls them by the module's name: `vec.load(array, offset)`.
+`F16` is sixteen float32 in one register, or in several smaller ones; `D16` is sixteen float64. The
+functions are inlined. A kernel calls them by the module's name: `vec.load(array, offset)`.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from numba.extending import models, register_model
 
 from tiedgpt.infer.kernels import simd
 from tiedgpt.infer.kernels.arguments import LANES
-from tiedgpt.infer.kernels.simd import ARRAY, call, f32, i16, i32, i64, instructions, vector
+from tiedgpt.infer.kernels.simd import ARRAY, call, f32, f64, i16, i32, i64, instructions, vector
 
 
 class _F16(types.Type):
@@ -23,13 +23,24 @@ class _F16(types.Type):
         super().__init__(name="F16")
 
 
-F16 = _F16()
+class _D16(types.Type):
+    def __init__(self):
+        super().__init__(name="D16")
+
+
+F16, D16 = _F16(), _D16()
 
 
 @register_model(_F16)
 class _F16Model(models.PrimitiveModel):
     def __init__(self, dmm, fe_type):
         super().__init__(dmm, fe_type, vector(f32))
+
+
+@register_model(_D16)
+class _D16Model(models.PrimitiveModel):
+    def __init__(self, dmm, fe_type):
+        super().__init__(dmm, fe_type, vector(f64))
 
 
 @instructions(F16, ARRAY, types.intp)
@@ -154,10 +165,38 @@ def _mask(builder, bits):
     return builder.bitcast(builder.trunc(bits, i16), vector(ir.IntType(1)))
 
 
-@instructions(F16, F16, types.intp)
-def mask(builder, a, bits):
-    """Return a vector with 0 in the lanes whose bits are not set."""
-    return builder.select(_mask(builder, bits), a, simd.splat(builder, f32(0.0)))
+@instructions(D16, types.float64)
+def splat64(builder, x):
+    """Return a vector of sixteen equal float64."""
+    return simd.splat(builder, x)
+
+
+@instructions(D16, F16, types.float32, types.float32)
+def exp64(builder, a, divisor, x):
+    """Return e^(a / divisor - x): the quotient is a float32, the rest is in float64."""
+    quotients = builder.fdiv(a, simd.splat(builder, divisor))
+    wide, shift = vector(f64), builder.fpext(x, f64)
+    return simd.exponential64(
+        builder, builder.fsub(builder.fpext(quotients, wide), simd.splat(builder, shift))
+    )
+
+
+@instructions(D16, D16, D16)
+def add64(builder, a, b):
+    """Return the sums of pairs of float64."""
+    return builder.fadd(a, b)
+
+
+@instructions(D16, D16, D16, types.intp)
+def add_masked64(builder, a, b, bits):
+    """Return a + b in the lanes whose bits are set, and a in the others."""
+    return builder.select(_mask(builder, bits), builder.fadd(a, b), a)
+
+
+@instructions(types.float64, D16)
+def total64(builder, a):
+    """Return the sum of sixteen float64."""
+    return simd.reduce_lanes(builder, a, builder.fadd)
 
 
 @instructions(types.void, ARRAY, types.intp, F16, types.intp)
