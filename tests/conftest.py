@@ -5,7 +5,9 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+import tokenizers
 import torch
+from tokenizers import pre_tokenizers
 from hypothesis import settings
 
 from tiedgpt import GPT, GPTConfig, Tokenizer
@@ -96,3 +98,17 @@ def directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A directory with an opinionated model and its tokenizer, which no test changes."""
     tokenizer = Tokenizer.train([TEXT], 300)
     return save_model(tmp_path_factory.mktemp("model"), opinionated(tokenizer), tokenizer)
+
+
+@pytest.fixture(scope="session")
+def exploding(directory: Path) -> tuple[Tokenizer, str]:
+    """The model's tokenizer with a regular expression of exponential time, and a text for it."""
+    rust = tokenizers.Tokenizer.from_file(str(directory / "tokenizer.json"))
+    expression = tokenizers.Regex("(a|aa|a*)+$")
+    rust.pre_tokenizer = pre_tokenizers.Sequence(
+        [
+            pre_tokenizers.Split(expression, "isolated"),
+            pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False),
+        ]
+    )
+    return Tokenizer(rust), "a" * 100 + "b"

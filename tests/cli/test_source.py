@@ -4,6 +4,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.conftest import opinionated, save_model
 from tiedgpt.cli.main import main
 
 
@@ -42,3 +43,14 @@ def test_a_run_without_its_folder_and_an_unknown_one_are_explained(runs, capfd):
     assert main(["tie", "audit", "runs/qqqqqq"]) == 1
     err = capfd.readouterr().err
     assert "there is no run runs/qqqqqq" in err and "poems-mini-1, zh-nano-1" in err
+
+
+@pytest.mark.parametrize("command", ["generate {} --prompt {}", "inspect positions {} --text {}"])
+def test_a_tokenizer_that_explodes_ends_a_command_with_one_sentence(
+    exploding, tmp_path, capfd, command
+):
+    tokenizer, text = exploding
+    save_model(tmp_path, opinionated(tokenizer), tokenizer)
+    assert main(command.format(tmp_path, text).split()) == 1
+    err = capfd.readouterr().err
+    assert "Traceback" not in err and "tokenizer.json" in err

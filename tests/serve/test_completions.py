@@ -7,6 +7,7 @@ import threading
 import pytest
 from starlette.testclient import TestClient
 
+from tests.conftest import opinionated
 from tests.infer.bad_values import BAD_VALUES
 from tiedgpt.cli.options import option_fields
 from tiedgpt.infer import Engine, GenerationConfig
@@ -352,3 +353,14 @@ def test_chat_is_refused_without_a_template(client):
     body = {"messages": [{"role": "user", "content": "hello"}]}
     error = refused(client, path="/v1/chat/completions", **body)
     assert error["code"] == "no_chat_template" and "/v1/completions" in error["message"]
+
+
+def test_a_tokenizer_that_explodes_is_a_request_refused(exploding):
+    tokenizer, text = exploding
+    with Engine(opinionated(tokenizer), tokenizer=tokenizer, queue_size=8) as engine:
+        app = create_app(engine, name="bare", limits=Limits(queue=8))
+        client = TestClient(app, base_url="http://127.0.0.1")
+        for path, field in (("/v1/completions", "prompt"), ("/v1/embeddings", "input")):
+            error = refused(client, path=path, **{field: text})
+            assert error["param"] == field and "tokenizer.json" in error["message"]
+        complete(client, prompt="ab", max_tokens=2)

@@ -213,3 +213,13 @@ def test_special_tokens_can_be_added_to_any_vocabulary(kind, tmp_path):
     after.save_pretrained(tmp_path)
     again = Tokenizer.from_pretrained(tmp_path)
     assert again.encode("a[y]", allow_special=True) == after.encode("a[y]", allow_special=True)
+
+
+def test_a_regular_expression_that_explodes_is_an_error_of_ours(exploding):
+    tokenizer, text = exploding
+    for encode in (tokenizer.encode, tokenizer.encode_array):
+        with pytest.raises(UserError, match=r"101 characters: .*retry-limit.*tokenizer\.json"):
+            encode(text)
+    with pytest.raises(UserError, match="101 characters"):
+        tokenizer.encode(text, allow_special=True)
+    assert tokenizer.decode(tokenizer.encode("ab the")) == "ab the"

@@ -51,6 +51,25 @@ class Codec:
         """`text` -> (N,) ids; `at` is the position of `text` in the input, for errors."""
         raise NotImplementedError
 
+    def encode_by_library(self, text: str) -> list[int]:
+        """Return the ids that `tokenizers` gives `text` (N,).
+
+        Raises UserError if the tokenizer's own rules fail on the text: a regular expression that
+        explodes is a panic of Rust, no `Exception`.
+        """
+        try:
+            ids: list[int] = self._rust.encode(text, add_special_tokens=False).ids
+        except BaseException as error:
+            if not isinstance(error, Exception) and type(error).__name__ != "PanicException":
+                raise  # Ctrl-C
+            why = " ".join(str(error).split())[:200]
+            raise UserError(
+                f"the tokenizer cannot encode a text of {len(text):,} characters: {why}",
+                hint="correct the regular expressions and the unk_token of its tokenizer.json, or "
+                "divide the text",
+            ) from None
+        return ids
+
     def token_bytes(self, token: str) -> bytes:
         """Return the bytes of a token of the vocabulary."""
         return token.encode()
@@ -211,8 +230,7 @@ class ByteLevelBPE(Codec):
                         "this vocabulary has no token",
                         hint="use a vocabulary with all 256 bytes",
                     )
-        ids: list[int] = self._rust.encode(text, add_special_tokens=False).ids
-        return ids
+        return self.encode_by_library(text)
 
 
 def tiktoken_twin(rust: tokenizers.Tokenizer) -> "tiktoken.Encoding | None":

@@ -66,5 +66,5 @@ class LowerCaseBPE(Codec):
         """
         ids: list[int] = []
         for chunk in [text] if self._finds_tokens_in_text else chunks(text):
-            ids += self._rust.encode(chunk, add_special_tokens=False).ids
+            ids += self.encode_by_library(chunk)
         return ids
