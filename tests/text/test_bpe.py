@@ -1,4 +1,6 @@
 import itertools
+import subprocess
+import sys
 from unittest import mock
 
 import pytest
@@ -88,7 +90,7 @@ def test_chunks_joined_are_the_text(text):
     assert "".join(chunks(text)) == text
 
 
-@given(st.text(st.sampled_from("ab'1! \n\t\u2003\x1c\u00a0"), max_size=40))
+@given(st.text(st.sampled_from("ab'1! \n\t\u2003\x1c\u00a0_日。，²\u0301"), max_size=40))
 def test_text_is_cut_only_between_pieces(bpe, text):
     cutter = rust_of(bpe).pre_tokenizer
     ends = {end for _, (_, end) in cutter.pre_tokenize_str(text)}
@@ -104,6 +106,39 @@ LONG = ["a", "^", " ", "0", "\n", "é", "日本", " \n\t", "'", "ab "]
 def test_monotonous_text_has_the_ids_of_tokenizers(bpe, letters, end):
     text = letters * (100_000 // len(letters)) + end
     assert bpe.encode(text) == rust_of(bpe).encode(text).ids
+
+
+RUNS = st.lists(
+    st.sampled_from(["'", "s", "ll", "ve", "abc", "12", "日本", "。", "²", "_", "é\u0301"])
+)
+
+
+@settings(max_examples=300, deadline=None)
+@given(RUNS.map("".join))
+def test_text_without_spaces_has_the_ids_of_tokenizers_wherever_it_is_cut(bpe, text):
+    with mock.patch.multiple(module, CHUNK=2, LONGEST_RUN=3, LONG_TEXT=0):
+        assert bpe.encode(text) == rust_of(bpe).encode(text).ids
+
+
+MEMORY = """
+import resource, sys
+from tiedgpt import Tokenizer
+tokenizer = Tokenizer.from_pretrained(sys.argv[1])
+tokenizer.encode_array("the cat " * 1000)
+before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+n_ids = len(tokenizer.encode_array(sys.argv[2] * (2_000_000 // len(sys.argv[2].encode()))))
+print((resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before) / 2_000, n_ids > 0)
+"""
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="counts kilobytes as Linux does")
+@pytest.mark.parametrize("unit", ["f(a,b){c[d]=e};", "春眠不觉晓处处闻啼鸟", "0123456789abcdef"])
+def test_a_line_without_spaces_takes_few_bytes_of_memory_for_each_of_its_own(bpe, tmp_path, unit):
+    """2 MB of code, of Chinese and of hexadecimal digits; `tokenizers` takes 150 to 300 a byte."""
+    bpe.save_pretrained(tmp_path)
+    command = [sys.executable, "-c", MEMORY, str(tmp_path), unit]
+    share, is_encoded = subprocess.run(command, capture_output=True, check=True).stdout.split()
+    assert float(share) < 40 and is_encoded == b"True"
 
 
 def test_a_million_blanks_do_not_stop_the_encoder(bpe):

@@ -102,9 +102,14 @@ CHUNK = 8_192
 LONGEST_RUN = 4_096
 """A longer run of characters without a cut is left to `tokenizers`: tiktoken panics on a
 million spaces in a row, and up to 0.11 takes quadratic time for one piece."""
-_CUT = re.compile(r"\S(?=[ \n])")
+_CUT = re.compile(
+    r"\S(?=[ \n])|[^\W_](?=[!-/:-@\[-`{-~\u3001\u3002\uff01\uff0c\uff1a\uff1b\uff1f])"
+)
 """Places where text may be cut: no piece of GPT-2's regex continues from another character to
-whitespace, and it looks ahead only after whitespace. (Python's \\s covers more characters.)"""
+whitespace, nor from a letter or a digit to punctuation (GPT-1's neither), and it looks ahead only
+after whitespace. (Python's \\s covers more characters.)"""
+_WORD = re.compile(r"(?<=[^\W_]{3})(?=[^\W_])")
+"""Places within a word, after the two letters that a contraction may have."""
 _GPT2_PIECES = r"'(?:[sdmt]|ll|ve|re)| ?\p{L}++| ?\p{N}++| ?[^\s\p{L}\p{N}]++|\s++$|\s+(?!\S)|\s"
 """GPT-2's regex in the form of tiktoken, with possessive quantifiers that change no match."""
 
@@ -120,7 +125,7 @@ def unlike_gpt2(stored: dict[str, Any]) -> list[str]:
 
 
 def chunks(text: str) -> Iterator[str]:
-    """`text`, cut before whitespace once past CHUNK; pieces of GPT-2's regex stay whole."""
+    """`text`, cut at the end of a word once past CHUNK; pieces of GPT-2's regex stay whole."""
     start = 0
     while start < len(text):
         cut = _CUT.search(text, start + CHUNK)
@@ -211,15 +216,55 @@ class ByteLevelBPE(Codec):
         """
         self._n_encoded += len(text)
         is_little = not text or (len(text) <= LONG_TEXT and self._n_encoded <= BULK)
-        if is_little or self._twin is None:
+        if is_little or not self._is_cut_as_gpt2s:
             return self._encode_by_tokenizers(text, at)
-        parts = [
-            self._twin.encode_to_numpy(chunk, disallowed_special=())
-            if len(chunk) <= CHUNK + LONGEST_RUN
-            else np.array(self._encode_by_tokenizers(chunk, at), np.uint32)
-            for chunk in chunks(text)
-        ]
+        parts = []
+        for chunk in chunks(text):
+            if self._twin is not None and len(chunk) <= CHUNK + LONGEST_RUN:
+                parts.append(self._twin.encode_to_numpy(chunk, disallowed_special=()))
+                at += len(chunk)
+                continue
+            for run in self._runs(chunk):
+                parts.append(np.array(self._encode_by_tokenizers(run, at), np.uint32))
+                at += len(run)
         return np.concatenate(parts)
+
+    def _runs(self, text: str) -> Iterator[str]:
+        """Yield `text`, cut within long words where no token continues.
+
+        `tokenizers` takes some 250 bytes of memory for each byte of a text.
+        """
+        start = 0
+        while len(text) - start > CHUNK + LONGEST_RUN:
+            at = start + CHUNK
+            places = (place.start() for place in _WORD.finditer(text, at, at + LONGEST_RUN))
+            ends = (end for end in places if not self._is_joined(text[end - 1], text[end]))
+            end = next(ends, len(text))
+            yield text[start:end]
+            start = end
+        if start < len(text):
+            yield text[start:]
+
+    def _is_joined(self, left: str, right: str) -> bool:
+        """Whether a token has the last byte of one character before the first of the other."""
+        return left.encode()[-1:] + right.encode()[:1] in self._byte_pairs
+
+    @cached_property
+    def _byte_pairs(self) -> set[bytes]:
+        """All pairs of adjacent bytes in tokens."""
+        tokens = map(self.token_bytes, self._rust.get_vocab(with_added_tokens=False))
+        return {token[at : at + 2] for token in tokens for at in range(len(token) - 1)}
+
+    @cached_property
+    def _is_cut_as_gpt2s(self) -> bool:
+        """Whether the text is divided by GPT-2's regex alone, so that parts can be encoded."""
+        cutter = self._rust.pre_tokenizer
+        return (
+            isinstance(cutter, pre_tokenizers.ByteLevel)
+            and (cutter.use_regex, cutter.add_prefix_space) == (True, False)
+            and self._rust.normalizer is None
+            and all(token.special for token in self._rust.get_added_tokens_decoder().values())
+        )
 
     def _encode_by_tokenizers(self, text: str, at: int) -> list[int]:
         if self._lost_bytes:
