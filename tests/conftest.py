@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 import tokenizers
 import torch
-from tokenizers import pre_tokenizers
 from hypothesis import settings
+from tokenizers import pre_tokenizers
 
 from tiedgpt import GPT, GPTConfig, Tokenizer
 

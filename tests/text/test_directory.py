@@ -73,7 +73,9 @@ def test_a_name_that_is_not_a_path_is_a_hub_name(bpe, saved, monkeypatch):
 
     monkeypatch.setattr(tokenizer_files, "local_directory", fetched)
     assert len(Tokenizer.from_pretrained("somebody/some-gpt")) == 1000
-    names = {"tokenizer.json", "tokenizer_config.json", "added_tokens.json"}
+    names = {"tokenizer.json", "tokenizer_config.json", "added_tokens.json", "vocab.txt"}
+    names |= {"special_tokens_map.json", "config.json", "spiece.model", "tokenizer.model"}
+    names |= {"sentencepiece.bpe.model"}
     assert asked == [("somebody/some-gpt", names.union({"meta.pkl"}, *PAIRS))]
 
 

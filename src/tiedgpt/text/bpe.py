@@ -19,7 +19,8 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import tokenizers
 from numpy.typing import NDArray
-from tokenizers import decoders, models, pre_tokenizers, trainers
+from tokenizers import decoders, models, pre_tokenizers, processors, trainers
+from typing_extensions import override
 
 from tiedgpt.errors import UserError
 
@@ -35,9 +36,10 @@ Ids = list[int] | NDArray[np.uint32]
 
 
 class Codec:
-    """Base of `ByteLevelBPE`, `LowerCaseBPE` and `Characters`. No method knows special tokens."""
+    """Base of all kinds of vocabulary. Special tokens in a text are ordinary text, unless said."""
 
-    kind: str
+    decodes_added = False
+    """Whether the library's decoder also decodes added tokens; otherwise they are text."""
 
     def __init__(self, rust: tokenizers.Tokenizer) -> None:
         self._rust = rust
@@ -57,26 +59,45 @@ class Codec:
         Raises UserError if the tokenizer's own rules fail on the text: a regular expression that
         explodes is a panic of Rust, no `Exception`.
         """
-        try:
-            ids: list[int] = self._rust.encode(text, add_special_tokens=False).ids
-        except BaseException as error:
-            if not isinstance(error, Exception) and type(error).__name__ != "PanicException":
-                raise  # Ctrl-C
-            why = " ".join(str(error).split())[:200]
-            raise UserError(
-                f"the tokenizer cannot encode a text of {len(text):,} characters: {why}",
-                hint="correct the regular expressions and the unk_token of its tokenizer.json, or "
-                "divide the text",
-            ) from None
-        return ids
+        return _encode(self._rust, text)
+
+    def encode_special(self, text: str) -> list[int]:
+        """Return the ids of `text` (N,), with special tokens in the text found as such."""
+        return _encode(self._special_rust, text)
+
+    @cached_property
+    def _special_rust(self) -> tokenizers.Tokenizer:
+        """A copy that finds special tokens: changing the setting is not safe between threads."""
+        rust = tokenizers.Tokenizer.from_str(self._rust.to_str())
+        rust.encode_special_tokens = False
+        return rust
 
     def token_bytes(self, token: str) -> bytes:
         """Return the bytes of a token of the vocabulary."""
         return token.encode()
 
+    def first_bytes(self, token: str) -> bytes:
+        """Return the bytes of a token of the vocabulary that begins a text."""
+        return self.token_bytes(token)
+
     def word_ends(self) -> set[int]:
         """Return the ids whose last byte is a space that is dropped at the end of a text."""
         return set()
+
+
+def _encode(rust: tokenizers.Tokenizer, text: str) -> list[int]:
+    try:
+        ids: list[int] = rust.encode(text, add_special_tokens=False).ids
+    except BaseException as error:
+        if not isinstance(error, Exception) and type(error).__name__ != "PanicException":
+            raise  # Ctrl-C
+        why = " ".join(str(error).split())[:200]
+        raise UserError(
+            f"the tokenizer cannot encode a text of {len(text):,} characters: {why}",
+            hint="correct the regular expressions and the unk_token of its tokenizer.json, or "
+            "divide the text",
+        ) from None
+    return ids
 
 
 def _byte_alphabet() -> list[str]:
@@ -102,9 +123,7 @@ CHUNK = 8_192
 LONGEST_RUN = 4_096
 """A longer run of characters without a cut is left to `tokenizers`: tiktoken panics on a
 million spaces in a row, and up to 0.11 takes quadratic time for one piece."""
-_CUT = re.compile(
-    r"\S(?=[ \n])|[^\W_](?=[!-/:-@\[-`{-~\u3001\u3002\uff01\uff0c\uff1a\uff1b\uff1f])"
-)
+CUT = re.compile(r"\S(?=[ \n])|[^\W_](?=[!-/:-@\[-`{-~\u3001\u3002\uff01\uff0c\uff1a\uff1b\uff1f])")
 """Places where text may be cut: no piece of GPT-2's regex continues from another character to
 whitespace, nor from a letter or a digit to punctuation (GPT-1's neither), and it looks ahead only
 after whitespace. (Python's \\s covers more characters.)"""
@@ -112,6 +131,12 @@ _WORD = re.compile(r"(?<=[^\W_]{3})(?=[^\W_])")
 """Places within a word, after the two letters that a contraction may have."""
 _GPT2_PIECES = r"'(?:[sdmt]|ll|ve|re)| ?\p{L}++| ?\p{N}++| ?[^\s\p{L}\p{N}]++|\s++$|\s+(?!\S)|\s"
 """GPT-2's regex in the form of tiktoken, with possessive quantifiers that change no match."""
+
+
+def greedy_tokens(stored: dict[str, Any]) -> list[str]:
+    """Return the added tokens of a `tokenizer.json` that are found by more than their text."""
+    flags = ("lstrip", "rstrip", "single_word")
+    return [token["content"] for token in stored["added_tokens"] if any(map(token.get, flags))]
 
 
 def unlike_gpt2(stored: dict[str, Any]) -> list[str]:
@@ -124,12 +149,15 @@ def unlike_gpt2(stored: dict[str, Any]) -> list[str]:
     return [*odd, "normalizer"] if stored["normalizer"] is not None else odd
 
 
-def chunks(text: str) -> Iterator[str]:
-    """`text`, cut at the end of a word once past CHUNK; pieces of GPT-2's regex stay whole."""
+def chunks(text: str, cut: re.Pattern[str] = CUT) -> Iterator[str]:
+    """Split `text` after CHUNK characters or more, at the end of a word.
+
+    Pieces of GPT-2's regex stay whole. A match of `cut` ends at a place where the text may be cut.
+    """
     start = 0
     while start < len(text):
-        cut = _CUT.search(text, start + CHUNK)
-        end = cut.end() if cut else len(text)
+        match = cut.search(text, start + CHUNK)
+        end = match.end() if match else len(text)
         yield text[start:end]
         start = end
 
@@ -140,6 +168,14 @@ def byte_level_tokenizer(model: models.BPE, *, prefix_space: bool = False) -> to
     rust.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=prefix_space, use_regex=True)
     rust.decoder = decoders.ByteLevel()
     return rust
+
+
+def add_ends(rust: tokenizers.Tokenizer, bos: str | None = None, eos: str | None = None) -> None:
+    """Set the tokens of the vocabulary that stand before and after every text (in place)."""
+    tokens = {token: rust.token_to_id(token) for token in (bos, eos) if token is not None}
+    rust.post_processor = processors.TemplateProcessing(
+        single=[token for token in (bos, "$A", eos) if token], special_tokens=[*tokens.items()]
+    )
 
 
 def train_bpe(texts: Iterable[str], vocab_size: int) -> tokenizers.Tokenizer:
@@ -174,7 +210,6 @@ def _short(pieces: Iterable[str]) -> Iterator[str]:
 class ByteLevelBPE(Codec):
     """Encodes with a byte-level BPE; special tokens in the text are ordinary text."""
 
-    kind = "bpe"
     _n_encoded = 0
     """Characters so far."""
 
@@ -230,24 +265,24 @@ class ByteLevelBPE(Codec):
         return np.concatenate(parts)
 
     def _runs(self, text: str) -> Iterator[str]:
-        """Yield `text`, cut within long words where no token continues.
+        """Split long words between bytes that no token joins.
 
-        `tokenizers` takes some 250 bytes of memory for each byte of a text.
+        The memory of `tokenizers` is about 250 bytes for each byte of its text.
         """
         start = 0
         while len(text) - start > CHUNK + LONGEST_RUN:
             at = start + CHUNK
-            places = (place.start() for place in _WORD.finditer(text, at, at + LONGEST_RUN))
-            ends = (end for end in places if not self._is_joined(text[end - 1], text[end]))
+            places = (match.start() for match in _WORD.finditer(text, at, at + LONGEST_RUN))
+            ends = (end for end in places if not self._is_joined(text, end))
             end = next(ends, len(text))
             yield text[start:end]
             start = end
         if start < len(text):
             yield text[start:]
 
-    def _is_joined(self, left: str, right: str) -> bool:
-        """Whether a token has the last byte of one character before the first of the other."""
-        return left.encode()[-1:] + right.encode()[:1] in self._byte_pairs
+    def _is_joined(self, text: str, at: int) -> bool:
+        """Whether a token has the byte before this position next to the byte after it."""
+        return text[at - 1].encode()[-1:] + text[at].encode()[:1] in self._byte_pairs
 
     @cached_property
     def _byte_pairs(self) -> set[bytes]:
@@ -267,15 +302,22 @@ class ByteLevelBPE(Codec):
         )
 
     def _encode_by_tokenizers(self, text: str, at: int) -> list[int]:
-        if self._lost_bytes:
-            for position, character in enumerate(text, at):
-                if not self._lost_bytes.isdisjoint(character.encode()):
-                    raise UserError(
-                        f"character {character!r} at position {position} has a byte for which "
-                        "this vocabulary has no token",
-                        hint="use a vocabulary with all 256 bytes",
-                    )
+        self._check_bytes(text, at)
         return self.encode_by_library(text)
+
+    @override
+    def encode_special(self, text: str) -> list[int]:
+        self._check_bytes(text)
+        return super().encode_special(text)
+
+    def _check_bytes(self, text: str, at: int = 0) -> None:
+        for position, character in enumerate(text if self._lost_bytes else "", at):
+            if not self._lost_bytes.isdisjoint(character.encode()):
+                raise UserError(
+                    f"character {character!r} at position {position} has a byte for which "
+                    "this vocabulary has no token",
+                    hint="use a vocabulary with all 256 bytes",
+                )
 
 
 def tiktoken_twin(rust: tokenizers.Tokenizer) -> "tiktoken.Encoding | None":

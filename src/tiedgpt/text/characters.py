@@ -14,6 +14,7 @@ import numpy as np
 import tokenizers
 from numpy.typing import NDArray
 from tokenizers import decoders, models, pre_tokenizers
+from typing_extensions import override
 
 from tiedgpt.errors import UserError
 from tiedgpt.text.bpe import END_OF_TEXT, Codec
@@ -42,8 +43,6 @@ def tokenizer_of_ids(vocabulary: dict[str, int]) -> tokenizers.Tokenizer:
 class Characters(Codec):
     """Encodes with a vocabulary of single characters; refuses all other characters."""
 
-    kind = "char"
-
     @staticmethod
     def reads(rust: tokenizers.Tokenizer) -> bool:
         """Whether `rust` has the form that `tokenizer_of_ids` returns."""
@@ -51,6 +50,7 @@ class Characters(Codec):
             isinstance(rust.model, models.WordLevel)
             and _steps(rust) == _steps(tokenizer_of_ids({}))
             and all(len(token) == 1 for token in rust.get_vocab(with_added_tokens=False))
+            and all(token.special for token in rust.get_added_tokens_decoder().values())
         )
 
     @cached_property
@@ -78,6 +78,28 @@ class Characters(Codec):
                 ),
             )
         return ids.astype(np.uint32)
+
+    @override
+    def encode_special(self, text: str) -> list[int]:
+        ids: list[int] = []
+        splitter, special_ids = self._special_splitter
+        parts = splitter.encode(text)
+        for number, (start, end) in zip(parts.ids, parts.offsets, strict=True):
+            if number in special_ids:
+                ids.append(special_ids[number])
+            else:
+                ids += self.encode(text[start:end], start).tolist()
+        return ids
+
+    @cached_property
+    def _special_splitter(self) -> tuple[tokenizers.Tokenizer, dict[int, int]]:
+        """Return a tokenizer that splits at special tokens, and a map from its ids to ours."""
+        splitter = tokenizers.Tokenizer(models.WordLevel({"": 0}, unk_token=""))
+        added = self._rust.get_added_tokens_decoder()
+        special = {token.content: id for id, token in added.items() if token.special}
+        splitter.add_special_tokens([added[id] for id in special.values()])
+        numbers = splitter.get_vocab()
+        return splitter, {numbers[token]: id for token, id in special.items()}
 
 
 def _steps(rust: tokenizers.Tokenizer) -> list[Any]:

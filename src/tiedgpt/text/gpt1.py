@@ -29,8 +29,6 @@ def lower_case_tokenizer(model: models.BPE) -> tokenizers.Tokenizer:
 class LowerCaseBPE(Codec):
     """Encodes with GPT-1's BPE; special tokens in the text are ordinary text."""
 
-    kind = "gpt1"
-
     def __init__(self, rust: tokenizers.Tokenizer) -> None:
         super().__init__(rust)
         added = rust.get_added_tokens_decoder().values()

@@ -1,7 +1,8 @@
 """`Tokenizer`: text -> ids -> text, for every kind of vocabulary.
 
-A `Codec` knows one kind: byte-level BPE (`bpe.py`), GPT-1's lower-case BPE (`gpt1.py`) or single
-characters (`characters.py`). Special tokens and decoding are the same for all, and are here.
+A `Codec` knows one kind: byte-level BPE (`bpe.py`), GPT-1's lower-case BPE (`gpt1.py`), WordPiece
+and SentencePiece (`pieces.py`) or single characters (`characters.py`). Decoding is the same for
+all, and is here.
 """
 
 from __future__ import annotations
@@ -16,27 +17,35 @@ from typing import Any
 import numpy as np
 import tokenizers
 from numpy.typing import NDArray
-from tokenizers import models
 
 from tiedgpt.errors import CorruptInputError, UserError
 from tiedgpt.files import replacing, write_json
 from tiedgpt.names import ExplainsNames
 from tiedgpt.text.bpe import END_OF_TEXT, ByteLevelBPE, Codec, train_bpe
 from tiedgpt.text.characters import Characters, character_tokenizer
-from tiedgpt.text.directory import CONFIG, TOKENIZER_JSON, token_of
+from tiedgpt.text.directory import CONFIG, TOKEN_NAMES, TOKENIZER_JSON, token_of
 from tiedgpt.text.gpt1 import LowerCaseBPE
+from tiedgpt.text.pieces import SentencePieces, WordPieces
 
-CODECS: tuple[type[Codec], ...] = (ByteLevelBPE, LowerCaseBPE, Characters)
-KEPT_SETTINGS = ("chat_template", "model_max_length", "pad_token", "padding_side", "unk_token")
+CODECS: dict[str, type[Codec]] = {
+    "bpe": ByteLevelBPE,
+    "gpt1": LowerCaseBPE,
+    "char": Characters,
+    "wordpiece": WordPieces,
+    "sentencepiece": SentencePieces,
+}
+"""Kinds of vocabulary, in the order in which they are tried."""
+KEPT_SETTINGS = ("chat_template", "model_max_length", "padding_side")
 """Settings without effect on ids that a loaded tokenizer writes again when it is saved."""
 
 
 class Tokenizer(ExplainsNames):
     """A tokenizer: text to ids and back.
 
-    `kind` is "bpe" (tokens are bytes), "gpt1" (parts of lower-case words) or "char" (single
-    characters). `bos_token_id` and `eos_token_id` are the ids of the tokens that begin and end a
-    text, or None. `len(tokenizer)` is V, the number of rows that a model's embedding needs.
+    `kind` is "bpe" (tokens are bytes), "gpt1" (parts of lower-case words), "char" (single
+    characters), "wordpiece" (BERT's) or "sentencepiece" (its BPE or unigram). `bos_token_id` and
+    `eos_token_id` are the ids of the tokens that begin and end a text, or None. `len(tokenizer)` is
+    V, the number of rows that a model's embedding needs.
     """
 
     def __init__(
@@ -47,17 +56,16 @@ class Tokenizer(ExplainsNames):
         rust.encode_special_tokens = True  # means: as ordinary text
         self._rust = rust
         self._settings = settings or {}
-        codec = next((codec for codec in CODECS if codec.reads(rust)), None)
-        if codec is None:
+        self.kind = next((name for name, codec in CODECS.items() if codec.reads(rust)), "")
+        if not self.kind:
             raise UserError(
                 f"{where}: a tokenizer with the model {type(rust.model).__name__} is not supported",
                 hint=(
-                    "use GPT-2's byte-level BPE, GPT-1's BPE with a token for unknown "
-                    "characters, or single characters"
+                    "use GPT-2's byte-level BPE, GPT-1's BPE, WordPiece or SentencePiece with a "
+                    "token for unknown characters, or single characters"
                 ),
             )
-        self._codec = codec(rust)
-        self.kind = self._codec.kind
+        self._codec = CODECS[self.kind](rust)
         self._size = _checked_size(rust, where)
         self._token_bytes = cache(self._find_bytes)  # few are asked for: not a table of all
         self.bos_token_id = _special_id(rust, self._settings, "bos_token", where)
@@ -68,8 +76,9 @@ class Tokenizer(ExplainsNames):
         """Read the tokenizer that comes with a checkpoint: from a directory, a file or the hub.
 
         Reads `tokenizer.json`; `vocab.json` with `merges.txt`; `encoder.json` with `vocab.bpe`
-        and GPT-1's two, as OpenAI names them; nanoGPT's `meta.pkl`; the one inside a GGUF file. A
-        file of weights stands for its directory. A path that exists wins over a hub name. Raises
+        and GPT-1's two, as OpenAI names them; `vocab.txt` of WordPiece; nanoGPT's `meta.pkl`; the
+        one inside a GGUF file. Ids are those of transformers' `AutoTokenizer`. A file of weights
+        stands for its directory. A path that exists wins over a hub name. Raises
         UserError if there is no tokenizer or it is of another kind, CorruptInputError if a file is
         damaged.
         """
@@ -130,28 +139,22 @@ class Tokenizer(ExplainsNames):
         raise TypeError("'Tokenizer' object is not callable: use tokenizer.encode(text)")
 
     def encode(self, text: str, *, allow_special: bool = False) -> list[int]:
-        """`text` -> ids, without a token before or after it.
+        """`text` -> ids, without a token before or after it (see `begin_ids`).
 
         Unless `allow_special`, "<|endoftext|>" in the text is ordinary text. GPT-1's vocabulary has
         `<unk>` for characters that it lacks. Raises UserError if the text is not valid Unicode or
         has a character outside a character vocabulary.
         """
         _refuse_surrogates(text)
-        if not (allow_special and self._special_ids):
-            return self._listed(text)
-        ids: list[int] = []
-        splitter, special_ids = self._special_splitter
-        parts = splitter.encode(text)
-        for number, (start, end) in zip(parts.ids, parts.offsets, strict=True):
-            if number in special_ids:
-                ids.append(special_ids[number])
-            else:
-                ids += self._listed(text[start:end], start)
-        return ids
-
-    def _listed(self, text: str, at: int = 0) -> list[int]:
-        ids = self._codec.encode(text, at)
+        if allow_special and self._may_have_special(text):
+            return self._codec.encode_special(text)
+        ids = self._codec.encode(text)
         return ids if isinstance(ids, list) else ids.tolist()
+
+    def _may_have_special(self, text: str) -> bool:
+        """Whether a special token is in the text, possibly only once the text is normalized."""
+        special = (token for token in self._added.values() if token.special)
+        return any(token.normalized or token.content in text for token in special)
 
     def encode_batch(self, texts: Iterable[str], *, allow_special: bool = False) -> list[list[int]]:
         """Return the ids of each text, as `encode`."""
@@ -177,7 +180,8 @@ class Tokenizer(ExplainsNames):
             integers = list(map(operator.index, listed))
         except TypeError as error:
             raise UserError(f"ids must be integers in one dimension: {error}") from error
-        text = b"".join(map(self.token_bytes, integers))
+        pieces = [self.token_bytes(id) for id in integers]
+        text = b"".join([*map(self._first_bytes, integers[:1]), *pieces[1:]])
         if integers and integers[-1] in self._word_ends:
             text = text[:-1]
         return text.decode("utf-8", errors="replace")
@@ -185,7 +189,8 @@ class Tokenizer(ExplainsNames):
     def token_bytes(self, id: int) -> bytes:
         """Return the bytes of one id, possibly part of a character.
 
-        A token that ends a word in GPT-1's vocabulary includes the space that follows. Raises
+        The last token of a word in GPT-1's vocabulary includes the space that follows; the first
+        token of a word in WordPiece and SentencePiece includes the space before it. Raises
         UserError for an id outside the vocabulary.
         """
         token = self._token_bytes(id) if 0 <= id < self._size else None
@@ -199,8 +204,8 @@ class Tokenizer(ExplainsNames):
     def byte_lengths(self) -> NDArray[np.int64]:
         """(V,): how many bytes of text each id stands for; 0 for special tokens.
 
-        Their sum is a text's length in bytes. With GPT-1's vocabulary that is the decoded text,
-        with a space after the last word, too, and without what became `<unk>`.
+        Their sum is a text's length in bytes. With GPT-1's vocabulary and WordPiece that is the
+        decoded text, with the spaces between tokens, and without unknown words.
         """
         tokens = map(self._token_bytes, range(self._size))
         lengths = np.array([len(token or b"") for token in tokens], dtype=np.int64)
@@ -213,7 +218,7 @@ class Tokenizer(ExplainsNames):
         If the ids continue a prompt, `after` is its last id: if that ended a word of GPT-1's, the
         first piece begins with a space.
         """
-        return StreamDecoder(self.token_bytes, self._word_ends, after)
+        return StreamDecoder(self.token_bytes, self._first_bytes, self._word_ends, after)
 
     def to_json(self) -> str:
         """Return the content of `tokenizer.json`, for writers of other formats."""
@@ -231,6 +236,10 @@ class Tokenizer(ExplainsNames):
     def config(self) -> dict[str, Any]:
         """Return the content of `tokenizer_config.json`."""
         config = {key: self._settings[key] for key in KEPT_SETTINGS if key in self._settings}
+        tokens = {key: token_of(self._settings, key) for key in TOKEN_NAMES}
+        config |= {key: token for key, token in tokens.items() if self._has_token(token)}
+        if getattr(self._rust.pre_tokenizer, "add_prefix_space", False):
+            config["add_prefix_space"] = True  # transformers before 5 sets what this says
         config["tokenizer_class"] = "PreTrainedTokenizerFast"
         config["clean_up_tokenization_spaces"] = False
         named = {"bos_token": self.bos_token_id, "eos_token": self.eos_token_id}
@@ -239,12 +248,32 @@ class Tokenizer(ExplainsNames):
             config["unk_token"] = config.get("unk_token") or config["eos_token"]
         return config
 
-    def _find_bytes(self, id: int) -> bytes | None:
-        """Return the bytes of an id, or None for an unused id."""
-        if id in self._added:
-            return self._added[id].content.encode()
+    def _has_token(self, token: str | None) -> bool:
+        return token is not None and self._rust.token_to_id(token) is not None
+
+    def _find_bytes(self, id: int, *, is_first: bool = False) -> bytes | None:
+        """Return the bytes of an id, where a text begins if `is_first`; None for an unused id."""
         token = self._rust.id_to_token(id)
-        return None if token is None else self._codec.token_bytes(token)
+        if token is None:
+            return None
+        if id in self._added and not self._codec.decodes_added:
+            return token.encode()
+        return self._codec.first_bytes(token) if is_first else self._codec.token_bytes(token)
+
+    def _first_bytes(self, id: int) -> bytes:
+        return self._find_bytes(id, is_first=True) or b""
+
+    @cached_property
+    def begin_ids(self) -> list[int]:
+        """Ids that texts begin with by the tokenizer's own rule (`add_bos_token`): one or none.
+
+        `encode` leaves them out; prompts and training texts begin with them.
+        """
+        plain, framed = (
+            self._rust.encode("a", add_special_tokens=add).ids for add in (False, True)
+        )
+        begins = self.bos_token_id is not None and framed[:1] == [self.bos_token_id] != plain[:1]
+        return framed[:1] if begins else []
 
     @cached_property
     def _added(self) -> dict[int, Any]:
@@ -259,14 +288,6 @@ class Tokenizer(ExplainsNames):
     def _special_ids(self) -> dict[str, int]:
         return {token.content: id for id, token in self._added.items() if token.special}
 
-    @cached_property
-    def _special_splitter(self) -> tuple[tokenizers.Tokenizer, dict[int, int]]:
-        """Return a tokenizer that splits at special tokens, and a map from its ids to ours."""
-        splitter = tokenizers.Tokenizer(models.WordLevel({"": 0}, unk_token=""))
-        splitter.add_special_tokens([self._added[id] for id in self._special_ids.values()])
-        numbers = splitter.get_vocab()
-        return splitter, {numbers[token]: id for token, id in self._special_ids.items()}
-
 
 class StreamDecoder:
     """Turns ids into text one at a time, for output that is shown while it is generated.
@@ -275,15 +296,22 @@ class StreamDecoder:
     follows only if another token does. Bytes are held back until they are certain, so that the
     joined pieces equal the decoded text.
 
-    Made by `Tokenizer.stream()`. `bytes_of(id)` gives the bytes of one token; the last byte of the
-    ids in `word_ends` is a space that stands only before another id. Where the text continues an
-    earlier one, `after` is the last id of that.
+    Made by `Tokenizer.stream()`. `bytes_of(id)` gives the bytes of one token, `first_bytes_of(id)`
+    the bytes of a text's first token; the last byte of the ids in `word_ends` is a space that
+    stands only before another id. Where the text continues an earlier one, `after` is the last id
+    of that.
     """
 
     def __init__(
-        self, bytes_of: Callable[[int], bytes], word_ends: Collection[int], after: int | None
+        self,
+        bytes_of: Callable[[int], bytes],
+        first_bytes_of: Callable[[int], bytes],
+        word_ends: Collection[int],
+        after: int | None,
     ) -> None:
-        self._bytes_of, self._word_ends = bytes_of, word_ends
+        self._bytes_of, self._first_bytes_of = bytes_of, first_bytes_of
+        self._word_ends = word_ends
+        self._is_first = after is None
         self._decoder = codecs.getincrementaldecoder("utf-8")(errors="replace")
         self._blank = b""
         if after is not None and operator.index(after) in word_ends:
@@ -296,13 +324,14 @@ class StreamDecoder:
         """
         id = operator.index(id)
         text, ends_word = self._bytes_of(id), id in self._word_ends
+        text, self._is_first = self._first_bytes_of(id) if self._is_first else text, False
         text = self._blank + (text[:-1] if ends_word else text)
         self._blank = b" " if ends_word else b""
         return self._decoder.decode(text)
 
     def finish(self) -> str:
         """Return the pending text, with U+FFFD for an incomplete character, and start again."""
-        self._blank = b""
+        self._blank, self._is_first = b"", True
         return self._decoder.decode(b"", final=True)
 
 

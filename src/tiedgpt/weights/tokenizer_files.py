@@ -17,7 +17,7 @@ import tokenizers
 
 from tiedgpt.errors import CorruptInputError, UserError
 from tiedgpt.files import read_json
-from tiedgpt.text.directory import EXPECTED, FILE_NAMES, read_tokenizer
+from tiedgpt.text.directory import EXPECTED, FILE_NAMES, TOKEN_NAMES, read_tokenizer
 from tiedgpt.text.tokenizer import Tokenizer
 from tiedgpt.weights.registry import formats, head_of, suffixes
 from tiedgpt.weights.sources import local_directory
@@ -56,7 +56,9 @@ def tokenizer_for(model: Any, tokenizer: Any, *, needed: bool = False) -> Tokeni
     """
     backend = getattr(tokenizer, "backend_tokenizer", tokenizer)
     if isinstance(backend, tokenizers.Tokenizer):
-        return Tokenizer(tokenizers.Tokenizer.from_str(backend.to_str()))
+        named: dict[str, Any] = getattr(tokenizer, "special_tokens_map", {})
+        tokens = {key: str(named[key]) for key in TOKEN_NAMES if named.get(key)}
+        return Tokenizer(tokenizers.Tokenizer.from_str(backend.to_str()), tokens)
     if isinstance(tokenizer, (str, os.PathLike)):
         return open_tokenizer(os.fspath(tokenizer))
     if tokenizer is None and isinstance(model, (str, os.PathLike)):
