@@ -14,6 +14,7 @@ from tiedgpt.infer import Engine
 from tiedgpt.infer.constraints import matcher_for
 from tiedgpt.text.bpe import BYTE_ALPHABET, byte_level_tokenizer
 from tiedgpt.text.gpt1 import lower_case_tokenizer
+from tiedgpt.text.pieces import bert_tokenizer
 
 TEXT = '{"name": "the cat", "age": 12, "tags": ["naïve", "café"]} the dog sat on 2026-01-31. '
 PERSON = {
@@ -208,10 +209,12 @@ def test_without_the_library_the_extra_is_named(monkeypatch):
 
 def test_word_tokenizers_that_drop_blanks_are_refused():
     vocabulary = {"<unk>": 0, "a": 1, "a</w>": 2}
-    model = models.BPE(vocabulary, [], unk_token="<unk>", end_of_word_suffix="</w>")
-    tokenizer = Tokenizer(lower_case_tokenizer(model))
-    with pytest.raises(UserError, match="GPT-1"):
-        engine_for(tokenizer, eos_token_id=0).generate("a", regex="a")
+    gpt1 = models.BPE(vocabulary, [], unk_token="<unk>", end_of_word_suffix="</w>")
+    wordpiece = models.WordPiece({"[UNK]": 0, "a": 1, "##a": 2}, unk_token="[UNK]")
+    for rust in (lower_case_tokenizer(gpt1), bert_tokenizer(wordpiece)):
+        tokenizer = Tokenizer(rust)
+        with pytest.raises(UserError, match=tokenizer.kind):
+            engine_for(tokenizer, eos_token_id=0).generate("a", regex="a")
 
 
 def test_a_tokenizer_that_puts_a_blank_first_puts_none_into_forced_text():

@@ -221,8 +221,9 @@ def encode_corpus(
 ) -> EncodedCorpus:
     """Encode both sides of a split into the shards of a new directory.
 
-    The tokenizer's end-of-text token, if there is one, follows every document. `progress` is called
-    after each document with the number of encoded characters and their total.
+    The tokenizer's `begin_ids` precede every document, and its end-of-text token, if there is one,
+    follows. `progress` is called after each document with the number of encoded characters and
+    their total.
 
     Raises:
         UserError: the directory exists and is not empty, a side has no tokens, or the vocabulary
@@ -258,6 +259,7 @@ def write_shards(
     """
     counts = dict.fromkeys(SIDES, Counts())
     eos = tokenizer.eos_token_id
+    begin = np.array(tokenizer.begin_ids, dtype=np.uint32)
     end = np.array([] if eos is None else [eos], dtype=np.uint32)
     find_special_tokens, special_tokens = special_token_finder(tokenizer), Counter[str]()
     size = {"vocab_size": len(tokenizer), "tokens_per_shard": tokens_per_shard}
@@ -268,6 +270,7 @@ def write_shards(
         }
         for side, document in split:
             writer = writers[side]
+            writer.write(begin)
             writer.write(tokenizer.encode_array(document.text))
             writer.write(end)
             special_tokens.update(find_special_tokens(document.text))

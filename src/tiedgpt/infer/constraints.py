@@ -48,10 +48,10 @@ def matcher_for(constraint: Mapping[str, Any], tokenizer: Tokenizer, config: GPT
             hint="pip install 'tiedgpt[constrain]'",
         ) from None
     end = config.eos_token_id
-    if tokenizer.kind == "gpt1":
+    if tokenizer.kind not in ("bpe", "char"):
         raise UserError(
-            "GPT-1's tokens do not say whether a space follows: regex, json_schema and grammar "
-            "cannot be kept exactly with them",
+            f"the text of a token of kind {tokenizer.kind} depends on those beside it: regex, "
+            "json_schema and grammar cannot be kept exactly with them",
             hint="use a model with a byte-level BPE or characters",
         )
     if end is None or end >= len(tokenizer):

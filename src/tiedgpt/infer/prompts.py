@@ -15,11 +15,17 @@ NOTHING_TO_SCORE = "a text to score must have a token after its context"
 
 
 def prompt_ids(
-    prompt: Prompt, config: GPTConfig, tokenizer: Tokenizer | None, *, allow_special: bool = False
+    prompt: Prompt,
+    config: GPTConfig,
+    tokenizer: Tokenizer | None,
+    *,
+    allow_special: bool = False,
+    continues: bool = False,
 ) -> list[int]:
     """Return the prompt's ids, checked against the vocabulary.
 
-    An empty prompt is the token that texts begin with. `allow_special` is as in `Tokenizer.encode`.
+    A text begins with the tokenizer's `begin_ids`, unless it `continues` another. An empty prompt
+    is the token that texts begin with. `allow_special` is as in `Tokenizer.encode`.
     """
     if isinstance(prompt, str):
         if tokenizer is None:
@@ -28,6 +34,8 @@ def prompt_ids(
                 hint="name one (--tokenizer, or Engine(..., tokenizer=)), or give ids",
             )
         ids = tokenizer.encode(prompt, allow_special=allow_special)
+        begin = [] if continues else tokenizer.begin_ids
+        ids = ids if ids[: len(begin)] == begin else [*begin, *ids]
     elif not _is_list(prompt):
         raise UserError(f"a prompt must be text or ids, got {prompt!r}")
     else:
@@ -71,7 +79,8 @@ def split_context(
     context_ids = prompt_ids(context, config, tokenizer)
     if not len(text):
         raise UserError(NOTHING_TO_SCORE)
-    return [*context_ids, *prompt_ids(text, config, tokenizer)], len(context_ids)
+    text_ids = prompt_ids(text, config, tokenizer, continues=True)
+    return [*context_ids, *text_ids], len(context_ids)
 
 
 def split_choices(

@@ -19,7 +19,7 @@ from safetensors.numpy import save
 
 from tiedgpt.core.model import GPT
 from tiedgpt.errors import UserError
-from tiedgpt.text.bpe import BYTE_ALPHABET, END_OF_TEXT, unlike_gpt2
+from tiedgpt.text.bpe import BYTE_ALPHABET, END_OF_TEXT, greedy_tokens, unlike_gpt2
 from tiedgpt.text.gpt1 import lower_case_tokenizer
 from tiedgpt.weights.parameters import gpt_parameters
 
@@ -117,12 +117,13 @@ def tokenizer_data(tokenizer: Tokenizer) -> dict[str, Any]:
     """Return the data of page/model/tokenizer.js; raise `UserError` for other tokenizers."""
     stored = json.loads(tokenizer.to_json())
     model, added = stored["model"], stored["added_tokens"]
-    vocabulary: dict[str, int] = model["vocab"]
-    if odd := _list_unknown_parts(tokenizer.kind, stored):
+    odd = ["add_bos_token"] if tokenizer.begin_ids else []
+    if odd := odd + _list_unknown_parts(tokenizer.kind, stored):
         raise UserError(
             f"the page's tokenizer does not do what this one asks for: {', '.join(odd)}",
             hint="tiedgpt serve shows the same page with any tokenizer",
         )
+    vocabulary: dict[str, int] = model["vocab"]
     tokens: list[str | None] = [None] * len(tokenizer)
     for token, id in vocabulary.items():
         tokens[id] = token
@@ -141,8 +142,11 @@ def tokenizer_data(tokenizer: Tokenizer) -> dict[str, Any]:
 
 def _list_unknown_parts(kind: str, stored: dict[str, Any]) -> list[str]:
     """Return the settings of a `tokenizer.json` that the page's tokenizer does not have."""
+    if kind not in ("bpe", "gpt1", "char"):
+        return [kind]
     model = stored["model"]
     odd = [token["content"] for token in stored["added_tokens"] if not token["special"]]
+    odd += greedy_tokens(stored)
     if kind == "bpe":
         has_all_bytes = model["vocab"].keys() >= set(BYTE_ALPHABET)
         odd += [key for key in unlike_gpt2(stored) if key != "unk_token" or not has_all_bytes]

@@ -18,12 +18,19 @@ from tokenizers import models
 from tiedgpt.core.config import GPTConfig
 from tiedgpt.errors import UserError
 from tiedgpt.files import reading
-from tiedgpt.text.bpe import BYTE_ALPHABET, byte_level_tokenizer, unlike_gpt2
+from tiedgpt.text.bpe import (
+    BYTE_ALPHABET,
+    add_ends,
+    byte_level_tokenizer,
+    greedy_tokens,
+    unlike_gpt2,
+)
 from tiedgpt.text.tokenizer import Tokenizer
 from tiedgpt.weights.formats.gguf import ARCHITECTURE, ID_KEYS, read_header
 
 KEYS = "tokenizer.ggml."
 ARRAYS = {KEYS + "tokens": str, KEYS + "merges": str, KEYS + "token_type": int}
+BEGINS = KEYS + "add_bos_token"
 MODEL, SPLIT = "gpt2", "gpt-2"
 NORMAL, UNKNOWN, CONTROL, USER_DEFINED, UNUSED = 1, 2, 3, 4, 5
 """llama.cpp's token types; an unused token only fills a row of the matrix."""
@@ -78,6 +85,8 @@ def read_tokenizer(path: Path) -> Tokenizer:
     )
     rust.add_tokens([tokenizers.AddedToken(tokens[id], normalized=False) for id in user_defined])
     settings = {name.removesuffix("_id"): tokens[id] for name, id in special.items()}
+    if metadata.get(BEGINS) is True and "bos_token" in settings:
+        add_ends(rust, bos=settings["bos_token"])
     return Tokenizer(rust, settings, str(path))
 
 
@@ -134,7 +143,7 @@ def add_tokenizer(
             writer.add_uint32(key, id)
     for end in [i for i in end_ids if i != id][:1]:  # the last of ID_KEYS is the end's
         writer.add_eot_token_id(end)
-    writer.add_add_bos_token(False)
+    writer.add_add_bos_token(bool(tokenizer.begin_ids))
     writer.add_add_eos_token(False)
 
 
@@ -145,6 +154,8 @@ def _refuse_unlike_gpt2(tokenizer: Tokenizer, stored: dict[str, Any]) -> None:
         why = f"is of kind {tokenizer.kind!r}"
     elif odd := unlike_gpt2(stored):
         why = f"has another {odd[0]}"
+    elif greedy := greedy_tokens(stored):
+        why = f"has {greedy[0]!r}, which takes spaces beside it or whole words only"
     elif missing := set(BYTE_ALPHABET) - stored["model"]["vocab"].keys():
         why = f"lacks {len(missing)} of the 256 bytes"
     elif not stored["model"]["merges"]:
