@@ -168,7 +168,7 @@ def test_a_missing_head_is_never_initialised_at_random(make, tmp_path):
 @pytest.mark.parametrize(
     ("head_class", "keys", "error", "says"),
     [
-        (SequenceClassifier, {"problem_type": "regression"}, UserError, "problem_type"),
+        (SequenceClassifier, {"problem_type": "ranking"}, UserError, "problem_type"),
         (SequenceClassifier, {"id2label": {"0": "a"}}, CorruptInputError, "each of the 3 rows"),
         (SequenceClassifier, {"id2label": "a"}, CorruptInputError, "each of the 3 rows"),
         (SequenceClassifier, {"id2label": {"0": 1, "1": 2, "2": 3}}, UserError, "labels must"),

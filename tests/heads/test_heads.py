@@ -1,8 +1,14 @@
 """The values and gradients of heads on padded batches."""
 
+import warnings
+
 import pytest
 import torch
 import torch.nn.functional as F
+
+with warnings.catch_warnings():
+    warnings.simplefilter("ignore")
+    from transformers import AutoModelForSequenceClassification
 
 from tiedgpt.errors import UserError
 from tiedgpt.heads import FeatureExtractor, MultipleChoice, SequenceClassifier, pad
@@ -60,6 +66,25 @@ def test_the_loss_of_a_classifier_is_the_mean_over_the_counted_labels(make):
     torch.testing.assert_close(model.loss(ids, lengths, labels), expected)
 
 
+@pytest.mark.parametrize("problem", [None, "regression", "multi_label_classification"])
+@pytest.mark.parametrize("n_labels", [1, 3])
+def test_the_loss_of_every_problem_is_that_of_transformers(make, problem, n_labels, tmp_path):
+    names = [f"name {number}" for number in range(n_labels)]
+    model = make(SequenceClassifier, labels=names, problem_type=problem)
+    model.save_pretrained(tmp_path)
+    theirs = AutoModelForSequenceClassification.from_pretrained(tmp_path).eval()
+    theirs.config.pad_token_id = 96
+    ids, lengths = pad(SEQUENCES, pad_id=96)
+    labels = torch.tensor([[0.0, 1.0, 1.0], [1.0, 0.0, 0.0], [0.0, 0.0, 1.0], [1.0, 1.0, 0.0]])
+    labels = labels[:, :n_labels]
+    if problem is None and n_labels > 1:
+        labels = torch.tensor([0, 2, 1, 2])
+    expected = theirs(ids, labels=labels).loss
+    torch.testing.assert_close(model.loss(ids, lengths, labels), expected)
+    if n_labels == 1:
+        torch.testing.assert_close(model.loss(ids, lengths, labels[:, 0]), expected)
+
+
 @pytest.mark.parametrize("tied", [True, False])
 def test_the_double_heads_loss_is_half_the_language_loss_and_the_choice(make, tied):
     model = make(MultipleChoice, tied=tied)
@@ -89,8 +114,14 @@ def test_wrong_arguments_of_heads_are_refused(make, tiny):
     for labels in ("pos", [], ["a", "a"], [1, 2], 3):
         with pytest.raises(UserError, match=r"labels must be .*got"):
             SequenceClassifier(tiny, labels=labels)
+    one = SequenceClassifier(tiny, ["only"], problem_type="single_label_classification")
     with pytest.raises(UserError, match="give two"):
-        SequenceClassifier(tiny, labels=["only"]).loss(*batch_for(SequenceClassifier))
+        one.loss(*batch_for(SequenceClassifier))
+    with pytest.raises(UserError, match=r"problem_type must be .* got 'ranking'"):
+        SequenceClassifier(tiny, ["a", "b"], problem_type="ranking")
+    several = SequenceClassifier(tiny, ["a", "b"], problem_type="multi_label_classification")
+    with pytest.raises(UserError, match=r"\(4, 2\), got \(4,\)"):
+        several.loss(*batch_for(SequenceClassifier))
     with pytest.raises(UserError, match="'last' or 'mean'"):
         FeatureExtractor(tiny, pooling="max")
     with pytest.raises(UserError, match="has no loss"):

@@ -7,6 +7,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, Literal
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 from tiedgpt.core.loss import IGNORED, cross_entropy
@@ -29,17 +30,29 @@ SUMMARY = {
 """transformers' keys that shape the logit of a choice, with the only supported values."""
 
 
+PROBLEM_TYPES = ("regression", "single_label_classification", "multi_label_classification")
+"""transformers' values of `problem_type`: what the outputs of a classifier mean."""
+
+
 class SequenceClassifier(Head):
     """One label for a sequence: a linear layer without bias on the last token's state.
 
     Radford et al. 2018, eq. 3: P(y | x_1..x_m) = softmax(h_m W_y). `labels` are distinct names.
+    `problem_type` is transformers' ("regression", "single_label_classification" or
+    "multi_label_classification"). None: the number of labels decides, as there.
     """
 
     architecture = "ForSequenceClassification"
     head_tensors = ("score.weight",)
 
-    def __init__(self, gpt: GPT, labels: Sequence[str]) -> None:
+    def __init__(self, gpt: GPT, labels: Sequence[str], *, problem_type: str | None = None) -> None:
         super().__init__(gpt)
+        if problem_type not in (None, *PROBLEM_TYPES):
+            raise UserError(
+                f"must be one of {', '.join(PROBLEM_TYPES)}, got {problem_type!r}",
+                option="problem_type",
+            )
+        self.problem_type = problem_type
         names = tuple(labels) if isinstance(labels, Iterable) else ()
         strings = not isinstance(labels, str) and all(isinstance(name, str) for name in names)
         if not names or not strings or len(set(names)) < len(names):
@@ -52,31 +65,59 @@ class SequenceClassifier(Head):
         h = self.gpt.body(ids)
         return self.score(last_state(h, check_lengths(ids, lengths)))
 
+    def scores(self, logits: Tensor) -> Tensor:
+        """Logits (..., N) -> scores (..., N), as transformers' text-classification pipeline.
+
+        The numbers themselves for a regression, the sigmoid of each for several labels at once or
+        for a single output, and otherwise the softmax.
+        """
+        if self.problem_type == "regression":
+            return logits
+        if self.problem_type == "multi_label_classification" or len(self.labels) == 1:
+            return logits.sigmoid()
+        return logits.softmax(-1)
+
     def losses(self, *batch: Tensor) -> tuple[Tensor, ...]:
-        """Ids (B, T), lengths (B,), labels (B,) -> the mean cross-entropy; -100 is not counted."""
-        if len(self.labels) < 2:
-            raise UserError(
-                f"one label ({self.labels[0]!r}) has no loss", hint="give two or more labels"
-            )
+        """Ids (B, T), lengths (B,), labels -> the mean loss, as transformers' class.
+
+        Labels (B,) have the cross-entropy, where -100 is not counted. A regression, or a single
+        output, has the mean squared error of numbers (B, N), or (B,) for N = 1. Several labels at
+        once have the binary cross-entropy of 0 and 1 (B, N).
+        """
         ids, lengths, labels = batch
-        return (cross_entropy(self(ids, lengths), labels),)
+        return (self.criterion(self(ids, lengths), labels),)
+
+    def criterion(self, logits: Tensor, labels: Tensor) -> Tensor:
+        """Return the mean loss (), of logits (B, N) and labels as in `losses`."""
+        problem, n_labels = self.problem_type, len(self.labels)
+        is_number = problem == "regression" or (problem is None and n_labels == 1)
+        if not is_number and problem != "multi_label_classification":
+            if n_labels == 1:
+                raise UserError(
+                    f"one label ({self.labels[0]!r}) has no loss", hint="give two or more labels"
+                )
+            return cross_entropy(logits, labels)
+        if labels.numel() != logits.numel():
+            raise UserError(
+                f"labels must have the shape of the logits {tuple(logits.shape)}, got "
+                f"{tuple(labels.shape)}"
+            )
+        logits, targets = logits.float(), labels.float().view_as(logits)
+        if is_number:
+            return F.mse_loss(logits, targets)
+        return F.binary_cross_entropy_with_logits(logits, targets)
 
     def config_entries(self) -> dict[str, Any]:
-        """Return the labels for config.json."""
-        return {
+        """Return the labels and the problem for config.json."""
+        problem = {} if self.problem_type is None else {"problem_type": self.problem_type}
+        return problem | {
             "id2label": {str(number): name for number, name in enumerate(self.labels)},
             "label2id": {name: number for number, name in enumerate(self.labels)},
         }
 
     @classmethod
     def options_from(cls, config: Mapping[str, Any], n_outputs: int) -> dict[str, Any]:
-        """Return the labels in config.json."""
-        problem = config.get("problem_type")
-        if problem not in (None, "single_label_classification"):
-            raise UserError(
-                f"problem_type={problem!r} in config.json is not supported: tiedgpt predicts one "
-                "label of several (single_label_classification)"
-            )
+        """Return the labels and the problem in config.json."""
         numbers = [str(number) for number in range(n_outputs)]
         names = config.get("id2label")
         if names is None:
@@ -86,7 +127,8 @@ class SequenceClassifier(Head):
                 f"id2label in config.json must name one label for each of the {n_outputs} rows of "
                 f"{cls.head_tensors[0]}"
             )
-        return {"labels": [names[number] for number in numbers]}
+        labels = [names[number] for number in numbers]
+        return {"labels": labels, "problem_type": config.get("problem_type")}
 
 
 class MultipleChoice(Head):
