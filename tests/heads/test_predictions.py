@@ -2,6 +2,7 @@
 
 import io
 import json
+import warnings
 from types import SimpleNamespace
 
 import pytest
@@ -19,6 +20,10 @@ from tiedgpt.heads import (
     pad,
     predict,
 )
+
+with warnings.catch_warnings():
+    warnings.simplefilter("ignore")
+    import transformers
 
 TEXT = "Ada went to Zürich, 東京 and home."
 RECORDS = {
@@ -55,7 +60,7 @@ def test_a_label_has_the_softmax_of_its_logit(head, tokenizer):
     for answer, row in zip(answers, expected, strict=True):
         assert list(answer["probabilities"]) == list(model.labels)
         assert list(answer["probabilities"].values()) == pytest.approx(row.tolist())
-        assert answer["label"] == model.labels[int(row.argmax())]
+        assert answer["predicted"] == model.labels[int(row.argmax())]
         assert answer["probability"] == max(answer["probabilities"].values())
 
 
@@ -63,7 +68,8 @@ def test_choices_are_scored_together_and_one_is_chosen(head, tokenizer):
     model = head(MultipleChoice)
     three, two = predict(model, tokenizer, RECORDS[MultipleChoice])
     assert len(three["probabilities"]) == 3 and sum(three["probabilities"]) == pytest.approx(1)
-    assert three["choice"] == three["probabilities"].index(max(three["probabilities"]))
+    assert three["predicted"] == three["probabilities"].index(max(three["probabilities"]))
+    assert three["probability"] == max(three["probabilities"])
     ids, lengths = pad([tokenizer.encode(f"Ada {word}") for word in ("went", "home")])
     with torch.no_grad():
         expected = model(ids[None], lengths[None])[0].softmax(-1).tolist()
@@ -76,7 +82,7 @@ def test_the_batch_size_changes_no_answer(head_class, head, tokenizer):
     one, many = (list(predict(model, tokenizer, records, batch_size=n)) for n in (1, 4))
     assert len(one) == 6
     for a, b in zip(one, many, strict=True):
-        assert (a.get("label"), a.get("choice")) == (b.get("label"), b.get("choice"))
+        assert a["predicted"] == b["predicted"]
         assert list(a["probabilities"]) == pytest.approx(list(b["probabilities"]), abs=1e-5)
 
 
@@ -151,6 +157,80 @@ def test_classify_ends_lines_at_newlines_only_and_reads_no_byte_order_mark(
     assert main(["classify", saved(SequenceClassifier), source, "--format", "json"]) == 0
     answers = [json.loads(line)["text"] for line in capsys.readouterr().out.split("\n")[:-1]]
     assert answers == texts
+
+
+@pytest.mark.parametrize(
+    ("head_class", "record"),
+    [
+        (SequenceClassifier, {"text": "Ada", "label": "good", "id": 7, "score": None}),
+        (MultipleChoice, {"text": "Ada", "choices": ["a", "b"], "answer": 1, "choice": "b"}),
+    ],
+)
+def test_classify_keeps_every_field_of_a_line(head_class, record, saved, tmp_path, capsys):
+    path = tmp_path / "in.jsonl"
+    path.write_text(json.dumps(record))
+    assert main(["classify", saved(head_class), str(path), "--format", "json"]) == 0
+    printed = json.loads(capsys.readouterr().out)
+    assert {name: printed.pop(name) for name in record} == record
+    assert set(printed) == {"predicted", "probability", "probabilities"}
+    path.write_text(json.dumps(record | printed))  # the answer's own fields are not overwritten
+    assert main(["classify", saved(head_class), str(path), "--format", "json"]) == 1
+    assert "'predicted'" in capsys.readouterr().err
+
+
+PROBLEMS = [
+    (problem, n_labels)
+    for problem in (None, "regression", "single_label_classification", "multi_label_classification")
+    for n_labels in (1, 2, 3)
+    if (problem, n_labels) != ("single_label_classification", 1)  # transformers refuses it
+]
+
+
+@pytest.mark.parametrize(("problem", "n_labels"), PROBLEMS)
+@pytest.mark.parametrize("family", ["GPT2", "OpenAIGPT"])
+def test_answers_are_those_of_transformers_pipeline(
+    family, problem, n_labels, tokenizer, tmp_path, capsys
+):
+    torch.manual_seed(3)
+    names = {number: f"name {number}" for number in range(n_labels)}
+    sizes = {"n_positions": 64, "n_embd": 32, "n_layer": 2, "n_head": 4}
+    config = getattr(transformers, f"{family}Config")(
+        vocab_size=len(tokenizer), **sizes, id2label=names, problem_type=problem, bos_token_id=None,
+        eos_token_id=tokenizer.eos_token_id, pad_token_id=tokenizer.eos_token_id,
+    )  # fmt: skip
+    theirs = enlarge(getattr(transformers, f"{family}ForSequenceClassification")(config))
+    with torch.no_grad():
+        theirs.score.weight.mul_(9)
+    theirs.save_pretrained(tmp_path)
+    tokenizer.save_pretrained(tmp_path)
+    pipeline = transformers.TextClassificationPipeline(
+        model=theirs, tokenizer=transformers.AutoTokenizer.from_pretrained(tmp_path)
+    )
+    texts = [record["text"] for record in RECORDS[SequenceClassifier]]
+    (tmp_path / "in.txt").write_text("\n".join(texts))
+    command = ["classify", str(tmp_path), str(tmp_path / "in.txt")]
+    assert main(command) == 0
+    shown = capsys.readouterr().out.splitlines()
+    assert main([*command, "--format", "json"]) == 0
+    for text, line, words in zip(texts, capsys.readouterr().out.splitlines(), shown, strict=True):
+        answer, (best,) = json.loads(line), pipeline(text)
+        scores = {each["label"]: each["score"] for each in pipeline(text, top_k=None)}
+        if problem == "regression":
+            predicted = answer["predicted"]
+            predicted = predicted if n_labels > 1 else {"name 0": predicted}
+            assert predicted == pytest.approx(scores, rel=1e-4)
+            first = words.removeprefix("name 0 ").split()[0].rstrip(",")
+            assert float(first) == pytest.approx(scores["name 0"], rel=2e-3)
+            assert "probability" not in answer
+        else:
+            assert answer["probabilities"] == pytest.approx(scores, rel=1e-4)
+            assert answer["predicted"] == best["label"]
+            assert answer["probability"] == pytest.approx(best["score"], rel=1e-4)
+            assert f"{best['label']}  {best['score']:.2f}" in words
+    again = SequenceClassifier.from_pretrained(tmp_path)
+    again.save_pretrained(tmp_path / "again")
+    back = transformers.AutoConfig.from_pretrained(tmp_path / "again")
+    assert (back.problem_type, back.num_labels) == (problem, n_labels)
 
 
 def test_classify_reads_lines_of_text_and_names_missing_choices(saved, tmp_path, capsys):

@@ -21,7 +21,11 @@ probabilities.
 INPUT is a text, or a file with a text a line, or records as in training, but
 without their label:
   classify  {"text": ...}
-  choose    {"text": ..., "choices": [...]}"""
+  choose    {"text": ..., "choices": [...]}
+With --format json, each object is printed with the answer in it, as `predicted`, `probability`
+and `probabilities`; its other fields, such as `label`, are kept."""
+ANSWER_FIELDS = ("predicted", "probability", "probabilities", "cut")
+"""Fields of an answer of `tiedgpt.heads.predict`."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -53,14 +57,38 @@ def run(arguments: list[str]) -> None:
     records = list(_records(args, fields, needs_choices=needs_choices))
     if not records:
         raise UserError(f"{args.input} holds no text")
+    if args.format == "json":
+        _require_free_fields(records)
     for record, answer in zip(records, predict(head, tokenizer, records), strict=True):
         if args.format == "json":
             print(json.dumps(record | answer, ensure_ascii=False, default=str), flush=True)
         elif needs_choices:
-            best = answer["choice"]
-            show_text(f"{record['choices'][best]}  {answer['probabilities'][best]:.2f}")
+            show_text(f"{record['choices'][answer['predicted']]}  {answer['probability']:.2f}")
         else:
-            show_text(f"{answer['label']}  {answer['probability']:.2f}  {record['text']}")
+            show_text(f"{_describe(answer, head)}  {record['text']}")
+
+
+def _describe(answer: dict[str, Any], head: Any) -> str:
+    """Return a classifier's answer in words; of several labels at once, the probable ones."""
+    predicted = answer["predicted"]
+    if head.problem_type == "regression":
+        numbers = predicted if isinstance(predicted, dict) else {"": predicted}
+        return ", ".join(f"{name} {value:.4g}".lstrip() for name, value in numbers.items())
+    shown = {predicted: answer["probability"]}
+    if head.problem_type == "multi_label_classification":
+        shown |= {name: p for name, p in answer["probabilities"].items() if p >= 0.5}
+    return ", ".join(f"{name}  {probability:.2f}" for name, probability in shown.items())
+
+
+def _require_free_fields(records: list[dict[str, Any]]) -> None:
+    """Raise `UserError` if a record has a field of the answer, which would overwrite it."""
+    for number, record in enumerate(records, start=1):
+        for name in ANSWER_FIELDS:
+            if name in record:
+                raise UserError(
+                    f"record {number} has the field {name!r}, which the answer needs",
+                    hint=f"rename it, or leave it out: {', '.join(ANSWER_FIELDS)} are the answer's",
+                )
 
 
 def _records(args: Arguments, fields: str, *, needs_choices: bool) -> Iterator[dict[str, Any]]:

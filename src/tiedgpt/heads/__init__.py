@@ -11,7 +11,7 @@ are padded on the right, where causal attention does not see the padding, and co
     model.labels[model(ids, lengths)[0].argmax()]                          # "good"
     model.save_pretrained("out")                                           # transformers loads it
     SequenceClassifier.from_pretrained("out")                              # and the reverse
-    next(predict(model, tokenizer, [{"text": "a cat"}]))["label"]          # "good"
+    next(predict(model, tokenizer, [{"text": "a cat"}]))["predicted"]      # "good"
 """
 
 from tiedgpt.heads.head import Head

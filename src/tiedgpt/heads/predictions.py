@@ -2,7 +2,7 @@
 
 head, tokenizer = open_head("runs/names-classify-1"), Tokenizer.from_pretrained(...)
 for answer in predict(head, tokenizer, [{"text": "a cat"}, {"text": "a hat"}]):
-    print(answer["label"], answer["probability"])
+    print(answer["predicted"], answer["probability"])
 """
 
 from __future__ import annotations
@@ -55,13 +55,29 @@ def predict(
 ) -> Iterator[Answer]:
     """Yield the answer of a head, in eval mode, to each record, in order.
 
-    SequenceClassifier  {"text"}              label, probability, probabilities by label
-    MultipleChoice      {"text", "choices"}   choice (from 0), probabilities
+    SequenceClassifier  {"text"}              predicted, the likeliest label, its probability, and
+                                              probabilities by label
+      a regression                            predicted, a number; of several, numbers by label
+    MultipleChoice      {"text", "choices"}   predicted, the index of a choice from 0, probability
+                                              and probabilities
 
-    A text that is longer than the context is cut as in training (a classifier reads the beginning,
-    a choice the end), and its answer has `cut`. Raises `UserError` for a record without these
-    fields.
+    The numbers are those of transformers' text-classification pipeline: see
+    `SequenceClassifier.scores`. A text that is longer than the context is cut as in training (a
+    classifier reads the beginning, a choice the end), and its answer has `cut`. Raises `UserError`
+    for a record without these fields.
     """
+    for logits, is_cut in read_outputs(head, tokenizer, records, batch_size=batch_size):
+        yield _answer(head, logits) | ({"cut": True} if is_cut else {})
+
+
+def read_outputs(
+    head: Head,
+    tokenizer: Tokenizer,
+    records: Iterable[Mapping[str, Any]],
+    *,
+    batch_size: int = BATCH_SIZE,
+) -> Iterator[tuple[Tensor, bool]]:
+    """Yield each record's float32 logits (N,), and whether its text was cut; see `predict`."""
     fields = RECORD_FIELDS.get(type(head))
     if fields is None:
         raise UserError(f"a {type(head).__name__} gives no answers to texts")
@@ -79,31 +95,35 @@ def predict(
     examples = encode()
     while batch := list(islice(examples, batch_size)):
         rows = [[ids[window] for ids in example] for example in batch]
-        for example, answer in zip(batch, _answer(head, rows), strict=True):
-            is_cut = max(map(len, example)) > context
-            yield answer | ({"cut": True} if is_cut else {})
+        for example, logits in zip(batch, _compute_logits(head, rows), strict=True):
+            yield logits.float(), max(map(len, example)) > context
 
 
 @torch.no_grad()
-def _answer(head: Head, examples: list[list[list[int]]]) -> list[Answer]:
-    """Return the answers to examples, each the ids of one text or of several choices."""
+def _compute_logits(head: Head, examples: list[list[list[int]]]) -> Iterable[Tensor]:
+    """Return the logits of examples, each the ids of one text or of several choices."""
 
     def pad_on_device(rows: list[list[int]]) -> tuple[Tensor, ...]:
         return tuple(tensor.to(head.gpt.wte.weight.device) for tensor in pad(rows))
 
-    answers = []
     if isinstance(head, SequenceClassifier):
-        logits = head(*pad_on_device([ids for (ids,) in examples]))
-        for row in logits.float().softmax(-1).tolist():
-            by_label = dict(zip(head.labels, row, strict=True))
-            label = max(by_label, key=by_label.__getitem__)
-            answers.append(
-                {"label": label, "probability": by_label[label], "probabilities": by_label}
-            )
-        return answers
-    for choices in examples:
-        ids, lengths = pad_on_device(choices)
-        probabilities = head(ids[None], lengths[None])[0].float().softmax(-1)
+        return head(*pad_on_device([ids for (ids,) in examples]))
+    padded = [pad_on_device(choices) for choices in examples]
+    return [head(ids[None], lengths[None])[0] for ids, lengths in padded]
+
+
+def _answer(head: Head, logits: Tensor) -> Answer:
+    """Return the answer that the logits (N,) of a record mean."""
+    if not isinstance(head, SequenceClassifier):
+        probabilities = logits.softmax(-1)
         best = int(probabilities.argmax())
-        answers.append({"choice": best, "probabilities": probabilities.tolist()})
-    return answers
+        return {
+            "predicted": best,
+            "probability": float(probabilities[best]),
+            "probabilities": probabilities.tolist(),
+        }
+    by_label = dict(zip(head.labels, head.scores(logits).tolist(), strict=True))
+    if head.problem_type == "regression":
+        return {"predicted": by_label if len(by_label) > 1 else by_label[head.labels[0]]}
+    label = max(by_label, key=by_label.__getitem__)
+    return {"predicted": label, "probability": by_label[label], "probabilities": by_label}
