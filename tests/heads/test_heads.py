@@ -72,14 +72,14 @@ def test_the_loss_of_every_problem_is_that_of_transformers(make, problem, n_labe
     names = [f"name {number}" for number in range(n_labels)]
     model = make(SequenceClassifier, labels=names, problem_type=problem)
     model.save_pretrained(tmp_path)
-    theirs = AutoModelForSequenceClassification.from_pretrained(tmp_path).eval()
-    theirs.config.pad_token_id = 96
+    peer = AutoModelForSequenceClassification.from_pretrained(tmp_path).eval()
+    peer.config.pad_token_id = 96
     ids, lengths = pad(SEQUENCES, pad_id=96)
     labels = torch.tensor([[0.0, 1.0, 1.0], [1.0, 0.0, 0.0], [0.0, 0.0, 1.0], [1.0, 1.0, 0.0]])
     labels = labels[:, :n_labels]
     if problem is None and n_labels > 1:
         labels = torch.tensor([0, 2, 1, 2])
-    expected = theirs(ids, labels=labels).loss
+    expected = peer(ids, labels=labels).loss
     torch.testing.assert_close(model.loss(ids, lengths, labels), expected)
     if n_labels == 1:
         torch.testing.assert_close(model.loss(ids, lengths, labels[:, 0]), expected)

@@ -198,23 +198,23 @@ def test_answers_are_those_of_transformers_pipeline(
         vocab_size=len(tokenizer), **sizes, id2label=names, problem_type=problem, bos_token_id=None,
         eos_token_id=tokenizer.eos_token_id, pad_token_id=tokenizer.eos_token_id,
     )  # fmt: skip
-    theirs = enlarge(getattr(transformers, f"{family}ForSequenceClassification")(config))
+    peer = enlarge(getattr(transformers, f"{family}ForSequenceClassification")(config))
     with torch.no_grad():
-        theirs.score.weight.mul_(9)
-    theirs.save_pretrained(tmp_path)
+        peer.score.weight.mul_(9)
+    peer.save_pretrained(tmp_path)
     tokenizer.save_pretrained(tmp_path)
     pipeline = transformers.TextClassificationPipeline(
-        model=theirs, tokenizer=transformers.AutoTokenizer.from_pretrained(tmp_path)
+        model=peer, tokenizer=transformers.AutoTokenizer.from_pretrained(tmp_path)
     )
     texts = [record["text"] for record in RECORDS[SequenceClassifier]]
     (tmp_path / "in.txt").write_text("\n".join(texts))
     command = ["classify", str(tmp_path), str(tmp_path / "in.txt")]
     assert main(command) == 0
-    shown = capsys.readouterr().out.splitlines()
+    printed = capsys.readouterr().out.splitlines()
     assert main([*command, "--format", "json"]) == 0
-    for text, line, words in zip(texts, capsys.readouterr().out.splitlines(), shown, strict=True):
+    for text, line, words in zip(texts, capsys.readouterr().out.splitlines(), printed, strict=True):
         answer, (best,) = json.loads(line), pipeline(text)
-        scores = {each["label"]: each["score"] for each in pipeline(text, top_k=None)}
+        scores = {score["label"]: score["score"] for score in pipeline(text, top_k=None)}
         if problem == "regression":
             predicted = answer["predicted"]
             predicted = predicted if n_labels > 1 else {"name 0": predicted}

@@ -3,6 +3,7 @@
 import dataclasses
 import json
 import re
+import shlex
 import tomllib
 from functools import cache
 from pathlib import Path
@@ -179,10 +180,15 @@ def test_train_a_head_from_the_command_line(files, capfd, task):
     assert "validation loss" in out and "accuracy " in out
     assert f"from runs/{task}-{task}-1".split()[1] in out
     assert "examples" in err
+    command_line = next(line for line in out.splitlines() if "tiedgpt classify" in line)
+    assert f"runs/{task}-{task}-1" in command_line
+    assert main(shlex.split(command_line.partition("tiedgpt ")[2])) == 0
+    capfd.readouterr()
     tables = tomllib.loads(Path(f"runs/{task}-{task}-1/run.toml").read_text())
     assert tables["options"]["task"] == task and tables["train_examples"]["examples"] == 72
     assert main(command) == 0
-    assert "is finished" in capfd.readouterr().err
+    err = capfd.readouterr().err
+    assert "is finished" in err and f"classify runs/{task}-{task}-1" in err
     lines = Path(f"{task}.jsonl")
     lines.write_text(lines.read_text() + json.dumps(record(task, 99)) + "\n")
     assert main([*command, "--out", f"runs/{task}-{task}-1"]) == 1

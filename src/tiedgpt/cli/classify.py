@@ -74,10 +74,10 @@ def _describe(answer: dict[str, Any], head: Any) -> str:
     if head.problem_type == "regression":
         numbers = predicted if isinstance(predicted, dict) else {"": predicted}
         return ", ".join(f"{name} {value:.4g}".lstrip() for name, value in numbers.items())
-    shown = {predicted: answer["probability"]}
+    probabilities = {predicted: answer["probability"]}
     if head.problem_type == "multi_label_classification":
-        shown |= {name: p for name, p in answer["probabilities"].items() if p >= 0.5}
-    return ", ".join(f"{name}  {probability:.2f}" for name, probability in shown.items())
+        probabilities |= {name: p for name, p in answer["probabilities"].items() if p >= 0.5}
+    return ", ".join(f"{name}  {probability:.2f}" for name, probability in probabilities.items())
 
 
 def _require_free_fields(records: list[dict[str, Any]]) -> None:

@@ -9,20 +9,22 @@ import math
 import shlex
 import sys
 from collections.abc import Iterator
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, TypeVar
 
-from tiedgpt.cli.console import bar, note
+from tiedgpt.cli.console import bar, note, table
 from tiedgpt.cli.options import UsageError, parse
 from tiedgpt.cli.source import TEXTS, EngineOptions, describe_source, source_or_newest
 from tiedgpt.errors import TiedGPTError, UserError
-from tiedgpt.files import JSON_LINES, replacing
+from tiedgpt.files import JSON_LINES, format_count, replacing
 from tiedgpt.options import argument, option
+from tiedgpt.runtime import count_cores
 from tiedgpt.train.options import FileOptions
 from tiedgpt.train.storage import RunDirectory
 
 if TYPE_CHECKING:
+    from tiedgpt.evaluate.answers import AnswerScore
     from tiedgpt.evaluate.examples import ExampleScore, ExamplesScore
     from tiedgpt.evaluate.texts import TextScore, WindowScore
     from tiedgpt.infer import Engine
@@ -32,6 +34,7 @@ ABOUT = """Measure how well a model predicts a text, or how often its answers ar
 DATA is text, as for `tiedgpt train`: a file, a folder, a glob, or - for standard input. Each
 document is scored on its own. Or DATA is .jsonl, with one text per line ("text"), one multiple
 choice ("context", "choices", "answer": its index), or one cloze ("context", "completion").
+A model of `train --task` is measured on labelled lines, such as those that it was trained on.
 With --tasks, tasks of lm-evaluation-harness are run instead (pip install 'tiedgpt[eval]')."""
 
 
@@ -66,7 +69,9 @@ class Arguments(EngineOptions, FileOptions):
     )
 
 
-S = TypeVar("S", "ExampleScore", "WindowScore")
+HEAD_OPTIONS = ("source", "data", "tokenizer", "threads", "limit", "save", "format")
+"""The options that apply to a head, too."""
+S = TypeVar("S", "AnswerScore", "ExampleScore", "WindowScore")
 
 
 def run(arguments: list[str]) -> None:
@@ -90,17 +95,19 @@ def _evaluate(args: Arguments) -> None:
     from tiedgpt.data import documents
     from tiedgpt.evaluate import examples, texts
 
+    is_lines = args.data is not None and args.data.lower().endswith(JSON_LINES)
+    if is_lines and _is_classifier(args.source):
+        return _evaluate_head(args, Path(str(args.data)))
     data: list[Any] = []
-    if args.data is not None and args.data.lower().endswith(JSON_LINES):
-        data = examples.read_examples(Path(args.data), args.encoding)[: args.limit]
+    if is_lines:
+        data = examples.read_examples(Path(str(args.data)), args.encoding)[: args.limit]
     elif args.data is not None:
         if args.limit is not None:
             raise UserError(f"--limit is for .jsonl files and --tasks, not for {args.data}")
         corpus = documents([args.data], **args.file_reading, keep_end_of_text=args.keep_end_of_text)
         data = [document.text for document in corpus]
         note(*corpus.remarks.notes())
-        if _was_trained_on(args.source, args.data):
-            note(f"{args.source} was trained on {args.data}: its score on new text will be worse")
+        _note_training_data(args)
     with args.engine(source_or_newest(args.source)) as engine:
         if not data:
             return _harness(engine, args)
@@ -117,20 +124,89 @@ def _evaluate(args: Arguments) -> None:
             parts = _score_all(args, data, texts.score_windows(engine, data, windows))
             result = texts.TextScore(windows, parts)
             rows = _describe_texts(result)
+    _show(args, result.to_json(), rows)
+
+
+def _show(args: Arguments, numbers: dict[str, Any], rows: dict[str, str]) -> None:
+    """Print the numbers as JSON, or the rows."""
     if args.format == "json":
-        print(json.dumps(result.to_json()))
+        print(json.dumps(numbers))
     else:
         width = max(map(len, rows))
         for name, value in rows.items():
             print(f"{name:<{width}}  {value}")
 
 
-def _was_trained_on(source: str, data: str) -> bool:
-    """Whether the source is a run that was trained on this file or folder."""
+def _is_classifier(source: str) -> bool:
+    """Whether a checkpoint has a head for labels, choices, tags or spans."""
+    from tiedgpt.weights.gpt import OTHER_HEADS
+    from tiedgpt.weights.sources import open_checkpoint
+
+    return any(name.startswith(OTHER_HEADS) for name in open_checkpoint(source).tensors)
+
+
+def _evaluate_head(args: Arguments, path: Path) -> None:
+    """Measure the answers of a head on labelled lines."""
+    from tiedgpt.evaluate import answers
+    from tiedgpt.heads import open_head
+    from tiedgpt.infer.torch_session import torch_threads
+    from tiedgpt.weights.tokenizer_files import tokenizer_for
+
+    for option_field in fields(Arguments):
+        name = option_field.name
+        is_given = getattr(args, name) != option_field.default
+        if name not in HEAD_OPTIONS and is_given:
+            raise UserError(f"is for language models, and {args.source} is a head", option=name)
+    head = open_head(args.source)
+    tokenizer = tokenizer_for(args.source, args.tokenizer, needed=True)
+    assert tokenizer is not None
+    lines = answers.read_lines(path, head)[: args.limit]
+    _note_training_data(args)
+    with torch_threads(args.threads or count_cores()):
+        scored = _score_all(args, lines, answers.score_lines(head, tokenizer, lines), len(lines))
+    result = answers.summarize(head, scored)
+    numbers = result.to_json()
+    cut = f"; {numbers['texts_cut']} texts cut to the context" * bool(numbers["texts_cut"])
+    rows = {"measured on": format_count(numbers["examples"], "example") + cut}
+    if isinstance(result, answers.NumbersScore):
+        errors = {
+            "squared error": result.to_json()["loss"],
+            "absolute error": result.absolute_error,
+        }
+        _show(args, numbers, {name: f"{error:.4f}" for name, error in errors.items()} | rows)
+        return
+    low, high = result.interval
+    label, share = result.commonest
+    rows = {
+        "accuracy": f"{result.accuracy:.2%}  (95 %: {low:.2%} to {high:.2%})",
+        f"always {label}": f"{share:.2%}",
+        "loss": f"{numbers['loss']:.4f} nats",
+    } | rows
+    _show(args, numbers, rows)
+    if args.format == "human":
+        print()
+        table(
+            ("label", ">examples", ">recall", ">predicted", ">precision"),
+            [
+                (x.label, f"{x.examples:,}", _share(x.right, x.examples), f"{x.predicted:,}",
+                 _share(x.right, x.predicted))
+                for x in result.by_label()
+            ],
+        )  # fmt: skip
+
+
+def _share(n: int, total: int) -> str:
+    return f"{n / total:.1%}" if total else "-"
+
+
+def _note_training_data(args: Arguments) -> None:
+    """Note that the source is a run that was trained on this file or folder."""
     options: dict[str, Any] = {}
     with contextlib.suppress(TiedGPTError):  # a damaged record is no reason to stop
-        options = RunDirectory(Path(source)).read_record().get("options", {})
-    return Path(data).resolve() in (Path(name).resolve() for name in options.get("data", ()))
+        options = RunDirectory(Path(args.source)).read_record().get("options", {})
+    names = (Path(name).resolve() for name in options.get("data", ()))
+    if Path(str(args.data)).resolve() in names:
+        note(f"{args.source} was trained on {args.data}: its score on new text will be worse")
 
 
 def _score_all(

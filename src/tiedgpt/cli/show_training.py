@@ -26,13 +26,21 @@ from tiedgpt.core.config import GPTConfig
 from tiedgpt.files import format_count
 from tiedgpt.train import events
 from tiedgpt.train.objective import Objective
+from tiedgpt.train.objectives import find_record
 from tiedgpt.train.planning import Plan, describe_memory
+from tiedgpt.train.storage import RunDirectory
 
 MEMORIZED_NATS = 0.1
 """A loss on the examples trained on below which they are called memorized: nine of ten tokens."""
 READABLE = 500_000
 """Tokens of training, of a fresh model, below which its texts may be rough."""
 SMOOTHING = 0.9
+USES = {
+    "text-generation": ("generate", "generates text"),
+    "text-classification": ("classify", "labels texts"),
+    "multiple-choice": ("classify", "chooses continuations"),
+}
+"""Verb for a finished model and its effect, by the model's pipeline on the hub."""
 
 
 class Display:
@@ -142,9 +150,12 @@ class Display:
             case events.Note():
                 self.say(event.text)
             case events.AlreadyFinished():
+                record = find_record(RunDirectory(event.path).read_record()["options"])
+                verb, use = USES.get(record.pipeline or "", ("", ""))
+                command = f": `{program()} {verb} {event.path}` {use}" if verb else ""
                 self.say(
-                    f"{event.path} is finished: `{program()} generate {event.path}` generates "
-                    "text; more --minutes, --steps or --epochs continue the training"
+                    f"{event.path} is finished{command}; more --minutes, --steps or --epochs "
+                    "continue the training"
                 )
             case events.Planned():
                 self._show_plan(event)

@@ -37,6 +37,29 @@ def read_choices(record: Mapping[str, Any]) -> tuple[str, ...]:
     return tuple(text + ("" if spaced or c[0].isspace() else " ") + c for c in choices)
 
 
+def read_answer(record: Mapping[str, Any]) -> tuple[tuple[str, ...], int]:
+    """Return the text with each choice, and `answer`, the index of the right choice.
+
+    Raises `UserError` for fewer than two choices, or an `answer` that is not their index.
+    """
+    texts, answer = read_choices(record), record.get("answer")
+    if len(texts) < 2:
+        raise UserError("one choice leaves nothing to choose", hint="give two or more")
+    if type(answer) is not int or not 0 <= answer < len(texts):
+        raise UserError(
+            f"the answer {answer!r} is not the index of a choice, 0 to {len(texts) - 1}"
+        )
+    return texts, answer
+
+
+def read_label(record: Mapping[str, Any]) -> str:
+    """Return the name in the field `label`, which may be a whole number, else `UserError`."""
+    label = record.get("label")
+    if isinstance(label, bool) or not isinstance(label, (str, int)) or label == "":
+        raise UserError(f"the label {label!r} is neither a name nor a whole number")
+    return str(label)
+
+
 def pad(sequences: Sequence[Sequence[int]], *, pad_id: int = 0) -> tuple[Tensor, Tensor]:
     """Return ids (B, T), padded with `pad_id` on the right, and lengths (B,).
 

@@ -31,7 +31,7 @@ SUMMARY = {
 
 
 PROBLEM_TYPES = ("regression", "single_label_classification", "multi_label_classification")
-"""transformers' values of `problem_type`: what the outputs of a classifier mean."""
+"""Values of `problem_type` in transformers: the meaning of a classifier's outputs."""
 
 
 class SequenceClassifier(Head):

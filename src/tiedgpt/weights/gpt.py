@@ -166,7 +166,8 @@ def _build_config(
             raise UserError(
                 f"{path} is a classifier on a GPT (it has {printable(name)[:MAX_NAME_LENGTH]}), "
                 "not a language model",
-                hint="label texts with `tiedgpt classify`, or load it in Python with tiedgpt.heads",
+                hint="label texts with `tiedgpt classify`, measure it with `tiedgpt eval MODEL "
+                "LINES.jsonl`, or load it in Python with tiedgpt.heads",
             )
     fields = {name: value for name, value in gpt.fields.items() if name != TIE_KEY}
     for name, sizes in ((EMBEDDING, ("vocab_size", "n_embd")), ("wpe.weight", ("n_positions",))):

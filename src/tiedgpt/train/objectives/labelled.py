@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import functools
 import hashlib
+import shlex
 from abc import abstractmethod
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -29,7 +30,7 @@ from tiedgpt.errors import UserError
 from tiedgpt.evaluate.perplexity import totals
 from tiedgpt.files import format_count, parse_records
 from tiedgpt.heads import Head, MultipleChoice, SequenceClassifier, pad
-from tiedgpt.heads.inputs import read_choices, read_text
+from tiedgpt.heads.inputs import read_answer, read_label, read_text
 from tiedgpt.runtime import eval_mode
 from tiedgpt.text import Tokenizer
 from tiedgpt.train.dataset import Data, Sources
@@ -106,6 +107,8 @@ class Labelled(Objective):
     """The head on the body."""
     use: ClassVar[str]
     """Python code that calls the trained `head`."""
+    input_example: ClassVar[str]
+    """Arguments of `tiedgpt classify RUN` that show its use."""
     keeps_end: ClassVar[bool] = False
     """Whether a long text is cut to its end, and not to its beginning."""
     keeps_head: ClassVar[bool] = False
@@ -290,12 +293,14 @@ class Labelled(Objective):
     def show(self, directory: RunDirectory, data: Any, options: TrainOptions) -> Showcase:
         """Return code that uses the head."""
         head, path = self.head_class.__name__, str(directory.model)
+        here = shlex.quote(str(directory.path))
         return Showcase(
+            commands=[f"classify {here} {self.input_example}"],
             python="from tiedgpt import Tokenizer\n"
             f"from tiedgpt.heads import {head}, pad\n"
             f"head = {head}.from_pretrained({path!r})\n"
             f"tokenizer = Tokenizer.from_pretrained({path!r})\n"
-            f"{self.use}"
+            f"{self.use}",
         )
 
 
@@ -392,15 +397,13 @@ class Classify(Labelled):
     fields = '{"text": ..., "label": ...}'
     read_fields = ("text", "label")
     head_class = SequenceClassifier
+    input_example = '"a text"'
     use = 'head.labels[head(*pad([tokenizer.encode("a text")])).argmax()]'
 
     @staticmethod
     def parse(record: Mapping[str, Any]) -> Example:
         """Return the example with its text and label; a label may be a number."""
-        text, label = read_text(record, "text"), record.get("label")
-        if isinstance(label, bool) or not isinstance(label, (str, int)) or label == "":
-            raise UserError(f"the label {label!r} is neither a name nor a whole number")
-        return Example((text,), labels=(str(label),))
+        return Example((read_text(record, "text"),), labels=(read_label(record),))
 
     def collate(self, rows: Sequence[Row]) -> Arrays:
         """Return ids (B, T), lengths (B,), labels (B,)."""
@@ -423,19 +426,13 @@ class Choose(Labelled):
     read_fields = ("text", "choices", "answer")
     head_class = MultipleChoice
     keeps_end = keeps_head = True
+    input_example = '"a text" --choices "one end" "another end"'
     use = 'head(*(x[None] for x in pad([tokenizer.encode(t) for t in ("a b", "a c")]))).argmax()'
 
     @staticmethod
     def parse(record: Mapping[str, Any]) -> Example:
         """Return the text with each continuation, and the index of the right one."""
-        texts, answer = read_choices(record), record.get("answer")
-        if len(texts) < 2:
-            raise UserError("one choice leaves nothing to choose", hint="give two or more")
-        if type(answer) is not int or not 0 <= answer < len(texts):
-            raise UserError(
-                f"the answer {answer!r} is not the index of a choice, 0 to {len(texts) - 1}"
-            )
-        return Example(texts, answer)
+        return Example(*read_answer(record))
 
     def collate(self, rows: Sequence[Row]) -> Arrays:
         """Return ids (B, C, T), lengths (B, C), targets (B, C, T), answers (B,)."""
