@@ -66,7 +66,9 @@ def command_line() -> str:
     parts = [
         f"# Command line\n\n{MADE}",
         "Every verb, as `tiedgpt VERB --help` shows it. Results go to stdout, progress and "
-        "messages to stderr.\n[Troubleshooting](troubleshooting.md) explains the exit codes.",
+        "messages to stderr.\n[Troubleshooting](troubleshooting.md) explains the exit codes. "
+        "`generate`, `classify`, `inspect` and `eval`\nread their text from "
+        "[standard input](guides/generate.md#from-standard-input) if none is given.",
         _block(_help("--help")),
     ]
     for verb in VERBS:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import sys
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
@@ -10,7 +11,7 @@ from tiedgpt import infer
 from tiedgpt.cli.console import note
 from tiedgpt.cli.options import parse
 from tiedgpt.cli.source import EngineOptions, SourceOrNewest, source_or_newest
-from tiedgpt.errors import UserError
+from tiedgpt.errors import CorruptInputError, UserError
 from tiedgpt.options import option
 
 if TYPE_CHECKING:
@@ -18,9 +19,15 @@ if TYPE_CHECKING:
 
 ABOUT = """Chat with a model that `tiedgpt tune` has tuned on messages.
 
-Each line is a message. /new begins a new conversation; /exit or the end of input quits. Ctrl-C
-stops a reply. When the conversation outgrows the model's context, its oldest turns are dropped.
-To a model that was tuned on single exchanges, each message is sent alone (--keep-history)."""
+Each line is a message; piped lines are answered one by one. /help lists the commands: /new
+begins a new conversation, /exit or the end of input (Ctrl-D) leaves. Ctrl-C stops a reply.
+When the conversation outgrows the model's context, its oldest turns are dropped. To a model
+that was tuned on single exchanges, each message is sent alone (--keep-history)."""
+COMMANDS = {
+    "/help": "show these commands",
+    "/new": "begin a new conversation",
+    "/exit": "leave, as Ctrl-D does; Ctrl-C stops a reply",
+}
 Message = dict[str, str]
 
 
@@ -149,9 +156,15 @@ def run(arguments: list[str]) -> None:
             half = max(1, engine.runner.config.n_positions // 2)
             config = replace(config, max_new_tokens=half)
         conversation = Conversation(engine, template, config, system, keep_history)
+        if sys.stdin is not None and sys.stdin.isatty():
+            note("each line is a message; /help lists the commands, /exit or Ctrl-D leaves")
         while (line := _read_line()) is not None:
             if line == "/new":
                 conversation.clear()
+            elif line == "/help":
+                note(*(f"{command:<6} {about}" for command, about in COMMANDS.items()))
+            elif re.fullmatch(r"/[a-z]+", line):
+                note(f"there is no command {line}: /help lists them; more words make it a message")
             elif line:
                 try:
                     ids = conversation.prompt(line)
@@ -163,8 +176,12 @@ def run(arguments: list[str]) -> None:
 
 def _read_line() -> str | None:
     """Return the user's next line, or None at the end."""
+    if sys.stdin is None:
+        raise UserError("standard input is closed, and chat reads it", hint="pipe lines to it")
     try:
         line = input("> " if sys.stdin.isatty() else "").strip()
     except (EOFError, KeyboardInterrupt):
         return None
+    except UnicodeDecodeError as error:
+        raise CorruptInputError(f"standard input is not UTF-8: {error}") from None
     return None if line == "/exit" else line

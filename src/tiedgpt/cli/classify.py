@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
 
 from tiedgpt.cli.console import show_text
 from tiedgpt.cli.options import UsageError, parse
-from tiedgpt.cli.source import read_text
+from tiedgpt.cli.source import read_text, text_or_piped
 from tiedgpt.errors import UserError
 from tiedgpt.files import split_lines
 from tiedgpt.options import argument, option
@@ -22,8 +22,10 @@ INPUT is a text, or a file with a text a line, or records as in training, but
 without their label:
   classify  {"text": ...}
   choose    {"text": ..., "choices": [...]}
-With --format json, each object is printed with the answer in it, as `predicted`, `probability`
-and `probabilities`; its other fields, such as `label`, are kept."""
+
+With --format json, each object is printed with the answer in it, as
+`predicted`, `probability` and `probabilities`; its other fields, such as
+`label`, are kept."""
 ANSWER_FIELDS = ("predicted", "probability", "probabilities", "cut")
 """Fields of an answer of `tiedgpt.heads.predict`."""
 
@@ -34,7 +36,9 @@ class Arguments:
 
     source: str = argument("A run, a model's directory, or a hub name.", metavar="MODEL")
     input: str = argument(
-        "A text, a file, or - for standard input; default: standard input.", default="-"
+        "A text, a file, or - for standard input; default: standard input if something is piped "
+        "to it.",
+        default="",
     )
     choices: tuple[str, ...] = option((), "For choose: the continuations of the text.")
     tokenizer: str | None = option(
@@ -46,6 +50,9 @@ class Arguments:
 def run(arguments: list[str]) -> None:
     """Classify."""
     args = parse(Arguments, "classify", arguments, ABOUT)
+    if (text := text_or_piped(args.input or None, "INPUT")) is None:
+        raise UserError("there is no text to label", hint="give a text, a file, or - to type lines")
+    args = replace(args, input=text)
     from tiedgpt.heads import MultipleChoice, open_head, predict
     from tiedgpt.heads.predictions import RECORD_FIELDS
     from tiedgpt.weights.tokenizer_files import tokenizer_for

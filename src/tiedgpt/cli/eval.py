@@ -15,7 +15,13 @@ from typing import TYPE_CHECKING, Any, Literal, TypeVar
 
 from tiedgpt.cli.console import bar, note, table
 from tiedgpt.cli.options import UsageError, parse
-from tiedgpt.cli.source import TEXTS, EngineOptions, describe_source, source_or_newest
+from tiedgpt.cli.source import (
+    TEXTS,
+    EngineOptions,
+    describe_source,
+    source_or_newest,
+    text_or_piped,
+)
 from tiedgpt.errors import TiedGPTError, UserError
 from tiedgpt.files import JSON_LINES, format_count, replacing
 from tiedgpt.options import argument, option
@@ -44,7 +50,9 @@ class Arguments(EngineOptions, FileOptions):
 
     source: str = argument("A run, a model's directory or file, or a hub name.", metavar="MODEL")
     data: str | None = argument(
-        "Text: a file, a folder, a glob, - for standard input; or a .jsonl file.", default=None
+        "Text: a file, a folder, a glob, - for standard input; or a .jsonl file. Default: standard "
+        "input if something is piped to it.",
+        default=None,
     )
     keep_end_of_text: bool = option(
         False, "Take <|endoftext|> in text files for text; by itself it separates documents."
@@ -81,6 +89,8 @@ def run(arguments: list[str]) -> None:
     if is_text and (args.data is None or Path(args.data).is_dir()):
         right = f"tiedgpt eval {shlex.join([args.data or 'MODEL', args.source])}"
         raise UsageError(f"{args.source} is text, not a model", f"the model comes first: {right}")
+    if not args.tasks:
+        args = replace(args, data=text_or_piped(args.data, "DATA"))
     if (args.data is None) == (not args.tasks):
         right = f"tiedgpt eval {shlex.quote(args.source)} DATA"
         raise UsageError("`tiedgpt eval` needs DATA or --tasks", f"give one of them: {right}")

@@ -13,7 +13,7 @@ from tiedgpt.cli.source import (
     ModelOptions,
     chat_template,
     model_name,
-    read_text,
+    read_passage,
     source_or_newest,
 )
 from tiedgpt.errors import UserError
@@ -72,8 +72,8 @@ def run(arguments: list[str]) -> None:
     text: Any = list(args.ids) or args.text
     if text is None:
         text = _opening(model, tokenizer, source)
-    elif text == "-":
-        text = read_text("-", "--text")
+    elif isinstance(text, str):
+        text = read_passage(text, "--text")
     with waiting("packing the model"):
         page = export(
             model, tokenizer, text, name=model_name(source), source=source,

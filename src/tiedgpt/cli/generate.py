@@ -19,8 +19,10 @@ from tiedgpt.cli.source import (
     EngineOptions,
     SourceOrNewest,
     describe_source,
+    read_passage,
     read_text,
     source_or_newest,
+    text_or_piped,
 )
 from tiedgpt.errors import CorruptInputError, UserError
 from tiedgpt.files import format_count, read_json_lines, reading, writing
@@ -45,9 +47,10 @@ MOST_SLOTS = 8
 class Arguments(SourceOrNewest, EngineOptions, GenerationConfig):
     """Continue a text."""
 
-    prompt: str = option(
-        "",
-        "The text to continue; - reads standard input; empty: begin a new text.",
+    prompt: str | None = option(
+        None,
+        "The text to continue; default: standard input if something is piped to it, otherwise a "
+        "new text. - reads standard input.",
         "input and output",
         short="p",
     )
@@ -140,8 +143,9 @@ def run(arguments: list[str]) -> None:
         raise UserError("--save needs --prompts")
     if " " in source and not args.prompt and not Path(source).exists():
         raise UsageError(f"there is no model {source!r}", hint_at_prompt(source))
-    prompt = read_text("-", "--prompt") if args.prompt == "-" else args.prompt
-    if args.prompt == "-" and not prompt:
+    source_text = text_or_piped(args.prompt, "--prompt")
+    prompt = read_passage(source_text or "", "--prompt")
+    if source_text == "-" and not prompt:
         note("standard input is empty: beginning a new text")
     slots = config.num_beams * min(config.n, MOST_SLOTS)
     with args.steering_engine(source, slots=slots) as engine:

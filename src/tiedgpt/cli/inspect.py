@@ -14,7 +14,13 @@ from typing import Any, Literal
 
 from tiedgpt.cli.console import bar, fact, note, waiting
 from tiedgpt.cli.options import HELP_WIDTH, UsageError, parse
-from tiedgpt.cli.source import ModelOptions, SourceOrNewest, read_text, source_or_newest
+from tiedgpt.cli.source import (
+    ModelOptions,
+    SourceOrNewest,
+    read_passage,
+    source_or_newest,
+    text_or_piped,
+)
 from tiedgpt.errors import UserError
 from tiedgpt.inspect.registry import INSPECTIONS, Inspection
 from tiedgpt.options import argument, option
@@ -56,7 +62,9 @@ class ResultArguments(SourceOrNewest, ModelOptions):
 class TextArguments(ModelOptions):
     """Options of the names that read a text."""
 
-    text: str | None = option(None, "The text to read; - reads standard input.")
+    text: str | None = option(
+        None, "The text to read; default: standard input if something is piped to it, as with -."
+    )
     ids: tuple[int, ...] = option((), "Token ids instead of the text, such as --ids 464 3280 318.")
 
 
@@ -154,12 +162,11 @@ def _options(inspection: Inspection, args: Any) -> dict[str, Any]:
 
 def _text(args: Any, name: str) -> str | list[int]:
     """Return the text, or the ids; `UserError` unless it is one of them."""
-    if (args.text is None) == (not args.ids):
+    text = args.text if args.ids else text_or_piped(args.text, "--text")
+    if (text is None) == (not args.ids):
         example = f"tiedgpt inspect {name} {EXAMPLE}"
         raise UserError("the model must read one text", hint=f"give --text, or --ids: {example}")
-    if args.text is None:
-        return list(args.ids)
-    return read_text("-", "--text") if args.text == "-" else str(args.text)
+    return list(args.ids) if text is None else read_passage(text, "--text")
 
 
 def _model(args: Any, source: str) -> tuple[Any, Any]:

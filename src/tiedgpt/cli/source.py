@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 from tiedgpt import infer
-from tiedgpt.cli.console import note
+from tiedgpt.cli.console import note, waiting
 from tiedgpt.errors import CorruptInputError, UserError
 from tiedgpt.options import argument, option
 
@@ -176,6 +176,48 @@ def read_text(path: str | Path, flag: str) -> str:
         raise UserError(f"{flag} {origin} cannot be read: {error.strerror}") from None
     except UnicodeDecodeError as error:
         raise CorruptInputError(f"{flag} {origin} is not UTF-8: {error}") from None
+
+
+def text_or_piped(text: str | None, flag: str) -> str | None:
+    """Return the text, or "-" for None where standard input holds a text.
+
+    The verbs that work on one text share this rule: generate, classify, inspect and eval. A
+    terminal is not read. Standard input that is closed, empty or not readable, as in cron or a
+    test, holds no text. A long wait is noted.
+    """
+    if text is not None or sys.stdin is None:
+        return text
+    try:
+        if sys.stdin.isatty():
+            return None
+        stream: Any = sys.stdin.buffer
+        with waiting(f"waiting for standard input; {flag} '' or </dev/null needs none"):
+            if hasattr(stream, "peek"):
+                return "-" if stream.peek(1) else None
+            position, first = stream.tell(), stream.read(1)
+            stream.seek(position)
+            return "-" if first else None
+    except (OSError, ValueError, AttributeError):
+        return None
+
+
+def has_unread_input() -> bool:
+    """Whether bytes wait on standard input; none is read. False where the system cannot tell."""
+    try:
+        import fcntl
+        import termios
+
+        size = fcntl.ioctl(sys.stdin.fileno(), termios.FIONREAD, b"\0" * 4)
+        return not sys.stdin.isatty() and int.from_bytes(size, sys.byteorder) > 0
+    except (ImportError, OSError, ValueError, AttributeError):
+        return False
+
+
+def read_passage(text: str, flag: str) -> str:
+    """Return the text given, or for "-" that of standard input without its final newline."""
+    if text != "-":
+        return text
+    return read_text("-", flag).removesuffix("\n").removesuffix("\r")
 
 
 def program() -> str:

@@ -14,9 +14,9 @@ from dataclasses import dataclass
 from types import FrameType
 from typing import Any, ClassVar, Literal
 
-from tiedgpt.cli.console import bar
+from tiedgpt.cli.console import bar, note
 from tiedgpt.cli.options import parse
-from tiedgpt.cli.source import program
+from tiedgpt.cli.source import has_unread_input, program
 from tiedgpt.errors import EXIT_INTERRUPTED, EXIT_OK, TiedGPTError, UserError
 from tiedgpt.infer.generation_config import MAX_THREADS, require_positive
 from tiedgpt.options import option
@@ -96,6 +96,8 @@ def run(arguments: list[str]) -> int:
     """Train; return the exit code."""
     with report_once():
         args = parse(Arguments, "train", arguments, ABOUT)
+        if not args.options.data and has_unread_input():
+            note("standard input is not read: `tiedgpt train -` trains on it")
     return show_run(args.options, args.run, "train", arguments)
 
 
