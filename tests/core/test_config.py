@@ -7,6 +7,7 @@ import pytest
 from tiedgpt import GPT, GPTConfig
 from tiedgpt.core.config import PRESETS
 from tiedgpt.errors import UserError
+from tiedgpt.train.options import SIZES
 
 COUNTS = {
     "gpt1": 116_534_784,
@@ -85,9 +86,22 @@ def test_impossible_values_are_refused_by_name(tiny_config, wrong, named):
         GPTConfig(**values)
 
 
-def test_unknown_preset_names_those_that_exist():
-    with pytest.raises(UserError, match="gpt2-xl"):
-        GPTConfig.preset("gpt5")
+@pytest.mark.parametrize("name", ["gpt5", "auto", None, ["nano"], GPTConfig])
+def test_unknown_preset_names_those_that_exist(name):
+    with pytest.raises(UserError, match=r"nano.*gpt2-xl"):
+        GPTConfig.preset(name)
+
+
+def test_the_sizes_of_train_are_presets():
+    """The counts are by hand: (V + C) D + L (12 D^2 + 13 D) + 2 D."""
+    counts = {"nano": 141_056, "tiny": 544_256, "mini": 4_240_896, "medium": 29_676_544}
+    for name, count in counts.items():
+        assert GPTConfig.preset(name).parameter_count() == count
+    for name in SIZES:
+        config, size = GPTConfig.preset(name), SIZES[name]
+        shape = (config.n_layer, config.n_embd, config.n_head, config.n_positions)
+        assert shape == (size.n_layer, size.n_embd, size.n_head, size.n_positions)
+        assert (config.vocab_size, config.embd_pdrop) == (size.vocab_size, size.dropout)
 
 
 def test_a_config_is_frozen_and_survives_copies(tiny_config):

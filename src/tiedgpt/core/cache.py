@@ -13,6 +13,7 @@ from torch import Tensor
 
 from tiedgpt.core.config import GPTConfig
 from tiedgpt.errors import UserError
+from tiedgpt.signatures import checked
 
 
 @dataclass
@@ -24,6 +25,7 @@ class KVCache:
     lengths: list[int]
 
     @classmethod
+    @checked
     def allocate(
         cls,
         config: GPTConfig,

@@ -126,7 +126,7 @@ class GPTConfig:
 
     @classmethod
     def preset(cls, name: str, **overrides: Any) -> GPTConfig:
-        """Return a published shape, any field overridden.
+        """Return a published shape, or one of `tiedgpt train --size`, any field overridden.
 
         Shapes: GPT-1 (Radford et al. 2018), GPT-2 (Radford et al. 2019; the sizes as released),
         GPT-3 (Brown et al. 2020, table 2.1, with every layer's attention dense). Two rows of that
@@ -135,7 +135,7 @@ class GPTConfig:
 
         A preset's end-of-text id is kept only with the vocabulary that it belongs to.
         """
-        if name not in PRESETS:
+        if not isinstance(name, str) or name not in PRESETS:
             raise UserError(f"preset must be one of {', '.join(PRESETS)}, got {name!r}")
         values = dict(PRESETS[name])
         if overrides.get("vocab_size", values["vocab_size"]) != values["vocab_size"]:
@@ -157,7 +157,15 @@ def _gpt(n_layer: int, n_embd: int, n_head: int, *, n_positions: int) -> dict[st
     return shape | {"vocab_size": 50257, "bos_token_id": 50256, "eos_token_id": 50256}
 
 
+def _small(*sizes: int) -> dict[str, Any]:
+    names = "n_layer n_embd n_head n_positions vocab_size embd_pdrop attn_pdrop resid_pdrop"
+    return dict(zip(names.split(), (*sizes, 0.0, 0.0, 0.0), strict=True))
+
+
 PRESETS: dict[str, dict[str, Any]] = {
+    "nano": _small(2, 64, 2, 128, 512), "tiny": _small(2, 128, 4, 128, 1024),
+    "little": _small(2, 192, 6, 128, 1024), "mini": _small(4, 256, 4, 128, 4096),
+    "small": _small(6, 384, 6, 256, 4096), "medium": _small(8, 512, 8, 512, 8192),
     "gpt1": {
         "vocab_size": 40478, "n_positions": 512, "n_embd": 768, "n_layer": 12, "n_head": 12,
         "norm": "post",

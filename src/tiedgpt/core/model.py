@@ -21,6 +21,7 @@ from tiedgpt.core.layers import Block, layer_norm
 from tiedgpt.core.loss import INTEGERS, chunk_rows, chunked_cross_entropy, require_target_shape
 from tiedgpt.errors import UserError
 from tiedgpt.names import ExplainsNames, accepts_old_name
+from tiedgpt.signatures import require_type
 
 
 class GPT(ExplainsNames, nn.Module):
@@ -32,6 +33,7 @@ class GPT(ExplainsNames, nn.Module):
 
     def __init__(self, config: GPTConfig) -> None:
         super().__init__()
+        require_type("GPT", "config", config, GPTConfig)
         self.config = config
         self.foreign_config: dict[str, Any] = {}  # keys of the file's config that change nothing
         tokens = torch.empty(config.vocab_size, config.n_embd)
@@ -85,6 +87,7 @@ class GPT(ExplainsNames, nn.Module):
             positions = cache.positions(n_new)
         if document_starts is not None:
             starts = document_starts
+            require_type("GPT", "document_starts", starts, Tensor)
             if cache is not None or starts.shape != ids.shape or starts.dtype not in INTEGERS:
                 raise UserError(
                     f"must hold an index for each of ids {tuple(ids.shape)}, without a cache, got "
@@ -135,6 +138,8 @@ class GPT(ExplainsNames, nn.Module):
         here. Equals `F.cross_entropy` of `model(ids)` in value and gradients, but the (B, T, V)
         logits are never held at once. `document_starts` packs documents; see `states`.
         """
+        for name, value in (("ids", ids), ("targets", targets)):
+            require_type("GPT.loss", name, value, Tensor)
         if targets.shape != ids.shape:
             raise UserError(
                 "ids and targets must have one shape (B, T), got "
@@ -156,12 +161,14 @@ class GPT(ExplainsNames, nn.Module):
         return f"{sum(p.numel() for p in self.parameters()):,} parameters, {predicts}"
 
     def _check_ids(self, ids: Tensor, cache: KVCache | None) -> None:
+        require_type("GPT", "ids", ids, Tensor)
         if ids.ndim != 2 or ids.dtype not in INTEGERS:
             raise UserError(
                 f"ids must be int64 or int32 of shape (B, T), got {ids.dtype} {tuple(ids.shape)}"
             )
         lengths, capacity = [0], self.config.n_positions
         if cache is not None:
+            require_type("GPT", "cache", cache, KVCache)
             lengths, capacity = cache.lengths, min(capacity, cache.capacity)
             shape, config = cache.keys.shape, self.config
             if (shape[0], shape[2], shape[4]) != (config.n_layer, config.n_head, config.head_dim):

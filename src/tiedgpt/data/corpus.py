@@ -44,6 +44,7 @@ from tiedgpt.data.remarks import (
 )
 from tiedgpt.errors import CorruptInputError, UserError
 from tiedgpt.files import PREPARED
+from tiedgpt.signatures import checked
 from tiedgpt.text.bpe import END_OF_TEXT
 
 CACHES = ("__pycache__", "node_modules", "venv", "site-packages")
@@ -340,6 +341,7 @@ class FileCorpus:
         return io.BufferedReader(io.BytesIO(self.streams[path]))
 
 
+@checked
 def documents(
     sources: Sequence[str],
     *,

@@ -27,6 +27,7 @@ from tiedgpt.data.remarks import note_special_tokens, special_token_finder
 from tiedgpt.data.shards import TOKENS_PER_SHARD, Shards, ShardWriter
 from tiedgpt.errors import CorruptInputError, UserError
 from tiedgpt.files import PREPARED, read_json, replacing, write_json
+from tiedgpt.signatures import checked
 
 if TYPE_CHECKING:
     from tiedgpt.text import Tokenizer
@@ -94,6 +95,7 @@ class Split:
         return [note] if count else []
 
 
+@checked
 def plan_split(
     corpus: Corpus, validation: Corpus | None = None, *, share: float | None = None
 ) -> Split:
@@ -211,6 +213,7 @@ class EncodedCorpus:
         return Shards(paths)
 
 
+@checked
 def encode_corpus(
     split: Split,
     tokenizer: Tokenizer,
@@ -312,6 +315,7 @@ def identify(path: Path) -> list[int | str]:
         return [path.stat().st_size, hashlib.file_digest(file, "sha256").hexdigest()]
 
 
+@checked
 def open_encoded(directory: str | Path) -> EncodedCorpus:
     """Return the value that `encode_corpus` or `prepare_data` returned for the directory.
 

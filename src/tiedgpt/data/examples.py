@@ -33,6 +33,7 @@ from tiedgpt.data.records import (
 from tiedgpt.data.remarks import note_special_tokens, special_token_finder
 from tiedgpt.data.templates import CHATML, Piece, Template, encode_pieces, read_template
 from tiedgpt.errors import CorruptInputError, UserError
+from tiedgpt.signatures import checked
 from tiedgpt.text.bpe import END_OF_TEXT
 
 if TYPE_CHECKING:
@@ -89,6 +90,7 @@ class ExampleReader:
             than the first. `skip_bad` counts such lines instead, except those of another kind.
     """
 
+    @checked
     def __init__(
         self,
         corpus: FileCorpus,

@@ -15,6 +15,7 @@ from numpy.typing import NDArray
 from tiedgpt.data.shards import Shards
 from tiedgpt.errors import UserError
 from tiedgpt.files import format_count
+from tiedgpt.signatures import checked
 
 LARGEST_TABLE = 1_000_000
 """Maximum number of windows whose order is stored as a table; a longer order is computed."""
@@ -31,6 +32,7 @@ class Batches:
         UserError: there are fewer than n_positions + 1 tokens, or a size is not positive.
     """
 
+    @checked
     def __init__(self, tokens: Shards, *, batch_size: int, n_positions: int, seed: int) -> None:
         _check_sizes(batch_size, n_positions)
         if len(tokens) < n_positions + 1:
@@ -55,6 +57,7 @@ class Batches:
         return _read(self.tokens, windows, self.n_positions)
 
 
+@checked
 def permutation(n: int, *, seed: int, epoch: int) -> NDArray[np.int64]:
     """Return the order, (n,), in which an epoch visits n items. It never changes."""
     return np.argsort(_draw(n, seed, epoch), kind="stable")
@@ -103,6 +106,7 @@ def _mix(word: int) -> int:
     return word ^ word >> 31
 
 
+@checked
 def in_order(
     tokens: Shards, *, batch_size: int, n_positions: int, at_most: int | None = None
 ) -> Iterator[Batch]:

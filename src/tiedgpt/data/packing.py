@@ -18,6 +18,7 @@ from numpy.typing import NDArray
 from tiedgpt.data.examples import EncodedExamples
 from tiedgpt.data.order import IGNORED, permutation
 from tiedgpt.errors import UserError
+from tiedgpt.signatures import checked
 
 BUFFER = 1_000
 """Examples among which the next of a row is chosen."""
@@ -59,6 +60,7 @@ class PackedBatches:
     `n_positions`.
     """
 
+    @checked
     def __init__(
         self,
         examples: EncodedExamples,

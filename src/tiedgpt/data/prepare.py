@@ -61,6 +61,7 @@ from tiedgpt.errors import (
     UserError,
 )
 from tiedgpt.files import PREPARED, remove, remove_leftovers, replacing, writing
+from tiedgpt.signatures import checked
 
 if TYPE_CHECKING:
     from tiedgpt.text import Tokenizer
@@ -153,6 +154,7 @@ class Plan:
             yield from (document.text for document in piece.open()[0])
 
 
+@checked
 def plan_preparation(
     data: Sequence[str],
     *,
@@ -258,6 +260,7 @@ def _list_sections(path: str, size: int, corpus: FileCorpus, target: int) -> lis
     return [*pairwise(cuts)] if n_sections > 1 else []
 
 
+@checked
 def prepare_data(
     plan: Plan,
     directory: str | Path,
@@ -484,6 +487,7 @@ def _finish(directory: Path, plan: Plan, records: Sequence[dict[str, Any]]) -> E
     return open_encoded(directory)
 
 
+@checked
 def verify_data(directory: str | Path, progress: Progress | None = None) -> EncodedCorpus:
     """Read every file of a complete directory, and compare it with the manifest.
 

@@ -21,6 +21,7 @@ from typing import Any
 
 from tiedgpt.data.corpus import Document
 from tiedgpt.errors import UserError
+from tiedgpt.signatures import checked
 
 SKIPPED = frozenset(
     "test tests idle_test idlelib lib2to3 turtledemo encodings ensurepip pydoc_data __pycache__ "
@@ -64,6 +65,7 @@ Module = tuple[str, str, str | None, Iterable[Entry]]
 """Kind, name, docstring and entries."""
 
 
+@checked
 @cache
 def python_documentation() -> tuple[Document, ...]:
     """Return the documents in a fixed order: topics, built-in modules, library modules.

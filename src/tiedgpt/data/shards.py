@@ -19,6 +19,7 @@ from numpy.typing import NDArray
 
 from tiedgpt.errors import CorruptInputError, UserError
 from tiedgpt.files import remove, writing
+from tiedgpt.signatures import checked
 
 MAGIC = 20240520
 VERSION = 1
@@ -121,6 +122,7 @@ class Shards:
         CorruptInputError: a file is not a shard, or its length does not match its header.
     """
 
+    @checked
     def __init__(self, paths: Sequence[str | Path]) -> None:
         self.paths = [Path(path) for path in paths]
         self._states = [_state(path) for path in self.paths]

@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from tiedgpt.errors import UserError
 from tiedgpt.files import model_directory, read_json, reading, replacing, write_json
+from tiedgpt.signatures import checked
 from tiedgpt.text.bpe import END_OF_TEXT
 
 if TYPE_CHECKING:
@@ -256,6 +257,7 @@ def _special_id(token: str, tokenizer: Tokenizer) -> int:
     return ids[0]
 
 
+@checked
 def write_template(template: Template, tokenizer: Tokenizer, directory: str | Path) -> None:
     """Write a template beside a saved model and tokenizer, so that transformers chats with them.
 
@@ -273,6 +275,7 @@ def write_template(template: Template, tokenizer: Tokenizer, directory: str | Pa
     write_json(path, old | new)
 
 
+@checked
 def read_template(path: str | Path) -> Template | None:
     """Return the template of a run, a model's directory or a file's; None without one.
 

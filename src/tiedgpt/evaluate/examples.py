@@ -15,6 +15,7 @@ from tiedgpt.evaluate.texts import require_tokenizer
 from tiedgpt.files import parse_records
 from tiedgpt.infer import Engine
 from tiedgpt.infer.prompts import split_choices
+from tiedgpt.signatures import checked
 
 CONTEXTS = ("context", "prompt", "question")
 EXPECTED = (
@@ -107,6 +108,7 @@ class ExamplesScore:
         return result
 
 
+@checked
 def read_examples(path: Path, encoding: str = "auto") -> list[Example] | list[str]:
     """Read a .jsonl file: examples, or, where each line has a `text`, these texts.
 
@@ -166,6 +168,7 @@ def _text(fields: dict[str, Any], name: str) -> str:
     return value
 
 
+@checked
 def score_examples(engine: Engine, examples: Iterable[Example]) -> Iterator[ExampleScore]:
     """Yield the score of each example, in batches.
 

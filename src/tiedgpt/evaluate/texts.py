@@ -15,6 +15,7 @@ from tiedgpt.errors import UserError
 from tiedgpt.evaluate.intervals import Interval, ratio_interval
 from tiedgpt.infer import Engine
 from tiedgpt.infer.prompts import start_id
+from tiedgpt.signatures import checked
 from tiedgpt.text import Tokenizer
 
 MIN_DOCUMENTS = 3
@@ -169,6 +170,7 @@ class TextScore:
         }
 
 
+@checked
 def score_text(
     engine: Engine,
     text: str,

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import os
 import warnings
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any, ClassVar, Self
 
@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from tiedgpt.core.config import GPTConfig
 from tiedgpt.core.model import GPT
 from tiedgpt.errors import CorruptInputError, UserError
+from tiedgpt.signatures import checked, require_type
 from tiedgpt.weights.formats.transformers import TIEDGPT, model_type_of
 from tiedgpt.weights.formats.transformers.writer import (
     OUR_CARD,
@@ -96,6 +97,7 @@ class Head(nn.Module):
         return {}
 
     @classmethod
+    @checked
     def fresh(
         cls, source: str | os.PathLike[str], *, dtype: torch.dtype | None = None, **options: Any
     ) -> Self:
@@ -106,6 +108,7 @@ class Head(nn.Module):
         return cls(load_body(source, dtype=dtype, keep_head=cls.predicts_tokens), **options).eval()
 
     @classmethod
+    @checked
     def from_pretrained(
         cls, source: str | os.PathLike[str], *, dtype: torch.dtype | None = None, **options: Any
     ) -> Self:
@@ -140,6 +143,7 @@ class Head(nn.Module):
         head.load_state_dict(state, strict=False)
         return head.eval()
 
+    @checked
     def save_pretrained(self, directory: str | os.PathLike[str]) -> None:
         """Write a Hugging Face directory that transformers' class loads unchanged."""
         gpt = self.gpt
@@ -167,6 +171,15 @@ class Head(nn.Module):
     def _class_name(cls, config: GPTConfig) -> str:
         """Return the name with the family: GPT2ForSequenceClassification."""
         return model_type_of(config).architecture.removesuffix("LMHeadModel") + cls.architecture
+
+
+def take_tensors(head: Head, batch: Sequence[Tensor], names: str) -> Sequence[Tensor]:
+    """Return the tensors of a batch; `UserError` unless there is one for each of the names."""
+    if len(batch) != len(names.split(", ")):
+        raise UserError(f"the loss of {type(head).__name__} takes {names}, got {len(batch)} values")
+    for name, value in zip(names.split(", "), batch, strict=True):
+        require_type(f"{type(head).__name__}.loss()", name, value, Tensor)
+    return batch
 
 
 def load_body(source: str | os.PathLike[str], *, dtype: torch.dtype | None, keep_head: bool) -> GPT:

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from tiedgpt.errors import UserError
+from tiedgpt.signatures import checked, require_type
 
 
 def read_text(record: Mapping[str, Any], field: str) -> str:
@@ -60,6 +61,7 @@ def read_label(record: Mapping[str, Any]) -> str:
     return str(label)
 
 
+@checked
 def pad(sequences: Sequence[Sequence[int]], *, pad_id: int = 0) -> tuple[Tensor, Tensor]:
     """Return ids (B, T), padded with `pad_id` on the right, and lengths (B,).
 
@@ -82,6 +84,7 @@ def check_lengths(ids: Tensor, lengths: Tensor | None, *, minimum: int = 1) -> T
     n_rows, longest = ids.shape
     if lengths is None:
         return torch.full((n_rows,), longest, device=ids.device)
+    require_type("the head", "lengths", lengths, Tensor)
     if lengths.shape != (n_rows,):
         raise UserError(f"lengths {tuple(lengths.shape)}: {n_rows} sequences need ({n_rows},)")
     if lengths.device.type == "cpu" and n_rows:

@@ -19,6 +19,7 @@ from tiedgpt.errors import UserError
 from tiedgpt.heads.head import Head
 from tiedgpt.heads.inputs import pad, read_choices, read_text
 from tiedgpt.heads.tasks import MultipleChoice, SequenceClassifier
+from tiedgpt.signatures import checked
 from tiedgpt.text import Tokenizer
 from tiedgpt.weights.sources import open_checkpoint
 
@@ -31,6 +32,7 @@ RECORD_FIELDS = {
 Answer = dict[str, Any]
 
 
+@checked
 def open_head(source: str | os.PathLike[str]) -> SequenceClassifier | MultipleChoice:
     """Load a body with the head that `train --task` put on it, in eval mode.
 
@@ -46,6 +48,7 @@ def open_head(source: str | os.PathLike[str]) -> SequenceClassifier | MultipleCh
     )
 
 
+@checked
 def predict(
     head: Head,
     tokenizer: Tokenizer,

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from tiedgpt.core.loss import IGNORED, cross_entropy
 from tiedgpt.core.model import GPT
 from tiedgpt.errors import CorruptInputError, UserError
-from tiedgpt.heads.head import Head
+from tiedgpt.heads.head import Head, take_tensors
 from tiedgpt.heads.inputs import check_lengths, last_state
 
 CHOICE_DROPOUT = 0.1
@@ -84,7 +84,7 @@ class SequenceClassifier(Head):
         output, has the mean squared error of numbers (B, N), or (B,) for N = 1. Several labels at
         once have the binary cross-entropy of 0 and 1 (B, N).
         """
-        ids, lengths, labels = batch
+        ids, lengths, labels = take_tensors(self, batch, "ids, lengths, labels")
         return (self.criterion(self(ids, lengths), labels),)
 
     def criterion(self, logits: Tensor, labels: Tensor) -> Tensor:
@@ -160,7 +160,7 @@ class MultipleChoice(Head):
         `targets[b, c, t]` is the id that follows `ids[b, c, t]`, or -100 where the language term
         does not count it, for example in wrong choices.
         """
-        ids, lengths, targets, answers = batch
+        ids, lengths, targets, answers = take_tensors(self, batch, "ids, lengths, targets, answers")
         h = self.gpt.body(ids.flatten(0, 1))  # (B * C, T, D)
         targets = targets.flatten()
         counted = targets != IGNORED

@@ -131,4 +131,5 @@ def _is_list(value: object) -> bool:
     """Whether it is a list, or a tuple or an array of any library's."""
     if isinstance(value, (bytes, bytearray, Mapping, Set)):
         return False
-    return hasattr(value, "__len__") and getattr(value, "shape", None) != ()
+    is_sized = hasattr(value, "__len__") and hasattr(value, "__getitem__")
+    return is_sized and getattr(value, "shape", None) != ()

@@ -30,6 +30,7 @@ from tiedgpt.inspect.vocab_matrices import vocab_matrices
 from tiedgpt.plots.panel import Panel
 from tiedgpt.plots.table import number_cell, number_table, token_cells
 from tiedgpt.runtime import eval_mode
+from tiedgpt.signatures import checked
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -71,6 +72,7 @@ class Direction(Result):
         return f"a direction after layer {self.layer}", [panel]
 
 
+@checked
 @torch.no_grad()
 def direction(
     model: Model,
@@ -133,6 +135,7 @@ def _states_of(
     return torch.stack(means).to(torch.promote_types(model.wte.weight.dtype, torch.float32))
 
 
+@checked
 @contextmanager
 def steer(
     model: GPT,

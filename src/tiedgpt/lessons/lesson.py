@@ -177,7 +177,7 @@ def explain(
     """
     if topic is None:
         return _overview()
-    if topic not in TOPICS:
+    if not isinstance(topic, str) or topic not in TOPICS:
         raise UserError(f"no topic {topic!r}", hint=f"choose one of {', '.join(TOPICS)}")
     about = TOPICS[topic]
     from tiedgpt.lessons import topics  # torch, which listing the topics does not need

@@ -10,6 +10,7 @@ from typing import Any
 from tiedgpt.errors import UserError
 from tiedgpt.files import replacing
 from tiedgpt.plots.panel import Grid, Panel
+from tiedgpt.signatures import checked
 
 FORMATS = (".png", ".svg", ".pdf")
 COLORS = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#e69f00", "#56b4e9")
@@ -35,6 +36,7 @@ def require_figures(path: Path) -> None:
         ) from None
 
 
+@checked
 def save_figure(
     panels: Sequence[Panel | Grid], path: Path, title: str, *, columns: int = 2
 ) -> None:

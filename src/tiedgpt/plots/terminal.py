@@ -9,12 +9,14 @@ from rich.console import Console
 from rich.text import Text
 
 from tiedgpt.plots.panel import Panel, label, ticks
+from tiedgpt.signatures import checked
 
 COLORS = (6, 5, 3, 2, 4, 1, 14, 13, 11, 10, 12, 9)
 """The terminal's own cyan, magenta, yellow, green, blue and red, and then the bright ones."""
 ASCII = str.maketrans("┌┐└┘─│┬┤┼", "++++-|+++")
 
 
+@checked
 def print_panels(panels: Sequence[Panel]) -> None:
     """Print panels below one another, as wide as the terminal and at most 120 columns."""
     console = Console(highlight=False)

@@ -21,6 +21,7 @@ from numpy.typing import NDArray
 from tiedgpt.errors import CorruptInputError, UserError
 from tiedgpt.files import replacing, write_json
 from tiedgpt.names import ExplainsNames
+from tiedgpt.signatures import checked, is_index, wrong_type
 from tiedgpt.text.bpe import END_OF_TEXT, ByteLevelBPE, Codec, train_bpe
 from tiedgpt.text.characters import Characters, character_tokenizer
 from tiedgpt.text.directory import CONFIG, TOKEN_NAMES, TOKENIZER_JSON, token_of
@@ -48,6 +49,7 @@ class Tokenizer(ExplainsNames):
     V, the number of rows that a model's embedding needs.
     """
 
+    @checked
     def __init__(
         self, rust: tokenizers.Tokenizer, settings: dict[str, Any] | None = None, where: str = ""
     ) -> None:
@@ -72,6 +74,7 @@ class Tokenizer(ExplainsNames):
         self.eos_token_id = _special_id(rust, self._settings, "eos_token", where)
 
     @classmethod
+    @checked
     def from_pretrained(cls, source: str | Path) -> Tokenizer:
         """Read the tokenizer that comes with a checkpoint: from a directory, a file or the hub.
 
@@ -87,6 +90,7 @@ class Tokenizer(ExplainsNames):
         return open_tokenizer(source)
 
     @classmethod
+    @checked
     def train(cls, texts: Iterable[str], vocab_size: int) -> Tokenizer:
         """Train a byte-level BPE of at most `vocab_size` ids, the last `<|endoftext|>`.
 
@@ -96,6 +100,7 @@ class Tokenizer(ExplainsNames):
         return cls(train_bpe(_checked_texts(texts), vocab_size))
 
     @classmethod
+    @checked
     def characters(cls, texts: Iterable[str]) -> Tokenizer:
         """One id for each distinct character of `texts`, sorted; then `<|endoftext|>`.
 
@@ -103,6 +108,7 @@ class Tokenizer(ExplainsNames):
         """
         return cls(character_tokenizer(_checked_texts(texts)))
 
+    @checked
     def with_special_tokens(self, tokens: Iterable[str]) -> Tokenizer:
         """Return this tokenizer with more special tokens, after its last id; itself if it has them.
 
@@ -156,6 +162,7 @@ class Tokenizer(ExplainsNames):
         special = (token for token in self._added.values() if token.special)
         return any(token.normalized or token.content in text for token in special)
 
+    @checked
     def encode_batch(self, texts: Iterable[str], *, allow_special: bool = False) -> list[list[int]]:
         """Return the ids of each text, as `encode`."""
         return [self.encode(text, allow_special=allow_special) for text in _checked_texts(texts)]
@@ -193,6 +200,8 @@ class Tokenizer(ExplainsNames):
         token of a word in WordPiece and SentencePiece includes the space before it. Raises
         UserError for an id outside the vocabulary.
         """
+        if type(id) is not int and not is_index(id):
+            raise wrong_type("token_bytes()", "id", "int", id)
         token = self._token_bytes(id) if 0 <= id < self._size else None
         if token is None:
             raise UserError(
@@ -224,6 +233,7 @@ class Tokenizer(ExplainsNames):
         """Return the content of `tokenizer.json`, for writers of other formats."""
         return self._rust.to_str()
 
+    @checked
     def save_pretrained(self, directory: str | Path) -> None:
         """Write `tokenizer.json` and `tokenizer_config.json`, which transformers loads, too.
 
@@ -369,14 +379,16 @@ def _special_id(
 
 
 def _checked_texts(texts: Iterable[str]) -> Iterator[str]:
-    if isinstance(texts, str):
-        raise UserError("texts is one string", hint="give a list of texts, such as [text]")
     for number, text in enumerate(texts):
         _refuse_surrogates(text, f" of text {number}")
         yield text
 
 
 def _refuse_surrogates(text: str, where: str = "") -> None:
+    if not isinstance(text, str):
+        raise wrong_type(
+            "Tokenizer", f"the text{where}", "str", text, hint="encode_batch takes a list of texts"
+        )
     if text.isascii():
         return
     try:

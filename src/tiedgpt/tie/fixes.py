@@ -24,6 +24,7 @@ import torch
 from tiedgpt.errors import CheckFailedError, TiedGPTError, UserError
 from tiedgpt.files import replacing, require_room, write_json, writing
 from tiedgpt.runtime import to_json_data
+from tiedgpt.signatures import checked
 from tiedgpt.text import Tokenizer
 from tiedgpt.tie.audits import Audit, audit, examine, open_source
 from tiedgpt.tie.findings import format_shape
@@ -95,6 +96,7 @@ class Plan:
         return claim if self.vocab_size is None else claim | {"vocab_size": self.vocab_size}
 
 
+@checked
 def fix(
     source: str | os.PathLike[str],
     dest: str | os.PathLike[str],

@@ -19,6 +19,7 @@ from torch import nn
 
 from tiedgpt.core.model import GPT
 from tiedgpt.errors import UserError
+from tiedgpt.signatures import checked
 from tiedgpt.tie.heads import (
     Unembed,
     find_head_layers,
@@ -64,6 +65,7 @@ class Report:
         return self.text
 
 
+@checked
 def tie(
     model: nn.Module,
     keep: Keep = "input",
@@ -117,6 +119,7 @@ def tie(
     return Report(True, change, text, reads, outputs, apart)
 
 
+@checked
 def untie(model: GPT) -> Report:
     """Add a head with a copy of W (V, D): the same logits, V D more parameters.
 
@@ -140,6 +143,7 @@ def untie(model: GPT) -> Report:
     return _report_head(model, before, parameters)
 
 
+@checked
 def replace_head(model: GPT, module: nn.Module | None) -> Report:
     """Replace the head by any module (..., D) -> (..., V), or without a module by W.
 

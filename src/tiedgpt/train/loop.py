@@ -18,6 +18,7 @@ import torch
 
 from tiedgpt.errors import DivergedError, NoRoomError, TiedGPTError
 from tiedgpt.files import format_count
+from tiedgpt.signatures import checked
 from tiedgpt.train.card import write_card
 from tiedgpt.train.checkpoint import (
     describe_origin,
@@ -68,6 +69,7 @@ class Trainer:
     with minutes ends at the `deadline`, in seconds of the `clock`; default: from now.
     """
 
+    @checked
     def __init__(
         self,
         run: RunDirectory,

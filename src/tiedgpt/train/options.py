@@ -8,6 +8,7 @@ and `tiedgpt tune`. The groups alone are never compared or printed, so they have
 from __future__ import annotations
 
 import math
+import os
 import re
 from dataclasses import KW_ONLY, MISSING, dataclass, fields
 from typing import TYPE_CHECKING, Any, ClassVar, Literal, NamedTuple
@@ -16,6 +17,7 @@ from tiedgpt.core.config import PRESETS, GPTConfig
 from tiedgpt.errors import UserError
 from tiedgpt.names import explains_arguments
 from tiedgpt.options import REMOVED_VALUES, argument, flag, is_option_of, option, option_of_verb
+from tiedgpt.signatures import check_fields
 from tiedgpt.train.objectives import ObjectiveRecord, find_record, list_tasks
 from tiedgpt.train.optim import OPTIMIZERS, find_optimizer, scale_lr_to_width
 
@@ -129,17 +131,25 @@ PUBLISHED_RATES = {
     "gpt3-2.7b": 1.6e-4, "gpt3-6.7b": 1.2e-4, "gpt3-13b": 1e-4, "gpt3-175b": 0.6e-4,
 }  # fmt: skip
 """Peak rates of the presets: Brown et al. 2020, table 2.1."""
+RECIPES: dict[str, dict[str, Any]] = {
+    "nano": {"lr": 1.6e-2, "weight_decay": 0.3},
+    "tiny": {"lr": 1.2e-2, "lr_adamw": 4e-3, "weight_decay": 0.3},
+    "little": {"lr": 1e-2, "lr_adamw": 3e-3, "weight_decay": 0.3},
+    "mini": {"lr": 3e-3, "batch_size": 8},
+    "small": {"lr": 2e-3},
+    "medium": {"lr": 1e-3},
+} | {name: {"lr": lr, "dropout": 0.1} for name, lr in PUBLISHED_RATES.items()}
 SIZES = {
-    "nano": Size(2, 64, 2, 128, 512, 1.6e-2, weight_decay=0.3),
-    "tiny": Size(2, 128, 4, 128, 1024, 1.2e-2, lr_adamw=4e-3, weight_decay=0.3),
-    "little": Size(2, 192, 6, 128, 1024, 1e-2, lr_adamw=3e-3, weight_decay=0.3),
-    "mini": Size(4, 256, 4, 128, 4096, 3e-3, batch_size=8),
-    "small": Size(6, 384, 6, 256, 4096, 2e-3),
-    "medium": Size(8, 512, 8, 512, 8192, 1e-3),
-} | {
-    name: Size(**{key: PRESETS[name][key] for key in SHAPE}, lr=lr, dropout=0.1)
-    for name, lr in PUBLISHED_RATES.items()
+    name: Size(**{key: PRESETS[name][key] for key in SHAPE}, **recipe)
+    for name, recipe in RECIPES.items()
 }
+
+
+def _as_text(value: Any) -> Any:
+    """Return the text of a path, or any other value unchanged."""
+    return os.fspath(value) if isinstance(value, os.PathLike) else value
+
+
 BYTES = {"": 1e9, "k": 1e3, "m": 1e6, "g": 1e9, "t": 1e12}
 
 
@@ -457,6 +467,12 @@ class TrainOptions(  # the help lists the options of the last one first
     }
 
     def __post_init__(self) -> None:
+        data: Any = [self.data] if isinstance(self.data, (str, os.PathLike)) else self.data
+        if isinstance(data, (list, tuple)):
+            object.__setattr__(self, "data", tuple(map(_as_text, data)))
+        for name in ("val", "start", "tokenizer"):
+            object.__setattr__(self, name, _as_text(getattr(self, name)))
+        check_fields(self)
         if self.objective is not None and self.task != "lm":
             raise UserError("give only one of --task and --objective")
         if self.task not in list_tasks():

@@ -25,6 +25,7 @@ import torch
 from tiedgpt.core.config import GPTConfig
 from tiedgpt.errors import NoRoomError, TiedGPTError, UserError
 from tiedgpt.files import missing_run
+from tiedgpt.signatures import checked
 from tiedgpt.train.checkpoint import require_unchanged
 from tiedgpt.train.dataset import Data, Progress, Sources, prepare
 from tiedgpt.train.distributed import Parallel, Processes, join_processes
@@ -59,6 +60,7 @@ NOTABLE_SECONDS = 5.0
 """Preparation that takes longer is reported."""
 
 
+@checked
 def train(
     options: TrainOptions,
     out: str | Path | None = None,

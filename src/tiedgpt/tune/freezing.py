@@ -12,6 +12,7 @@ from torch import nn
 from tiedgpt.core.model import GPT
 from tiedgpt.errors import UserError
 from tiedgpt.heads import Head
+from tiedgpt.signatures import checked
 from tiedgpt.tie.heads import is_tied
 
 Model = GPT | Head
@@ -61,6 +62,7 @@ class TrainableParameters:
         return "\n".join([first, *rows, self.embedding])
 
 
+@checked
 def freeze(model: Model, patterns: str | Sequence[str]) -> TrainableParameters:
     """Freeze parameters, in place; return the counts of trained and frozen ones.
 

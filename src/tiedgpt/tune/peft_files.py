@@ -30,6 +30,7 @@ from tiedgpt.core.model import GPT
 from tiedgpt.errors import CorruptInputError, UserError
 from tiedgpt.files import read_json, reading, replacing, require_room, write_json
 from tiedgpt.heads import Head
+from tiedgpt.signatures import checked
 from tiedgpt.tune.adapters import Size, adapt, adapted_layers
 from tiedgpt.tune.freezing import Model, TrainableParameters, gpt_of, predicts_with_w
 from tiedgpt.weights.checkpoint import StoredTensor
@@ -88,6 +89,7 @@ class Layer:
     scale: float = 0.0
 
 
+@checked
 def save_adapter(
     model: Model, directory: str | os.PathLike[str], *, base: str | None = None
 ) -> tuple[str, ...]:
@@ -116,6 +118,7 @@ def save_adapter(
     return (MERGE_HERE,) if config["ensure_weight_tying"] else ()
 
 
+@checked
 def load_adapter(model: Model, directory: str | os.PathLike[str]) -> TrainableParameters:
     """Put adapters in PEFT's format on their base, in place; return the trainable parameters.
 

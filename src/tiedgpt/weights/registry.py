@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any
 
 from tiedgpt.errors import UserError
 from tiedgpt.files import reading
+from tiedgpt.signatures import checked
 
 if TYPE_CHECKING:
     from torch import nn
@@ -135,6 +136,7 @@ class Format:
 _registered: list[Format] = []
 
 
+@checked
 def register(format: Format) -> None:
     """Add a format after all others; replace a registered one of the same name."""
     if format.name in MODULES:

@@ -14,6 +14,7 @@ from tiedgpt.core.config import GPTConfig
 from tiedgpt.core.model import GPT
 from tiedgpt.errors import UserError
 from tiedgpt.files import format_count, read_json, replacing, require_room, write_json, writing
+from tiedgpt.signatures import checked
 from tiedgpt.text.tokenizer import Tokenizer
 from tiedgpt.weights.checkpoint import StoredTensor
 from tiedgpt.weights.containers import write_safetensors
@@ -30,6 +31,7 @@ from tiedgpt.weights.torch_file import stored_tensor
 OUR_CARD = "<!-- written by tiedgpt: a later save writes it anew; remove this line to keep it -->"
 
 
+@checked
 def save_model(
     model: GPT, directory: str | os.PathLike[str], dtype: torch.dtype | None = None
 ) -> None:
