@@ -19,12 +19,13 @@ from safetensors.torch import load_file
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-from tests.conftest import TINY
+from tests.conftest import TINY, random_gpt
 from tiedgpt import GPT, GPTConfig
 from tiedgpt.errors import CorruptInputError
-from tiedgpt.tie import prune, resize_vocab, tie, untie
+from tiedgpt.tie import audit, ledger, prune, resize_vocab, tie, untie
 from tiedgpt.train.objective import LossModule
 from tiedgpt.train.optim.groups import optimizers, parameter_groups
+from tiedgpt.tune import freeze
 from tiedgpt.weights.load import CheckpointWarning
 
 N_TINY = 97 * 32 + 24 * 32 + 3 * (12 * 32 * 32 + 13 * 32) + 2 * 32
@@ -340,3 +341,14 @@ def test_two_processes_step_like_one(two_processes, kind):
             torch.testing.assert_close(weight, parameter.detach(), atol=1e-6, rtol=1e-5, msg=name)
     first, second = (result[kind]["weights"] for result in two_processes)
     assert all(torch.equal(first[name], second[name]) for name in first)
+
+
+def test_results_are_sentences_in_a_notebook():
+    model = random_gpt(tie_word_embeddings=False)
+    for result in (
+        ledger(model),
+        audit(model),
+        tie(model, keep="input"),
+        freeze(model, "body,+wte"),
+    ):
+        assert repr(result) == str(result) and not repr(result).startswith(type(result).__name__)

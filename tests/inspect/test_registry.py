@@ -46,6 +46,23 @@ def test_results_print_as_tables(model, tokenizer):
     assert str(found) == found.table() and "mean loss" in str(found)
 
 
+@pytest.mark.parametrize("name", INSPECTIONS)
+def test_a_result_is_its_table_in_a_notebook(name, model, tokenizer):
+    required = {"token": 3, "answer": 3, "corrupted": [1, 5]}
+    required |= {"toward": "the cat", "away": "a dog"}
+    inspection = INSPECTIONS[name]
+    needed = {n: required[n] for n, option in inspection.options.items() if option.is_required}
+    text = {"text": [1, 2]} if inspection.reads_text else {}
+    result = inspection.function(model, tokenizer, **text, **needed)
+    assert repr(result) == result.table() and "array(" not in repr(result)
+
+
+def test_a_replaced_token_is_named_with_its_new_text(model, tokenizer):
+    (new,) = tokenizer.encode(" the")
+    result = inspect.positions(model, tokenizer, "the cat", replace_at=1, replace_with=" the")
+    assert f"replaced by ' the' (id {new})" in str(result)
+
+
 @pytest.fixture
 def registered(monkeypatch):
     monkeypatch.setitem(INSPECTIONS, "letters", LETTERS)

@@ -18,7 +18,7 @@ LETTERS = Inspection(
 )
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True, repr=False)
 class Letters(Result):
     letters: dict[str, int]
 

@@ -27,7 +27,7 @@ from tiedgpt.runtime import eval_mode
 from tiedgpt.tie.heads import find_head_layers, is_tied, require_gpt
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True, repr=False)
 class GradientSplit(Result):
     """The two parts of d loss / d W, for the mean loss of one text in nats."""
 

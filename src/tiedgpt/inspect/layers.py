@@ -45,7 +45,7 @@ from tiedgpt.plots.table import number_cell, number_table, token_cells, visible
 from tiedgpt.runtime import eval_mode
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True, repr=False)
 class Lens(Result):
     """Predictions by S states of the residual stream: S = L + 1, or 2 L + 1 with attentions."""
 
@@ -178,7 +178,7 @@ def _states(model: GPT, ids: Tensor, after_attention: bool) -> tuple[tuple[str, 
     return tuple(names), states
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True, repr=False)
 class AttentionMaps(Result):
     """One layer's attention weights, three numbers for every head, and the hidden states.
 
@@ -278,7 +278,7 @@ def _heads(attn: Attention, qkv: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     return q, k, (q @ k.mT / math.sqrt(q.shape[-1])).masked_fill(~seen, -math.inf).softmax(-1)
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True, repr=False)
 class Ablation(Result):
     """The change of the loss without one head, attention or MLP at a time."""
 

@@ -32,7 +32,7 @@ Measure = Callable[[Tensor], Tensor]
 PARTS = ("residual", "attention", "mlp", "heads")
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True, repr=False)
 class Patching(Result):
     """The score of an answer after the corrupted text, with one activation of the clean text.
 

@@ -34,7 +34,7 @@ from tiedgpt.plots.table import number_cell, number_table, token_cells, visible
 from tiedgpt.runtime import eval_mode
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True, repr=False)
 class Positions(Result):
     """T tokens give T predictions; training learns from all, generation reads the last alone."""
 
@@ -83,8 +83,10 @@ class Positions(Result):
         at, _, new = self.replaced
         most = changes[:at].max(initial=0)
         moved = f"moved by at most {most:.0e}: rounding" if most else "stayed the same, bit for bit"
-        old = visible(self.pieces[at])
-        return f"{text}\nToken {at}, {old}, was replaced by id {new}. Before it, logits {moved}."
+        change = (
+            f"{visible(self.pieces[at])}, was replaced by {visible(self.words[new])} (id {new})"
+        )
+        return f"{text}\nToken {at}, {change}. Before it, logits {moved}."
 
     def figure(self) -> Figure:
         """Return surprisal and entropy along the text, and the effect of the replaced token."""
@@ -141,8 +143,9 @@ def positions(
     columns = {name: numpy(values) for name, values in statistics.items()}
     surprisal = -columns["logprob"] / np.log(2).astype(columns["logprob"].dtype)
     nats = -columns["logprob"][:-1].astype(np.float64)
+    others = [columns["top_ids"], *([] if replaced is None else [np.array(replaced[1:])])]
     return Positions(
-        **({"max_abs_change": None} | inputs.text(columns["top_ids"]) | columns),
+        **({"max_abs_change": None} | inputs.text(*others) | columns),
         target=numpy(targets),
         surprisal_bits=surprisal,
         loss=float(nats.mean()) if len(nats) else math.nan,
@@ -173,7 +176,7 @@ def _bytes(inputs: InspectionInput) -> float:
     return float(lengths[targets[targets < len(lengths)]].sum()) or math.nan
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True, repr=False)
 class Dot(Result):
     """One prediction as dot products, logit_i = h . e_i = |h| |e_i| cos, of k tokens.
 

@@ -48,6 +48,8 @@ class Result(ABC):
     def __str__(self) -> str:
         return self.table()
 
+    __repr__ = __str__  # in a notebook, too; a subclass is a dataclass(repr=False)
+
 
 def lines(columns: dict[str, Any], **style: Any) -> tuple[Line, ...]:
     """Return a line for each column, over its index."""

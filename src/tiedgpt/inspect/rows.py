@@ -110,7 +110,7 @@ class Rows:
         return [*panels, Panel(f"{self.name}: main directions", x, (cloud,), y_label=y)]
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True, repr=False)
 class Vocabulary(Result):
     """All tokens, and one matrix if the model is tied; else that which reads, then the other."""
 

@@ -37,7 +37,7 @@ class NearestRows:
     centred_cos: np.ndarray  # (k,) of c_i and c_j: the rows less the mean row
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True, repr=False)
 class Neighbours(Result):
     """The neighbours of one token, in one matrix if the model is tied, else in both."""
 

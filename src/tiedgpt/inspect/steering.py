@@ -33,7 +33,7 @@ from tiedgpt.runtime import eval_mode
 from tiedgpt.signatures import checked
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True, repr=False)
 class Direction(Result):
     """The difference of the mean states of two sets of texts, and its logits for each token."""
 

@@ -23,7 +23,7 @@ from tiedgpt.plots.table import number_cell, number_table, token_cells
 from tiedgpt.tie.heads import copy_sharing
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True, repr=False)
 class RandomHead(Result):
     """A model's own head beside a random one (V, D), on the same hidden states."""
 

@@ -37,7 +37,7 @@ class Matrix:
     n_bytes: int
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class Audit:
     """The matrices of a model or checkpoint, the claim about them, and the verdict."""
 
@@ -69,6 +69,8 @@ class Audit:
 
     def __str__(self) -> str:
         return f"{self.source}: {self.verdict}\n\n{self.explain}"
+
+    __repr__ = __str__
 
     def as_dict(self) -> dict[str, Any]:
         """Return plain data for JSON."""

@@ -48,7 +48,7 @@ MODEL_FILES = (
 """Files of a model directory that belong to the model, besides its weights and config."""
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class Repair:
     """The actions of a fix, and the audits before and after."""
 
@@ -70,6 +70,8 @@ class Repair:
 
     def __str__(self) -> str:
         return self.explain
+
+    __repr__ = __str__
 
     def as_dict(self) -> dict[str, Any]:
         """Return plain data for JSON."""

@@ -64,7 +64,7 @@ class Row:
         return {PREFIXES.sub("", name): name for name in self.names}
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class Ledger:
     """All parameters of a model or a checkpoint, each storage once."""
 
@@ -106,6 +106,8 @@ class Ledger:
     def __str__(self) -> str:
         return f"{self.source}: {self.explain}"
 
+    __repr__ = __str__
+
     def difference(self, after: Ledger) -> LedgerDifference:
         """Return the storages added and removed between this ledger and a later one, and why."""
         pairs = _match_rows(self.rows, after.rows)
@@ -129,7 +131,7 @@ class Ledger:
         return to_json_data(self) | {"explain": self.explain}
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class LedgerDifference:
     """The difference between two ledgers."""
 
@@ -156,6 +158,8 @@ class LedgerDifference:
     def __str__(self) -> str:
         counts = f"parameters: {self.before:,} -> {self.after:,}"
         return "\n  ".join([counts, *self.reasons])
+
+    __repr__ = __str__
 
 
 def ledger(source: str | os.PathLike[str] | nn.Module) -> Ledger:

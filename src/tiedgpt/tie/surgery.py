@@ -44,7 +44,7 @@ NEW_OPTIMIZER = (
 )
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class Report:
     """The state of the head after surgery, and the change."""
 
@@ -63,6 +63,8 @@ class Report:
 
     def __str__(self) -> str:
         return self.text
+
+    __repr__ = __str__
 
 
 @checked

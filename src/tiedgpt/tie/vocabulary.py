@@ -42,7 +42,7 @@ N_STATES = 64
 Sample = Tensor | Sequence[Sequence[int]] | None
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class NewTokenProbability:
     """The probability that new tokens take, at hidden states of this model."""
 
@@ -60,8 +60,10 @@ class NewTokenProbability:
             f"{self.largest:.3g} at most (their share of the vocabulary is {self.share:.3g})"
         )
 
+    __repr__ = __str__
 
-@dataclass(frozen=True)
+
+@dataclass(frozen=True, repr=False)
 class VocabularyReport:
     """The vocabulary has another size."""
 
@@ -80,6 +82,8 @@ class VocabularyReport:
         lines = [f"vocabulary: {sizes}, in {', '.join(self.matrices)}", str(self.change)]
         lines += [] if self.new_tokens is None else [str(self.new_tokens)]
         return "\n".join([*lines, NEW_OPTIMIZER])
+
+    __repr__ = __str__
 
 
 @checked

@@ -34,7 +34,7 @@ class Group:
     """Parameters that are frozen."""
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class TrainableParameters:
     """Counts of trained and frozen parameters; `print` it."""
 
@@ -60,6 +60,8 @@ class TrainableParameters:
         share = 100 * self.moving / max(1, self.total)
         first = f"{self.moving:,} of {self.total:,} parameters are trained ({share:.2f} %)"
         return "\n".join([first, *rows, self.embedding])
+
+    __repr__ = __str__
 
 
 @checked
