@@ -220,7 +220,7 @@ def test_a_pass_shows_the_models_numbers_step_by_step_and_reads_the_winner_next(
     dot, lens = inspect.dot(run, None, TEXT, top=5), inspect.lens(run, None, TEXT, top=1)
     n_tokens, blocks = len(lens.ids), len(lens.layers) - 1
     expected = {
-        f"Block {layer + 1} of {blocks}": [np.exp(lens.top_logprob[layer + 1, -1, 0])]
+        f"Layer {layer + 1} of {blocks}": [np.exp(lens.top_logprob[layer + 1, -1, 0])]
         for layer in range(blocks)
     }
     expected |= {"Read": [], "Add the position": [], "h": [], "Dot products": dot.logit}

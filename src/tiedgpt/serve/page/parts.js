@@ -135,7 +135,7 @@ export function Status({ found }) {
   return null;
 }
 
-const sentence = (text) => text[0].toUpperCase() + text.slice(1) + (/[.?!]$/.test(text) ? "" : ".");
+const sentence = (text) => text.replace(/^replace_with|^./, (a) => (a[1] ? "The new token" : a.toUpperCase())) + (/[.?!]$/.test(text) ? "" : ".");
 
 function Copy({ path, body }) {
   const [shown, setShown] = useState(null);

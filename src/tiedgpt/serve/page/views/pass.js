@@ -1,4 +1,4 @@
-// One pass, played: a token's row leaves W, the blocks turn it into h, and h meets all rows of W again.
+// One pass, played: a token's row leaves W, the layers turn it into h, and h meets all rows of W.
 // The winner is appended, and its row is read next. All numbers are those of /inspect/dot and /inspect/lens.
 
 import { Choice, count, html, many, Num, Odds, Panel, Piece, prob, scaleOf, Slider, Tokens, useCall, useEffect, useRef, useState } from "../parts.js";
@@ -40,7 +40,7 @@ export default function Pass({ state, update }) {
   const cost = costLook(positions, scaleOf(info), dark);
   const choose = (chosen) => chosen <= pin && update({ pin: chosen });
   return html`<${Panel} title=${html`One pass, played: from <q><${Piece} text=${positions.pieces[pin]} /></q> to the next token`} quiet=${playing}
-      found=${dot.error ? dot : lens.error ? lens : { ...dot, stale: false }} says=${`A token's row is read, the blocks turn it into h, and h meets all rows of ${info.tied === false ? "the head" : "W again"}.`}>
+      found=${dot.error ? dot : lens.error ? lens : { ...dot, stale: false }} says=${`The layers turn a row into h, and h meets all rows of ${info.tied === false ? "the head" : "W again"}.`}>
     ${step && html`<div class="row">
         <button type="button" class="main" onClick=${() => setPlaying(!playing)}>${playing ? "Pause" : "Play"}</button>
         <button type="button" disabled=${k === 0} onClick=${() => setAt([pass, k - 1])}>Back</button>
@@ -59,14 +59,14 @@ export default function Pass({ state, update }) {
   <//>`;
 }
 
-// The steps of a pass: name, sentence, the view that shows more, how long it is shown, where h is, and what it is.
+// The steps of a pass: name, sentence, the view that shows more, how long, where h is, and what it is.
 function stepsOf(dot, lens, ids, info) {
   const { n_layer: layers } = info.config;
   const [id, word] = [ids[ids.length - 1], (piece) => html`<b><${Piece} text=${piece} /></b>`];
   const [reads, predicts] = info.tied === false ? ["wte", "the head"] : ["W", "W"];
   const blocks = Array.from({ length: layers }, (_, layer) => {
     const there = lens && { id: lens.top_ids[layer + 1].at(-1)[0], p: Math.exp(lens.top_logprob[layer + 1].at(-1)[0]) };
-    return { name: `Block ${layer + 1} of ${layers}`, view: "layers", time: 0.5, block: layer,
+    return { name: `Layer ${layer + 1} of ${layers}`, view: "layers", time: 0.5, block: layer,
       says: there ? html`${GATHER} Read out here, ${predicts} would say ${word(lens.words[there.id])}, at <${Num} x=${there.p} show=${prob} />.`
         : GATHER };
   });
@@ -84,7 +84,7 @@ function stepsOf(dot, lens, ids, info) {
   ];
 }
 
-// W on the left, the blocks on the right, and h on its way; an untied head is at the far right.
+// W on the left, the layers on the right, and h on its way; an untied head at the far right.
 function Way({ step, info }) {
   const { vocab_size: size, tied, config: { n_layer: layers } } = info;
   const y = (id) => 30 + (200 * (id + 0.5)) / size;
@@ -94,12 +94,12 @@ function Way({ step, info }) {
   const [, left, wide] = matrices.at(-1); // the one that predicts
   const at = step.row === undefined ? [260, level(step.block)] : [65, y(step.row)];
   const hit = (id, kind, x = 20, w = 90) => html`<rect key=${kind + id} class=${`hit ${kind}`} x=${x - 4} y=${y(id) - 2.5} width=${w + 8} height="5" rx="2.5" />`;
-  return html`<svg class="drawing" viewBox="0 0 400 250" role="img" aria-label=${`${step.name}: the matrix on the left, ${many(layers, "block")} on the right`}>
+  return html`<svg class="drawing" viewBox="0 0 400 250" role="img" aria-label=${`${step.name}: matrix on the left, ${many(layers, "layer")} on the right`}>
     ${matrices.map(([name, x, w]) => html`<g key=${name}><rect class="matrix" x=${x} y="30" width=${w} height="200" rx="5" />
       <text x=${x + w / 2} y="20" text-anchor="middle" class="name">${name}</text></g>`)}
     ${Array.from({ length: layers }, (_, layer) => html`<rect key=${layer} class=${`matrix ${step.block === layer ? "now" : ""}`}
       x="210" y=${205 - tall * (layer + 1)} width="100" height=${Math.max(1, tall - 2)} rx="4" />`)}
-    <text x="260" y="246" text-anchor="middle" class="size">${many(layers, "block")}</text>
+    <text x="260" y="246" text-anchor="middle" class="size">${many(layers, "layer")}</text>
     ${step.rows?.map((id, k) => html`<g key=${id} class="predicts"><path class="arrow" d=${`M260,34L${left < 210 ? left + wide + 8 : left - 8},${y(id)}`}
       style=${{ strokeWidth: k ? 1.2 : 3 }} />${hit(id, "predicts", left, wide)}</g>`)}
     ${step.row !== undefined && hit(step.row, step.appends ? "predicts" : "reads")}

@@ -59,7 +59,7 @@ function Trend({ matrix, kind, data }) {
   const isClear = low * high > 0 && Math.abs(rho) > 0.1;
   const longer = rho < 0 ? "Rare" : "Frequent";
   const found = {
-    norm: () => html`Rows of ${longer.toLowerCase()} tokens are longer; without the mean row, which all share, ${number("centred_norm")}.
+    norm: () => html`Rows of ${longer.toLowerCase()} tokens are longer; less the mean row, length and count have ${number("centred_norm")}.
       ${" "}${rho < 0 ? "A rare token is seldom the answer, and nearly every step pushes its row a little away as a wrong one."
         : "Each occurrence moves a row; a rare one stays near where it began."}`,
     centred_norm: () => html`Less the mean row, ${longer.toLowerCase()} rows are longer here: this length changes probabilities, and
@@ -67,7 +67,7 @@ function Trend({ matrix, kind, data }) {
     prior_logit: () => html`${longer} tokens begin ahead in every text: the final norm's bias adds a <${Term} name="prior" /> to each logit.`,
   }[kind];
   return html`<p class="verdict">${isClear ? found() : "Here the height tells next to nothing of how frequent a token is."}</p>
-    <p class="says">Rank correlation with the count: <b>${number(kind)}</b>, from <${Num} x=${low} digits=${2} /> to
+    <p class="says">Rank correlation of ${UP[kind][0]} and count: <b>${number(kind)}</b>, from <${Num} x=${low} digits=${2} /> to
       ${" "}<${Num} x=${high} digits=${2} /> (95 %), over the tokens that occur.</p>`;
 }
 
