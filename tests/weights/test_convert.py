@@ -151,7 +151,7 @@ def test_existing_and_impossible_places_are_refused(directory, tokenizer, tmp_pa
 def test_the_command_prints_the_model_and_the_checks(directory, tmp_path, capsys):
     assert main(["convert", str(directory), str(tmp_path / "a.gguf"), "--to", "gguf"]) == 0
     out = capsys.readouterr().out
-    assert "safetensors, transformers gpt2" in out
+    assert "safetensors, transformers gpt2" in out and str(tmp_path / "a.Modelfile") in out
     assert "one matrix of" in out and "reads and predicts" in out
     assert "tokenizer bpe, " in out
     assert "W is stored once" in out

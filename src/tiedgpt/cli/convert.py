@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import signal
+from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Literal
@@ -157,7 +158,15 @@ def _run(args: Arguments) -> None:
         _show_result(report, to, tokenizer)
     else:
         facts = source | {"to": to} | asdict(report) | {"path": str(report.path)}
+        facts["beside"] = [str(file) for file in _list_beside(report.path, to)]
         print(json.dumps(facts, indent=2))
+
+
+def _list_beside(path: Path, to: str) -> Iterator[Path]:
+    """Yield the files that a format's writer adds beside the file."""
+    files = {"gguf": path.with_suffix(".Modelfile"), "onnx": path.with_name(f"{path.name}_data")}
+    if to in files and files[to].exists():
+        yield files[to]
 
 
 def ollama_options(source: Path, tokenizer: Any) -> dict[str, Any]:
@@ -236,6 +245,9 @@ def _show_result(report: Any, to: str, tokenizer: Any) -> None:
         f"{report.path}: {to}, {report.n_bytes / 1e6:,.1f} MB; W is stored {stored} "
         f"({report.matrix_bytes / 1e6:,.1f} MB)",
     )
+    for file in _list_beside(report.path, to):
+        use = f", for Ollama: `ollama create NAME -f {file}`" if to == "gguf" else ", its weights"
+        fact("and", f"{file}{use}")
     fact("checked", f"opened again: {checked}")
     note(*report.notes)
     if tokenizer is not None and not report.with_tokenizer:
