@@ -11,6 +11,9 @@ import sys
 from small_model import small_model
 from tiedgpt.infer import Engine
 
+if "--help" in sys.argv:
+    sys.exit(print(__doc__))
+
 ENTRY = r"20\d\d-\d\d-\d\d (Oslo|Cairo|Quito|Perth): (rain|sun|fog|wind), \d{1,2} degrees\."
 SCHEMA = {
     "type": "object",

@@ -48,6 +48,8 @@ class Distilled(LanguageModelling):
 
 
 if __name__ == "__main__":
+    if "--help" in sys.argv:
+        sys.exit(print(__doc__))
     *given, steps = sys.argv[1:] if len(sys.argv) in (2, 4) else [*sys.argv[1:], "300"]
     teacher_run, text = given or (small_model(), "diary.txt")
     options = TrainOptions(data=(text,), tokenizer=teacher_run, size="nano", steps=int(steps))

@@ -15,6 +15,9 @@ from tiedgpt import GPT, Tokenizer
 from tiedgpt.infer import Engine
 from tiedgpt.tune import lora, merge, save_adapter
 
+if "--help" in sys.argv:
+    sys.exit(print(__doc__))
+
 source = sys.argv[1] if sys.argv[1:] else small_model()
 tokenizer = Tokenizer.from_pretrained(source)
 model = GPT.from_pretrained(source)

@@ -8,6 +8,7 @@ its last expression unless that ends in a semicolon, and the open figures of mat
 
 from __future__ import annotations
 
+import argparse
 import ast
 import base64
 import contextlib
@@ -84,4 +85,13 @@ def main(paths: list[Path]) -> None:
 
 
 if __name__ == "__main__":
-    main([Path(name).resolve() for name in sys.argv[1:]] or sorted(HERE.glob("*.ipynb")))
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawTextHelpFormatter
+    )
+    parser.add_argument(
+        "notebooks", nargs="*", type=Path, help="notebooks to run; default: all of this directory"
+    )
+    paths = parser.parse_args().notebooks
+    if missing := [str(path) for path in paths if not path.is_file()]:
+        parser.error(f"there is no notebook {', '.join(missing)}")
+    main([path.resolve() for path in paths] or sorted(HERE.glob("*.ipynb")))

@@ -12,6 +12,9 @@ from openai import OpenAI
 
 from small_model import small_model
 
+if "--help" in sys.argv:
+    sys.exit(print(__doc__))
+
 source = sys.argv[1] if sys.argv[1:] else small_model()
 command = [sys.executable, "-m", "tiedgpt", "serve", source, "--port", "0", "--name", "diary"]
 with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as server:

@@ -17,6 +17,9 @@ from tiedgpt.infer import Engine
 from tiedgpt.tie import untie
 from tiedgpt.train import fast_training
 
+if "--help" in sys.argv:
+    sys.exit(print(__doc__))
+
 text = Path(sys.argv[1]).read_text() if sys.argv[1:] else diary(2000)
 steps = int(sys.argv[2]) if sys.argv[2:] else 200
 untie_at = int(sys.argv[3]) if sys.argv[3:] else None

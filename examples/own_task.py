@@ -112,6 +112,8 @@ def make_batch(tokenizer: Tokenizer, seed: tuple[int, ...], n: int) -> Arrays:
 
 
 if __name__ == "__main__":
+    if "--help" in sys.argv:
+        sys.exit(print(__doc__))
     steps = int(sys.argv[1]) if sys.argv[1:] else 300
     tokenizer = Tokenizer.characters(
         SENTENCES + [word for words in WORDS.values() for word in words]

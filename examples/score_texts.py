@@ -12,6 +12,9 @@ from small_model import small_model
 from tiedgpt.evaluate.texts import score_text
 from tiedgpt.infer import Engine
 
+if "--help" in sys.argv:
+    sys.exit(print(__doc__))
+
 source = sys.argv[1] if sys.argv[1:] else small_model()
 with Engine(source) as engine:
     text = "2024-05-01 Oslo: rain, 4 degrees. Anna stayed at home.\n"

@@ -50,4 +50,6 @@ def small_model(run: str | Path = "runs/diary-1", steps: int = 300) -> str:
 
 
 if __name__ == "__main__":
+    if "--help" in sys.argv:
+        sys.exit(print(__doc__))
     print(small_model(*sys.argv[1:2]))

@@ -218,4 +218,6 @@ def main(steps: int, files: list[str]) -> None:
 
 
 if __name__ == "__main__":
+    if "--help" in sys.argv:
+        sys.exit(print(__doc__))
     main(int(sys.argv[1]) if sys.argv[1:] else 600, sys.argv[2:])

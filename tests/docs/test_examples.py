@@ -147,6 +147,16 @@ def test_a_notebook_runs(name, here, capfd):
     )
 
 
+@pytest.mark.parametrize("name", [path.name for path in sorted(EXAMPLES.glob("*.py"))])
+def test_help_of_a_script_is_its_docstring(name, here, monkeypatch, capsys):
+    monkeypatch.setattr(sys, "argv", [name, "--help"])
+    try:
+        runpy.run_path(str(EXAMPLES / name), run_name="__main__")
+    except SystemExit as ended:
+        assert not ended.code
+    assert name.removesuffix(".py") in capsys.readouterr().out
+
+
 def test_every_script_is_tested_and_counted():
     scripts = {path.name for path in EXAMPLES.glob("*.py")}
     helpers = {"small_model.py", "notebooks.py"}
