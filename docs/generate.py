@@ -210,8 +210,6 @@ def lessons() -> str:
         "What `tiedgpt explain TOPIC` prints, here of the tiny model that it trains where there is "
         "no\nother. `tiedgpt explain TOPIC MODEL` measures the same on your model, and\n"
         '`tiedgpt.explain("tie", model).numbers` has every number by name.',
-        "In the equations U is the tokens as one-hot rows, W_e is the matrix W, W_p the\n"
-        "positions, h_n the last state.",
         "\n".join(f"- [{topic}](#{topic}): {about.question}" for topic, about in TOPICS.items()),
     ]
     for topic in TOPICS:

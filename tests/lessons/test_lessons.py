@@ -224,3 +224,27 @@ def test_bad_requests_are_explained_in_a_sentence(tokenizer):
         explain("tie", random_model(vocab_size=300), tokenizer=tokenizer, text="")
     with pytest.raises(UserError):
         explain("tie", nn.Linear(3, 3))
+
+
+def test_the_tie_says_whether_to_tie_and_the_footer_names_its_symbols(tiny):
+    """A head for 97 tokens of width 32 has 97 x 32 numbers."""
+    lesson = explain("tie", tiny)
+    assert lesson.numbers["head_parameters"] == 97 * 32
+    assert lesson.numbers["tied_parameters"] == sum(p.numel() for p in tiny.parameters())
+    assert "Should you tie?" in str(lesson) and "-0.007" in str(lesson)
+    footer = " ".join(str(lesson).partition("\nequation")[2].split())
+    for symbol in ("U:", "W_e:", "W_p:", "h_n:", "wte.weight", "rows are e"):
+        assert symbol in footer
+
+
+def test_norms_tell_why_one_matrix_can_do_both(tiny):
+    tokenizer = Tokenizer.characters(["abcdefgh"])
+    ids = tokenizer.encode("badface")
+    numbers = explain("norms", tiny, tokenizer=tokenizer, text="badface").numbers
+    weight = tiny.wte.weight.detach()
+    rows = weight[ids]
+    h = tiny.body(torch.tensor([ids]))[0].detach()
+    assert numbers["repeats_rows"] == sum((rows @ weight.T).argmax(-1) == torch.tensor(ids))
+    assert numbers["repeats_states"] == sum((h @ weight.T).argmax(-1) == torch.tensor(ids))
+    cosine = (rows * h).sum(-1) / rows.norm(dim=-1) / h.norm(dim=-1)
+    assert numbers["cosine_read"] == pytest.approx(float(cosine.mean()), rel=1e-4)

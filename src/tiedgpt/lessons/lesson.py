@@ -19,7 +19,10 @@ if TYPE_CHECKING:
 
 WIDTH = 79
 EQUATION = "h_0 = U W_e + W_p,  h_l = block(h_{l-1}),  P(u) = softmax(h_n W_e^T)"
-PAPER = "(Radford et al. 2018, eq. 2)"
+SYMBOLS = (
+    "U: the tokens as one-hot rows; W_e: the matrix W, in the code wte.weight, whose rows are e; "
+    "W_p: the positions, wpe.weight; h_n: the last state (Radford et al. 2018, eq. 2)"
+)
 
 
 @dataclass(frozen=True)
@@ -135,7 +138,7 @@ class Lesson:
             [("model", [self.model]), ("matrix", [self.matrices]), ("text", [self.text])]
         )
         left_out = [("left out", [why]) for why in self.partial]
-        equation = [EQUATION, PAPER] if self.places else []
+        equation = [EQUATION, SYMBOLS] if self.places else []
         more = [("equation", equation), ("code", self.places), ("more", self.commands)]
         return "\n\n".join(
             filter(None, (title, facts, *self.blocks, _align_labels([*left_out, *more])))
