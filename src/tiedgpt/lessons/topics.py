@@ -350,7 +350,7 @@ def norms(inputs: LessonInput, lesson: Lesson) -> None:
 
 
 def _compare_with_reading(inputs: LessonInput, lesson: Lesson) -> None:
-    """Compare predictions from the rows read, without the blocks, with those from the last states."""
+    """Compare predictions from the rows that are read with those from the last states."""
     rows, h = inputs.weight[inputs.ids], inputs.state()
     repeats = [F.linear(x, inputs.weight).argmax(-1) == inputs.ids for x in (rows, h)]
     lesson.say(
