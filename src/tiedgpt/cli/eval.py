@@ -149,8 +149,8 @@ def _show(args: Arguments, numbers: dict[str, Any], rows: dict[str, str]) -> Non
 
 def _is_classifier(source: str) -> bool:
     """Whether a checkpoint has a head for labels, choices, tags or spans."""
-    from tiedgpt.weights.gpt import OTHER_HEADS
     from tiedgpt.weights.sources import open_checkpoint
+    from tiedgpt.weights.wrappers import OTHER_HEADS
 
     return any(name.startswith(OTHER_HEADS) for name in open_checkpoint(source).tensors)
 
