@@ -51,8 +51,8 @@ def test_a_first_validation_among_few_is_not_cut_off():
 
 def test_all_panels_have_one_x_axis():
     for trainings in ([Training("a", TEXT)], [Training("a", TEXT), Training("b", LABELS)]):
-        made = panels(trainings, "steps")
-        assert len(made) >= 4 and {panel.limits()[:2] for panel in made} == {(1.0, 4.0)}
+        figures = panels(trainings, "steps")
+        assert len(figures) >= 4 and {panel.limits()[:2] for panel in figures} == {(1.0, 4.0)}
     late = Training("late", {"loss": ([7.0], [1.0]), "val_loss": ([3.0, 5.0], [2.0, 2.0])})
     assert [panel.limits()[:2] for panel in panels([late], "steps")] == [(3.0, 7.0)]
     with_rate = Training("late", {**late.curves, "lr": ([7.0], [1.0])})

@@ -340,21 +340,21 @@ PARTS = (
 )
 
 
-@pytest.mark.parametrize(("rows", "whole", "part"), PARTS)
-def test_a_step_of_many_operations_is_measured_in_part(trial, rows, whole, part):
+@pytest.mark.parametrize(("rows", "shape", "expected"), PARTS)
+def test_a_step_of_many_operations_is_measured_in_part(trial, rows, shape, expected):
     """`rows` is the number of rows of 16 tokens that the limit allows, in eighths."""
-    run = trial(config={"n_positions": 256, "n_layer": whole[1]})
+    run = trial(config={"n_positions": 256, "n_layer": shape[1]})
     model = run.objective.build()
-    data = run.data.with_context(whole[2])
+    data = run.data.with_context(shape[2])
     n = sum(p.numel() for p in model.parameters()) - 256 * 16
-    per_token = 6 * n + 12 * 2 * 16 * whole[2]
+    per_token = 6 * n + 12 * 2 * 16 * shape[2]
     block = 12 * 16 * 16 + 13 * 16
     taken = take_part(model, data, run.plan, rows / 8 * per_token * 16)
-    assert (taken.rows, len(model.h), taken.n_tokens) == part
-    part_per_token = 6 * (n - block * (2 - part[1])) + 12 * part[1] * 16 * part[2]
-    expected = 4 * whole[2] * per_token / (part[0] * part[2] * part_per_token)
-    assert taken.n_passes == pytest.approx(expected)
-    assert bool(taken.text) == (part != whole)
+    assert (taken.rows, len(model.h), taken.n_tokens) == expected
+    taken_per_token = 6 * (n - block * (2 - expected[1])) + 12 * expected[1] * 16 * expected[2]
+    n_passes = 4 * shape[2] * per_token / (expected[0] * expected[2] * taken_per_token)
+    assert taken.n_passes == pytest.approx(n_passes)
+    assert bool(taken.text) == (expected != shape)
     _, optimizers = make_optimizers(run.objective, model, run.plan)
     counts = [taken.count_updates(optimizer) for optimizer in optimizers]
     sizes = [
@@ -367,17 +367,17 @@ def test_a_step_of_many_operations_is_measured_in_part(trial, rows, whole, part)
 def test_processes_that_share_a_step_measure_whole_rows_of_whole_models(trial):
     run = trial()
     model = run.objective.build()
-    part = take_part(model, run.data, run.plan, 1.0, least_rows=2)
-    assert (part.rows, len(model.h), part.n_tokens, part.n_passes) == (2, 2, 16, 2.0)
+    taken = take_part(model, run.data, run.plan, 1.0, least_rows=2)
+    assert (taken.rows, len(model.h), taken.n_tokens, taken.n_passes) == (2, 2, 16, 2.0)
 
 
 def test_a_vocabulary_smaller_than_requested_is_noted(text_file, folder, capfd):
-    asked = ["train", str(text_file), "--dry-run", "--steps", "1", "--context", "16"]
-    assert main([*asked, "--vocab-size", "60000", "--size", "nano"]) == 0
+    command = ["train", str(text_file), "--dry-run", "--steps", "1", "--context", "16"]
+    assert main([*command, "--vocab-size", "60000", "--size", "nano"]) == 0
     out, err = capfd.readouterr()
     size = re.search(r"bpe vocabulary of ([\d,]*\d)", out)[1]
     assert f"{size} tokens instead of 60,000" in " ".join(err.split())
-    assert main([*asked, "--vocab-size", "300", "--size", "nano"]) == 0
+    assert main([*command, "--vocab-size", "300", "--size", "nano"]) == 0
     assert "instead of" not in capfd.readouterr().err
 
 

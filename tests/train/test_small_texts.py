@@ -93,11 +93,11 @@ def test_one_of_a_thing_is_no_plural(folder, capfd):
         ["plot", "run", "--samples"],
         ["convert", "run"],
     )
-    said = []
+    texts = []
     for command in commands:
         main(command)
-        said += capfd.readouterr()
-    said += [card.read_text() for card in folder.glob("*/model/README.md")]
+        texts += capfd.readouterr()
+    texts += [card.read_text() for card in folder.glob("*/model/README.md")]
     plural = re.compile(r"(?<![\d.,])1 (?!x )[a-z]+s\b(?! ?\()")
-    wrong = {match[0] for text in said for match in plural.finditer(text)}
+    wrong = {match[0] for text in texts for match in plural.finditer(text)}
     assert wrong <= {"1 loss"}, wrong

@@ -98,7 +98,7 @@ UNNAMED = ("model/tokenizer.json",)
 @pytest.mark.parametrize("damage", ["a directory", "a dangling link", "zeros"])
 @pytest.mark.parametrize("name", UNREADABLE)
 def test_a_command_for_the_run_itself_succeeds_or_names_the_file(folder, capfd, name, damage):
-    """`main` raises what it does not turn into a line and a code."""
+    """An error that is not reported in a line is raised by `main`."""
     DAMAGES[damage](BAD / name)
     for command in (
         [*COMMAND, "--out", str(BAD)],

@@ -248,7 +248,7 @@ def require_unchanged(run: RunDirectory, config: GPTConfig, plan: Plan) -> None:
 
 
 def _read_newest_state(directory: Path) -> tuple[Path | None, dict[str, Any]]:
-    """Return the newest checkpoint whose state is what was saved, and the state."""
+    """Return the newest checkpoint with an undamaged state, and the state."""
     for path in reversed(list_checkpoints(directory)):
         file = path / "state.json"
         with contextlib.suppress(TiedGPTError, OSError):

@@ -305,8 +305,8 @@ def dry_run(
         warnings = [*speed.notes, *find_warnings(options, config, data, machine, plan)]
         has_steps = has_steps or problem is None
         yield DryRun(
-            objective, data, machine, plan, has_steps, problem, tokens_per_second, speed.part,
-            warnings,
+            objective, data, machine, plan, has_steps, problem, tokens_per_second,
+            speed.measured_part, warnings,
         )  # fmt: skip
 
 

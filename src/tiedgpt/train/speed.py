@@ -76,7 +76,7 @@ def measure_machine(
 
     def measure(config: GPTConfig, plan: Plan) -> float:
         resized = resize(objective, data, config)
-        tokens_per_second, speed.part = measure_speed(
+        tokens_per_second, speed.measured_part = measure_speed(
             *resized, plan, processes, seconds, load, accelerate
         )
         return tokens_per_second
@@ -116,15 +116,15 @@ class SpeedMeasurement:
     """The number of threads that the comparison chose."""
     notes: list[str] = field(default_factory=list, init=False)
     measured: dict[tuple[object, ...], float] = field(default_factory=dict, init=False)
-    part: str = field(default="", init=False)
+    measured_part: str = field(default="", init=False)
     """The part of a step that was measured; "" for whole steps."""
 
     def __call__(self, config: GPTConfig, plan: Plan) -> float:
         """Return the speed of all processes together."""
-        kind = (config, *(getattr(plan, name) for name in STEP_FIELDS))
-        if kind not in self.measured:
-            self.measured[kind] = self._compare_threads(config, plan)
-        return self.measured[kind]
+        key = (config, *(getattr(plan, name) for name in STEP_FIELDS))
+        if key not in self.measured:
+            self.measured[key] = self._compare_threads(config, plan)
+        return self.measured[key]
 
     def _compare_threads(self, config: GPTConfig, plan: Plan) -> float:
         """Return the speed, on a busy machine with the better number of threads."""
@@ -171,13 +171,13 @@ def measure_speed(
     "" for a whole one.
     """
     model = objective.build().train()
-    part = take_part(model, data, plan, *_limit_flops(plan, processes, load))
+    sample = take_part(model, data, plan, *_limit_flops(plan, processes, load))
     model = processes.place(prepare_blocks(model, plan))
-    measured = replace(plan, batch_size=part.rows, micro_batch=min(plan.micro_batch, part.rows))
+    measured = replace(plan, batch_size=sample.rows, micro_batch=min(plan.micro_batch, sample.rows))
     _, optimizers = make_optimizers(
         objective, model, replace(measured, lr=1e-5), is_sharded=processes.n_shards > 1
     )
-    batch_of = data.batches(part.rows, plan.seed)
+    batch_of = data.batches(sample.rows, plan.seed)
     spent, steps = list[float](), list[float]()
     slow = min(SLOW_FACTOR * seconds, MAX_SLOW_SECONDS)
 
@@ -194,24 +194,24 @@ def measure_speed(
 
     while not spent or not is_enough():
         began, batch = now(), batch_of(len(spent))
-        if part.n_tokens < data.row_tokens:
-            batch = tuple(rows[:, : part.n_tokens] for rows in batch)
+        if sample.n_tokens < data.row_tokens:
+            batch = tuple(rows[:, : sample.n_tokens] for rows in batch)
         with contextlib.suppress(DivergedError), accelerate(model):  # a run skips the step, too
-            inside = [] if part.text else optimizers
+            inside = [] if sample.text else optimizers
             train_step(model, inside, batch, measured, processes, objective=objective)
         times = [now() - began]
-        for optimizer in optimizers if part.text else ():
+        for optimizer in optimizers if sample.text else ():
             began = now()
             optimizer.step()
-            times.append((now() - began) * part.count_updates(optimizer))
+            times.append((now() - began) * sample.count_updates(optimizer))
         times = processes.broadcast(times)
         spent.append(sum(times))
-        steps.append(times[0] * part.n_passes + sum(times[1:]))
+        steps.append(times[0] * sample.n_passes + sum(times[1:]))
     later = steps[1:] or steps
     step = statistics.median(later)
     if load is None and len(later) > 2:
         step = statistics.quantiles(later, n=4)[0]
-    return plan.batch_size * data.row_units / step, part.text
+    return plan.batch_size * data.row_units / step, sample.text
 
 
 def _limit_flops(plan: Plan, processes: Processes, load: float | None) -> tuple[float, int]:
