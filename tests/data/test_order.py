@@ -161,7 +161,7 @@ def test_evaluation_takes_a_text_shorter_than_the_context():
 def test_text_shorter_than_the_context_is_refused_with_both_numbers_and_the_remedy():
     with pytest.raises(UserError, match=r"1,024 tokens.* 1,024 needs 1,025: use a shorter --cont"):
         Batches(Stream(1024), batch_size=1, n_positions=1024, seed=0)
-    with pytest.raises(UserError, match="1 tokens has nothing to predict"):
+    with pytest.raises(UserError, match="1 token has nothing to predict"):
         list(in_order(Stream(1), batch_size=1, n_positions=4))
 
 

@@ -155,7 +155,7 @@ def test_non_finite_weights_are_reported():
         with pytest.raises(UserError, match="not finite"):
             function(model, None, [1, 2])
     for function in (vocabulary, neighbours):
-        with pytest.raises(UserError, match="holds nan or inf in 1 rows"):
+        with pytest.raises(UserError, match="holds nan or inf in 1 row:"):
             function(model)
 
 

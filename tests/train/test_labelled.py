@@ -153,7 +153,7 @@ def test_examples_that_do_not_fit_are_cut_or_dropped_and_counted(make, tmp_path)
     run = make("choose", n=20)
     choices = [{"text": "a", "choices": ["b", "c"], "answer": 0}] * 2  # "a b": three characters
     examples = [run.objective.parse(record) for record in choices]
-    with pytest.raises(UserError, match="context of 1 tokens"):
+    with pytest.raises(UserError, match=r"context of 1 token\b"):
         run.objective.encode_examples(examples, examples, 1)
 
 

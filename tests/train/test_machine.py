@@ -164,7 +164,7 @@ def test_a_row_that_does_not_fit_is_an_error(trial):
 
     run = trial(micro_batch=2)
     run.objective = NoRoom(run.objective.config, run.objective.tokenizer)
-    with pytest.raises(NoRoomError, match="no room for 1 sequences"):
+    with pytest.raises(NoRoomError, match="no room for 1 sequence at"):
         run.train()
 
 

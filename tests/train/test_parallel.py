@@ -311,7 +311,7 @@ def test_torchrun_reports_once_stops_on_a_signal_and_resumes(tmp_path, text_file
 def test_a_batch_with_fewer_rows_than_processes_is_refused_once(tmp_path, text_file):
     process = torchrun(text_file, "--out", tmp_path / "none", "--batch-size", "1", "--steps", "2")
     _, err = process.communicate(timeout=200)
-    assert "a batch of 1 rows for 2 processes" in err
+    assert "a batch of 1 row for 2 processes" in err
     assert "RuntimeError" not in err and not (tmp_path / "none").exists()
 
 

@@ -76,7 +76,7 @@ def test_prompts_of_samples_are_held_out_lines_or_words(tmp_path, text, prompts)
 
 
 def test_a_validation_text_of_one_token_is_refused(trial):
-    with pytest.raises(UserError, match="validation text has 1 tokens"):
+    with pytest.raises(UserError, match="validation text has 1 token,"):
         dataclasses.replace(trial().data, validation=["one token"]).require_enough()
 
 

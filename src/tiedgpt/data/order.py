@@ -121,7 +121,8 @@ def in_order(
     _check_sizes(batch_size, n_positions)
     if len(tokens) < 2:
         raise UserError(
-            f"a text of {len(tokens)} tokens has nothing to predict", hint="give more text"
+            f"a text of {format_count(len(tokens), 'token')} has nothing to predict",
+            hint="give more text",
         )
     n_positions = min(n_positions, len(tokens) - 1)
     n_windows = _count_windows(len(tokens), n_positions)

@@ -13,6 +13,7 @@ from torch import Tensor
 from tiedgpt.core.embedding import TiedEmbedding
 from tiedgpt.core.model import GPT
 from tiedgpt.errors import UserError
+from tiedgpt.files import format_count
 from tiedgpt.inspect.distributions import upcast
 from tiedgpt.tie.heads import find_head_layers, is_tied, predicts_through_wte
 from tiedgpt.weights.parameters import head_matrix
@@ -51,7 +52,7 @@ def finite_vocab_matrices(model: GPT) -> tuple[VocabMatrix, ...]:
     for matrix in matrices:
         if wrong := int((~torch.isfinite(matrix.weight).all(dim=1)).sum()):
             raise UserError(
-                f"{matrix.name} holds nan or inf in {wrong:,} rows: nothing compares them"
+                f"{matrix.name} holds nan or inf in {format_count(wrong, 'row')}: nothing compares them"
             )
     return matrices
 

@@ -226,7 +226,7 @@ class Labelled(Objective):
         total, left_out = len(examples), len(examples) - len(rows)
         if not rows:
             raise UserError(
-                f"no example {what} fits a context of {context} tokens",
+                f"no example {what} fits a context of {format_count(context, 'token')}",
                 hint="give a longer --context",
             )
         if left_out:
