@@ -52,7 +52,8 @@ def finite_vocab_matrices(model: GPT) -> tuple[VocabMatrix, ...]:
     for matrix in matrices:
         if wrong := int((~torch.isfinite(matrix.weight).all(dim=1)).sum()):
             raise UserError(
-                f"{matrix.name} holds nan or inf in {format_count(wrong, 'row')}: nothing compares them"
+                f"{matrix.name} holds nan or inf in {format_count(wrong, 'row')}: nothing compares "
+                "them"
             )
     return matrices
 
