@@ -1,13 +1,11 @@
 """Train the same runs with two checkouts, and compare their outputs bit for bit.
 
-    git worktree add ../old COMMIT
-    python bench/same_runs.py ../old [--only words chat ...] [--resume]
+    python bench/same_runs.py ../old [--only words] [--resume]
 
-Each run of `RUNS` takes a dozen steps on data that is made here. Compared are the lines of
-metrics.jsonl without times, the tables of run.toml without the machine, and the bytes of the
-published model, of the tokenizer and of the last checkpoint's tensors; and the text of `--help`.
-`--resume` begins each run with the old checkout, kills it after a few steps, and ends it with the
-new one, which must write what the old one writes without a pause.
+A run of `RUNS` takes a dozen steps. The outputs are the lines of
+metrics.jsonl without times, the tables of run.toml without the machine, the published model, the
+tokenizer, and the last checkpoint's tensors. The text of `--help` is compared, too. With
+`--resume`, the old checkout begins each run and is killed after a few steps. The new one ends it.
 """
 
 from __future__ import annotations

@@ -19,7 +19,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from torch.nn.modules.module import _has_any_global_hook
+from torch.nn.modules import module
 
 from tiedgpt.core.embedding import TiedEmbedding
 from tiedgpt.core.loss import (
@@ -62,10 +62,19 @@ class OnePassLoss(Substitute, GPT):
         """Return the matrix (V, D) where `logits(h)` is exactly h W^T, else None."""
         if "logits" in vars(self):
             return None
-        if self.head is not None:  # a global hook sees the calls of every module
-            return None if _has_any_global_hook() else head_matrix(self.head)
+        if self.head is not None:
+            return None if _has_global_hooks() else head_matrix(self.head)
         as_built = getattr(type(self.wte), "unembed", None) is TiedEmbedding.unembed
         return self.wte.weight if as_built and "unembed" not in vars(self.wte) else None
+
+
+def _has_global_hooks() -> bool:
+    """Whether a hook sees the calls of every module (`register_module_forward_hook`, ...).
+
+    torch has no function that says so; its tables of such hooks have names of one form.
+    """
+    tables = (table for name, table in vars(module).items() if name.startswith("_global_"))
+    return any(isinstance(table, dict) and table for table in tables)
 
 
 def one_pass_cross_entropy(h: Tensor, weight: Tensor, targets: Tensor) -> Tensor:
