@@ -10,6 +10,7 @@ from tokenizers import decoders, models, normalizers, pre_tokenizers
 from tests.text.conftest import rust_of, write_pair
 from tiedgpt.errors import CorruptInputError, NoRoomError, TiedGPTError, UserError
 from tiedgpt.text import Tokenizer
+from tiedgpt.text.pieces import bert_tokenizer
 
 PAIRS = [
     ("vocab.json", "merges.txt"),
@@ -23,6 +24,22 @@ TEXT = "the naïve 日本 def f(x): 1234 👍\n"
 def saved(bpe, tmp_path) -> Path:
     bpe.save_pretrained(tmp_path)
     return tmp_path
+
+
+WORDPIECE = models.WordPiece({"[UNK]": 0, "a": 1, "##b": 2}, unk_token="[UNK]")
+SENTENCEPIECE = models.BPE({"<unk>": 0, "a": 1, "▁": 2}, [], unk_token="<unk>", fuse_unk=True)
+
+
+def with_metaspace(model: models.Model) -> tokenizers.Tokenizer:
+    rust = tokenizers.Tokenizer(model)
+    rust.normalizer = normalizers.NFKC()
+    rust.pre_tokenizer, rust.decoder = pre_tokenizers.Metaspace(), decoders.Metaspace()
+    return rust
+
+
+def with_end(rust: tokenizers.Tokenizer) -> tokenizers.Tokenizer:
+    rust.add_special_tokens(["<|endoftext|>"])
+    return rust
 
 
 def edit(file: Path, **changes: object) -> None:
@@ -225,12 +242,14 @@ def test_truncated_tokenizer_is_refused_wherever_it_ends(saved):
 
 
 @pytest.mark.parametrize("junk", [None, 7, -1, "x", [], {}, [1], {"type": "x"}, "delete"])
-@pytest.mark.parametrize("kind", ["bpe", "char", "gpt1"])
+@pytest.mark.parametrize("kind", ["bpe", "char", "gpt1", "wordpiece", "sentencepiece"])
 def test_any_damage_gives_our_error(request, tmp_path, kind, junk):
     small = {
         "bpe": lambda: Tokenizer.train(["abab"], 260),
         "char": lambda: Tokenizer.characters(["abc"]),
         "gpt1": lambda: request.getfixturevalue("gpt1"),
+        "wordpiece": lambda: Tokenizer(with_end(bert_tokenizer(WORDPIECE))),
+        "sentencepiece": lambda: Tokenizer(with_end(with_metaspace(SENTENCEPIECE))),
     }[kind]()
     small.save_pretrained(tmp_path)
     file = tmp_path / "tokenizer.json"

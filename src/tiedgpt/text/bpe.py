@@ -178,6 +178,19 @@ def add_ends(rust: tokenizers.Tokenizer, bos: str | None = None, eos: str | None
     )
 
 
+def begin_token(rust: tokenizers.Tokenizer) -> str | None:
+    """Return the token that the tokenizer's post-processor puts before a text, if it does."""
+    steps = [] if rust.post_processor is None else [json.loads(rust.post_processor.__getstate__())]
+    for step in steps:
+        steps += step.get("processors", [])
+        for piece in step.get("single", [])[:1]:
+            if "SpecialToken" in piece:
+                return str(piece["SpecialToken"]["id"])
+        if "cls" in step:  # BERT's and RoBERTa's
+            return str(step["cls"][0])
+    return None
+
+
 def train_bpe(texts: Iterable[str], vocab_size: int) -> tokenizers.Tokenizer:
     """Train a BPE of at most `vocab_size` ids: 256 bytes, merges, and `<|endoftext|>`, the last.
 

@@ -22,7 +22,7 @@ from tiedgpt.errors import CorruptInputError, UserError
 from tiedgpt.files import replacing, write_json
 from tiedgpt.names import ExplainsNames
 from tiedgpt.signatures import checked, is_index, wrong_type
-from tiedgpt.text.bpe import END_OF_TEXT, ByteLevelBPE, Codec, train_bpe
+from tiedgpt.text.bpe import END_OF_TEXT, ByteLevelBPE, Codec, begin_token, train_bpe
 from tiedgpt.text.characters import Characters, character_tokenizer
 from tiedgpt.text.directory import CONFIG, TOKEN_NAMES, TOKENIZER_JSON, token_of
 from tiedgpt.text.gpt1 import LowerCaseBPE
@@ -279,11 +279,9 @@ class Tokenizer(ExplainsNames):
 
         `encode` leaves them out; prompts and training texts begin with them.
         """
-        plain, framed = (
-            self._rust.encode("a", add_special_tokens=add).ids for add in (False, True)
-        )
-        begins = self.bos_token_id is not None and framed[:1] == [self.bos_token_id] != plain[:1]
-        return framed[:1] if begins else []
+        token = begin_token(self._rust)
+        id = None if token is None else self._rust.token_to_id(token)
+        return [id] if id is not None and id == self.bos_token_id else []
 
     @cached_property
     def _added(self) -> dict[int, Any]:

@@ -304,7 +304,7 @@ FORMAT = Format(
     title="transformers",
     about="GPT-2 and OpenAI GPT (GPT-1): safetensors, sharded, `.bin`, `.ckpt`; a model in "
     "memory; tiedgpt's directories",
-    about_tokenizer="`tokenizer.json`, or vocabulary and merges",
+    about_tokenizer="`tokenizer.json`, vocabulary and merges, or `vocab.txt`",
     detect=detect,
     open=open_container,
     open_module=open_module,
