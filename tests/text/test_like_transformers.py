@@ -33,7 +33,7 @@ VOCABULARY = (
     "é e THE 日 ##本 caf ##e ##é a ##b n ##'"
 ).split()
 FLAGS = ("special", "lstrip", "rstrip", "normalized", "single_word")
-FLAG_SETS = [{}, *({flag} for flag in FLAGS), {*FLAGS}, {"special", "lstrip"}, {"lstrip", "rstrip"}]
+FLAG_SETS = [(), *((flag,) for flag in FLAGS), FLAGS, ("special", "lstrip"), ("lstrip", "rstrip")]
 
 
 def write(file: Path, **fields: object) -> None:
