@@ -14,8 +14,9 @@ RUN := $(VENV)/.installed
 DEV := $(VENV)/.installed-dev
 PEERS := $(VENV)/.installed-peers
 PAGE := $(VENV)/.installed-page
+CARRIED := rich markdown-it-py mdurl pygments plotext charset-normalizer joblib
 
-.PHONY: demo test test-page test-all lint format package clean
+.PHONY: demo test test-page test-gpu test-all gpu-wheels lint format package clean
 .DELETE_ON_ERROR:
 
 demo: $(RUN)
@@ -26,6 +27,13 @@ test: $(DEV)
 
 test-page: $(PAGE)
 	$(BIN)/python -m pytest -m page tests/serve
+
+test-gpu: $(DEV)  # they skip without a GPU
+	$(BIN)/python -m pytest -n 0 -m gpu tests/gpu
+
+gpu-wheels:  # what bench/gpu_check.py brings along to a machine with torch and nothing else
+	$(PYTHON) -m pip download --quiet --disable-pip-version-check --no-deps --only-binary :all: \
+		--platform any --python-version 3.12 -c constraints.txt -d .wheels $(CARRIED)
 
 test-all: $(PEERS) $(PAGE)
 	$(BIN)/python -m pytest -m ""
