@@ -28,11 +28,11 @@ from typing import Any
 
 import torch
 
+from tiedgpt.runtime import find_device
 from tiedgpt.train import fast_training
 from tiedgpt.train.distributed import Processes
 from tiedgpt.train.events import Ended
 from tiedgpt.train.loop import Trainer
-from tiedgpt.train.machine import training_device
 from tiedgpt.train.options import TrainOptions
 from tiedgpt.train.planning import (
     MAX_AUTO_EPOCHS,
@@ -81,11 +81,11 @@ def trained(options: TrainOptions, run: RunDirectory, scratch: Path) -> float:
             os.symlink(run.path / name, fresh.path / name)
         pair = prepare_fresh(options, fresh)
         machine, _ = measure_machine(
-            options, *pair, Processes(training_device()), accelerate=fast_training
+            options, *pair, Processes(find_device()), accelerate=fast_training
         )
         config, plan = plan_run(options, pair[0].config, pair[1], machine)
         pair = resize(*pair, config)
-        *_, ended = Trainer(fresh, *pair, plan, training_device(), accelerate=fast_training).run()
+        *_, ended = Trainer(fresh, *pair, plan, find_device(), accelerate=fast_training).run()
     assert isinstance(ended, Ended)
     return ended.metrics["val_bits_per_byte"]
 
@@ -98,7 +98,7 @@ def choice(name: str, minutes: float, speeds: dict[str, float], scratch: Path) -
     objective, text = prepare_fresh(options, run)
     text_tokens = text.text_tokens
     assert text_tokens is not None
-    processes = Processes(training_device())
+    processes = Processes(find_device())
     machine, _ = measure_machine(options, objective, text, processes)
     expected, asked = {}, {}
     for size in candidate_sizes(text_tokens):
@@ -157,7 +157,7 @@ def main() -> None:
         for minutes in args.minutes:
             with tempfile.TemporaryDirectory() as scratch:
                 found = choice(name, minutes, speeds, Path(scratch))
-            machine = f"{os.cpu_count()} cores, {training_device()}, torch {torch.__version__}"
+            machine = f"{os.cpu_count()} cores, {find_device()}, torch {torch.__version__}"
             line = {"date": time.strftime("%Y-%m-%d"), "machine": machine, **found}
             print(json.dumps(line, indent=2))
             with path.open("a") as file:

@@ -29,10 +29,10 @@ import torch
 
 from tiedgpt.cli.main import main as tiedgpt
 from tiedgpt.data import python_documentation
+from tiedgpt.runtime import find_device
 from tiedgpt.train import fast_training
 from tiedgpt.train.events import Ended
 from tiedgpt.train.loop import Trainer
-from tiedgpt.train.machine import training_device
 from tiedgpt.train.options import TrainOptions
 from tiedgpt.train.run import make_plan, prepare_fresh
 from tiedgpt.train.storage import RunDirectory
@@ -67,7 +67,7 @@ def tuned(path: Path, **options: Any) -> tuple[float, int, int]:
     path.mkdir(parents=True)
     run = RunDirectory(path)
     objective, data = prepare_fresh(asked, run)
-    device = training_device()
+    device = find_device()
     plan = make_plan(asked, objective, data, device)
     (*_, ended) = Trainer(run, objective, data, plan, device, accelerate=fast_training).run()
     assert isinstance(ended, Ended)

@@ -38,11 +38,11 @@ from tiedgpt.errors import DivergedError
 from tiedgpt.plots.figure import save_figure
 from tiedgpt.plots.panel import Line, Panel, usual_most
 from tiedgpt.plots.training import reached
+from tiedgpt.runtime import find_device
 from tiedgpt.train import fast_training
 from tiedgpt.train.dataset import Data
 from tiedgpt.train.events import Ended, Evaluated, Stepped
 from tiedgpt.train.loop import Trainer
-from tiedgpt.train.machine import training_device
 from tiedgpt.train.objective import Objective
 from tiedgpt.train.optim.groups import optimizers, parameter_groups
 from tiedgpt.train.options import SIZES, TrainOptions
@@ -104,7 +104,7 @@ def trained(pair: Pair, plan: Plan, share: float, scratch: str) -> Run:
     with tempfile.TemporaryDirectory(dir=scratch) as place:
         try:
             for event in Trainer(
-                RunDirectory(Path(place)), *pair, plan, training_device(), accelerate=fast_training
+                RunDirectory(Path(place)), *pair, plan, find_device(), accelerate=fast_training
             ).run():
                 match event:
                     case Stepped():
@@ -148,7 +148,7 @@ def in_turn(pair: Pair, plans: dict[str, Plan], rounds: int) -> dict[str, list[f
     steppers = {}
     for name, plan in plans.items():
         torch.manual_seed(0)
-        model = objective.build().to(training_device()).train()
+        model = objective.build().to(find_device()).train()
         groups = parameter_groups(model, matrices=plan.optimizer, weight_decay=plan.weight_decay)
         rules = optimizers(groups, lr=1e-5)
         steppers[name] = model, partial(train_step, model, rules, plan=plan)
@@ -210,7 +210,7 @@ def main() -> None:
     args = parser.parse_args()
     if not 0 < args.epochs <= MOST_EPOCHS:
         parser.error(f"--epochs {args.epochs} is not above 0 and at most {MOST_EPOCHS}")
-    device = training_device()
+    device = find_device()
     with tempfile.TemporaryDirectory() as scratch:
         options = TrainOptions(size=args.size, steps=1)
         run = RunDirectory(Path(scratch) / "data")

@@ -19,9 +19,9 @@ from torch.nn import functional as F
 
 from small_model import small_model
 from tiedgpt import GPT
+from tiedgpt.runtime import find_device
 from tiedgpt.train import Trainer, TrainOptions, fast_training
 from tiedgpt.train.events import Ended
-from tiedgpt.train.machine import training_device
 from tiedgpt.train.objectives.language import LanguageModelling
 from tiedgpt.train.run import make_plan, prepare_fresh
 from tiedgpt.train.storage import RunDirectory
@@ -64,8 +64,8 @@ if __name__ == "__main__":
         if name == "distilled":
             values = {field.name: getattr(objective, field.name) for field in fields(objective)}
             objective = Distilled(**values, teacher=teacher)
-        plan = make_plan(options, objective, data, training_device())
-        trainer = Trainer(run, objective, data, plan, training_device(), accelerate=fast_training)
+        plan = make_plan(options, objective, data, find_device())
+        trainer = Trainer(run, objective, data, plan, find_device(), accelerate=fast_training)
         for event in trainer.run():
             if isinstance(event, Ended):
                 print(f"{name:<10} {event.score.nats:.4f} nats a token on held-out text")

@@ -12,8 +12,19 @@ import numpy as np
 import pytest
 import torch
 from torch import nn
+from torch._subclasses.fake_tensor import FakeTensorMode
 
-from tiedgpt.runtime import count_cores, eval_mode, free_memory, to_json_data
+from tiedgpt.errors import UserError
+from tiedgpt.runtime import (
+    GPU_MIN_PARAMETERS,
+    count_cores,
+    device_for_inference,
+    device_name,
+    eval_mode,
+    find_device,
+    free_memory,
+    to_json_data,
+)
 
 
 def test_eval_mode_restores_the_mode_of_each_submodule():
@@ -23,6 +34,53 @@ def test_eval_mode_restores_the_mode_of_each_submodule():
         assert not any(part.training for part in model.modules())
         raise ZeroDivisionError
     assert [part.training for part in model.modules()] == [True, True, False, True]
+
+
+@pytest.mark.parametrize(
+    ("device", "name"),
+    [
+        (None, "auto"),
+        ("auto", "auto"),
+        ("CPU", "cpu"),
+        ("cpu:0", "cpu"),
+        ("cuda", "cuda"),
+        ("cuda:1", "cuda:1"),
+        ("mps:0", "mps"),
+        (torch.device("cuda", 3), "cuda:3"),
+        (torch.device("mps"), "mps"),
+    ],
+)
+def test_a_device_is_a_name_or_torchs(device, name):
+    assert device_name(device) == name
+
+
+@pytest.mark.parametrize("device", ["gpu", "cuda:", "cuda:x", "cpu:1", "meta", "", 0, True])
+def test_other_names_of_devices_are_refused(device):
+    with pytest.raises(UserError, match=r"^device must be auto, cpu, cuda, cuda:N or mps"):
+        device_name(device)
+
+
+@pytest.mark.parametrize(
+    ("device", "n_parameters", "has_gpu", "chosen"),
+    [
+        ("auto", GPU_MIN_PARAMETERS, True, "cuda:0"),
+        ("auto", GPU_MIN_PARAMETERS - 1, True, "cpu"),
+        (None, 10**9, True, "cuda:0"),
+        ("auto", 10**9, False, "cpu"),
+        ("cpu", 10**9, True, "cpu"),
+        ("cuda", 1, True, "cuda:0"),
+    ],
+)
+def test_auto_takes_a_gpu_for_large_models(device, n_parameters, has_gpu, chosen, monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: has_gpu)
+    with FakeTensorMode():  # whose tensors may lie on a GPU that is not here
+        assert device_for_inference(device, n_parameters) == torch.device(chosen)
+
+
+def test_a_device_that_this_machine_lacks_is_an_error_with_those_that_it_has():
+    with pytest.raises(UserError, match=r"^device cuda:63 cannot be used here") as error:
+        find_device("cuda:63")
+    assert "cpu" in error.value.hint
 
 
 def test_cores_are_those_of_the_processs_affinity(monkeypatch):

@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from tests.infer.conftest import equal
+from tiedgpt import GPT, GPTConfig
 from tiedgpt.cli.main import main
 from tiedgpt.errors import CorruptInputError, UserError
 from tiedgpt.infer import Engine, runners
@@ -113,7 +114,7 @@ def test_a_packed_directory_refuses_other_precisions_and_configs(packed):
 
 
 def test_an_unknown_option_of_an_engine_is_refused_before_anything_is_opened(packed, source):
-    for name in ("slot", "device", "dtype", "revision"):
+    for name in ("slot", "devices", "dtype", "revision"):
         for where in (packed, source, "no/such/model"):
             with pytest.raises(TypeError, match=f"^{name} is no option of Engine; .* slots,"):
                 Engine(where, **{name: 3})
@@ -131,7 +132,7 @@ def test_large_plain_models_get_kernels_on_a_cpu_unless_they_are_in_memory(
     assert Engine(engine.model, "fp32", backend="kernels").backend == "kernels"
 
 
-def test_choices_that_exclude_each_other_are_refused(source, monkeypatch):
+def test_choices_that_exclude_each_other_are_refused(source):
     with pytest.raises(UserError, match="torch does not compute int8"):
         Engine(source, "int8", backend="torch")
     with pytest.raises(UserError, match="not fp16"):
@@ -140,10 +141,56 @@ def test_choices_that_exclude_each_other_are_refused(source, monkeypatch):
         Engine(source, backend="cuda")
     with pytest.raises(UserError, match=r"tokenizer must be a tiedgpt\.Tokenizer"):
         Engine(source, tokenizer=["the", "cat"])
+
+
+@pytest.mark.parametrize("device", ["cuda", "cuda:1", "mps", torch.device("cuda", 1)])
+@pytest.mark.parametrize("options", [{"precision": "int8"}, {"backend": "kernels"}])
+def test_kernels_exclude_a_gpu(engine, source, packed, device, options):
+    for model in (engine.model, source, "no/such/model"):
+        with pytest.raises(UserError, match=f"^device and {next(iter(options))} exclude") as error:
+            Engine(model, device=device, **options)
+        assert str(device) in error.value.message and "leave out" in error.value.hint
+    with pytest.raises(UserError, match="packed for the CPU's kernels") as error:
+        Engine(packed, device=device)
+    assert "backend='torch'" in error.value.hint
+
+
+def test_a_quantized_precision_takes_the_cpu_beside_a_gpu_and_says_so(
+    engine, source, packed, monkeypatch
+):
+    assert not Engine(source, "int8").notes
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    with pytest.raises(UserError, match="on CPUs only"):
-        Engine(source, "int4")
-    assert Engine(source, "int4", backend="kernels").backend == "kernels"
+    for model in (source, engine.model):
+        for precision in ("int8", "int4"):
+            (note,) = Engine(model, precision).notes
+            assert precision in note and "CPU" in note and "bf16" in note
+            assert not Engine(model, precision, device="cpu").notes
+    assert Engine(packed).backend == "kernels"
+
+
+def test_a_device_that_is_not_here_is_refused_before_the_weights_are_read(source, engine):
+    (source / "model.safetensors").write_bytes(b"damaged")
+    for model in (source, engine.model):
+        with pytest.raises(UserError, match=r"^device cuda:63 cannot be used here") as error:
+            Engine(model, device="cuda:63")
+        assert "cpu" in error.value.hint
+
+
+def test_the_cpu_is_the_default_of_a_small_model_beside_a_gpu(source, engine, monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    for device in ("auto", None, "cpu", "CPU", torch.device("cpu")):
+        chosen = Engine(source, device=device)
+        assert chosen.model.wte.weight.device == torch.device("cpu")
+        assert greedy(chosen) == greedy(engine)
+    assert Engine(engine.model, device="cpu").model is engine.model
+
+
+def test_a_model_in_memory_stays_on_its_device_or_is_copied_to_another():
+    model = GPT(GPTConfig(vocab_size=11, n_positions=5, n_embd=6, n_layer=1, n_head=2))
+    assert Engine(model).model is model
+    with torch.device("meta"):
+        elsewhere = GPT(model.config)
+    assert Engine(elsewhere).model is elsewhere and "torch on meta" in repr(Engine(elsewhere))
 
 
 def test_the_command_generates_from_a_packed_directory(source, tmp_path, capsys):

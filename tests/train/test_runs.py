@@ -170,7 +170,7 @@ def test_epochs_evaluations_prompts_and_freezing_are_options(folder, capfd):
         (("--freeze", "*,+head"), "--freeze +head: the model is tied: wte.weight reads tokens and"),
         (("--freeze", "body"), "leaves nothing to train"),
         (("--device", "cuda:99"), "--device cuda:99 cannot be used here"),
-        (("--device", "toaster"), "--device toaster cannot be used here"),
+        (("--device", "toaster"), "--device must be auto, cpu, cuda, cuda:N or mps, got 'toaster'"),
         (("--encoding", "klingon"), "--encoding klingon"),
     ],
 )

@@ -10,10 +10,11 @@ from typing import Any, Literal
 
 from tiedgpt.cli.console import show_text
 from tiedgpt.cli.options import UsageError, parse
-from tiedgpt.cli.source import read_text, text_or_piped
+from tiedgpt.cli.source import DeviceOption, read_text, text_or_piped
 from tiedgpt.errors import UserError
 from tiedgpt.files import split_lines
 from tiedgpt.options import argument, option
+from tiedgpt.runtime import device_for_inference
 
 ABOUT = """Label texts, or choose continuations, with a model of `train --task`; print
 probabilities.
@@ -31,7 +32,7 @@ ANSWER_FIELDS = ("predicted", "probability", "probabilities", "cut")
 
 
 @dataclass(frozen=True, kw_only=True)
-class Arguments:
+class Arguments(DeviceOption):
     """Arguments of `tiedgpt classify`."""
 
     source: str = argument("A run, a model's directory, or a hub name.", metavar="MODEL")
@@ -58,6 +59,7 @@ def run(arguments: list[str]) -> None:
     from tiedgpt.weights.tokenizer_files import tokenizer_for
 
     head = open_head(args.source)
+    head.to(device_for_inference(args.device, head.gpt.config.parameter_count()))
     tokenizer = tokenizer_for(args.source, args.tokenizer, needed=True)
     assert tokenizer is not None
     fields, needs_choices = RECORD_FIELDS[type(head)], isinstance(head, MultipleChoice)

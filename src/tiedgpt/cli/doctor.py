@@ -6,6 +6,8 @@ import json
 import os
 import platform
 import shutil
+import subprocess
+from contextlib import suppress
 from dataclasses import dataclass
 from importlib import import_module, metadata, util
 from typing import Any, Literal
@@ -13,8 +15,15 @@ from typing import Any, Literal
 from tiedgpt import __version__
 from tiedgpt.cli.console import table, waiting
 from tiedgpt.cli.options import parse
+from tiedgpt.files import format_bytes
 from tiedgpt.options import option
-from tiedgpt.runtime import count_cores
+from tiedgpt.runtime import (
+    GPU_MIN_PARAMETERS,
+    count_cores,
+    find_device,
+    free_memory,
+    has_bf16,
+)
 from tiedgpt.weights.registry import Format, formats
 
 NEEDED = (
@@ -120,16 +129,51 @@ def _examine_torch() -> dict[str, Any]:
     import torch
 
     from tiedgpt.infer.kernels.compile_cache import cache_directories
-    from tiedgpt.train.machine import choose_dtype, training_device
+    from tiedgpt.train.machine import choose_dtype
 
-    device = training_device()
+    device = find_device()
     return {
         "torch threads": torch.get_num_threads(),
         "cpu": torch.backends.cpu.get_cpu_capability(),
-        "device": torch.cuda.get_device_name(device) if device.type == "cuda" else device.type,
+        **_describe_gpus(),
+        "train --device auto": device.type,
         "train --dtype auto": choose_dtype(device),
+        "generate --device auto": _describe_choice(device.type),
         "kernel cache": " or ".join(map(str, cache_directories())),
     }
+
+
+def _describe_gpus() -> dict[str, str]:
+    """Return the name, memory and bf16 of each GPU, and its driver."""
+    import torch
+
+    toolkit = torch.version.cuda or torch.version.hip
+    if not torch.cuda.is_available():
+        build = f"CUDA {toolkit}" if toolkit else "CPUs alone"
+        return {"gpu": f"none found; torch is built for {build}"}
+    report = {}
+    for n in range(torch.cuda.device_count()):
+        name, device = torch.cuda.get_device_name(n), torch.device("cuda", n)
+        total, free = torch.cuda.get_device_properties(n).total_memory, free_memory(device) or 0
+        bf16 = "bf16" if has_bf16(device) else "no bf16"
+        report[str(device)] = f"{name}: {format_bytes(total)}, {format_bytes(free)} free, {bf16}"
+    return report | {"gpu driver": f"{_read_driver()}; torch is built for CUDA {toolkit}"}
+
+
+def _read_driver() -> str:
+    """Return the version of NVIDIA's driver by its own tool."""
+    command = ["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"]
+    with suppress(OSError, subprocess.SubprocessError):
+        output = subprocess.run(command, capture_output=True, text=True, check=True, timeout=10)
+        return ", ".join(dict.fromkeys(output.stdout.split()))
+    return "unknown (nvidia-smi does not answer)"
+
+
+def _describe_choice(device: str) -> str:
+    """Return the meaning of `--device auto` where training takes this device."""
+    if device == "cpu":
+        return device
+    return f"{device} from {GPU_MIN_PARAMETERS:,} parameters; cpu below, and for int8 and int4"
 
 
 def _describe_use(format: Format) -> str:

@@ -15,6 +15,7 @@ from typing import Any, Literal
 from tiedgpt.cli.console import bar, fact, note, waiting
 from tiedgpt.cli.options import HELP_WIDTH, UsageError, parse
 from tiedgpt.cli.source import (
+    DeviceOption,
     ModelOptions,
     SourceOrNewest,
     read_passage,
@@ -25,6 +26,7 @@ from tiedgpt.errors import UserError
 from tiedgpt.inspect.registry import INSPECTIONS, Inspection
 from tiedgpt.options import argument, option
 from tiedgpt.plots.figure import require_figures, save_figure
+from tiedgpt.runtime import device_for_inference
 
 EXAMPLE = '--text "Once upon a time"'
 
@@ -47,7 +49,7 @@ writes all views to a page that needs no server."""
 
 
 @dataclass(frozen=True, kw_only=True)
-class ResultArguments(SourceOrNewest, ModelOptions):
+class ResultArguments(SourceOrNewest, ModelOptions, DeviceOption):
     """Options of every name."""
 
     format: Literal["human", "json"] = option(
@@ -172,10 +174,9 @@ def _text(args: Any, name: str) -> str | list[int]:
 def _model(args: Any, source: str) -> tuple[Any, Any]:
     """Return the model and its tokenizer as the functions of `inspect` take them."""
     from tiedgpt.core.model import GPT
+    from tiedgpt.weights.tokenizer_files import tokenizer_for
 
-    if not args.loading:
-        return source, args.tokenizer
-    has_ids = bool(getattr(args, "ids", ()))
-    return GPT.from_pretrained(source, **args.loading), args.tokenizer or (
-        None if has_ids else source
-    )
+    needs_tokenizer = getattr(args, "text", None) is not None
+    tokenizer = tokenizer_for(source, args.tokenizer, needed=needs_tokenizer)
+    model = GPT.from_pretrained(source, **args.loading)
+    return model.to(device_for_inference(args.device, model.config.parameter_count())), tokenizer

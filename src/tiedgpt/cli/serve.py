@@ -115,7 +115,8 @@ def _serve(args: Arguments, source: str, key: str | None, listener: socket.socke
     def load() -> GPT:
         from tiedgpt.core.model import GPT  # torch takes seconds, in which the server listens
 
-        return GPT.from_pretrained(source, **args.loading)
+        device = engine.model.wte.weight.device if engine.backend == "torch" else "cpu"
+        return GPT.from_pretrained(source, **args.loading).to(device)
 
     def tell_drain(n_texts: int) -> None:
         texts = f"{n_texts} text{'s are' if n_texts > 1 else ' is'} being finished"

@@ -66,11 +66,23 @@ class ModelOptions:
 
 
 @dataclass(frozen=True, kw_only=True)
-class EngineOptions(ModelOptions):
+class DeviceOption:
+    """The device of verbs that compute without training."""
+
+    device: str = option(
+        "auto",
+        "Device to compute on: cpu, cuda, cuda:1, mps; auto: a GPU, if there is one, from 20 "
+        "million parameters.",
+        "speed",
+    )
+
+
+@dataclass(frozen=True, kw_only=True)
+class EngineOptions(ModelOptions, DeviceOption):
     """Options of the engine that computes."""
 
     precision: Literal["auto", "fp32", "bf16", "fp16", "int8", "int4"] = option(
-        "auto", "auto: the model's own; int8 and int4 are for CPUs.", "speed"
+        "auto", "auto: the model's own; int8 and int4 are computed on the CPU.", "speed"
     )
     backend: Literal["auto", "torch", "kernels"] = option(
         "auto",
@@ -91,7 +103,7 @@ class EngineOptions(ModelOptions):
 
         text = "compiling kernels for this CPU; this takes some ten seconds, once"
         engine = infer.Engine(
-            source, self.precision, backend=self.backend, threads=self.threads,
+            source, self.precision, backend=self.backend, device=self.device, threads=self.threads,
             tokenizer=self.tokenizer, **self.loading, **options,
         )  # fmt: skip
         with engine, on_compilation(lambda: note(text)):
@@ -125,6 +137,7 @@ def describe_source(options: EngineOptions, source: str) -> dict[str, Any]:
         "changed": max((file.stat().st_mtime for file in files if file.exists()), default=0),
         "tokenizer": options.tokenizer,
         "precision": options.precision,
+        "device": options.device,
         **options.loading,
     }
 

@@ -52,12 +52,16 @@ class Engine:
     """An inference engine: a model, its tokenizer and a worker thread; any thread may call it.
 
     `precision`: "auto" is the model's own; "fp32", "bf16", "fp16", "int8" and "int4" convert a
-    copy. A source is put on the GPU if there is one; `resolve` and `config` (such as n_head) add
-    what its file does not say, as in `GPT.from_pretrained`.
+    copy. `resolve` and `config` (such as n_head) add facts that a source's file lacks, as in
+    `GPT.from_pretrained`.
 
     `backend`: "torch", or "kernels" for CPUs, which also compute int8 and int4, and take some ten
     seconds to be compiled the first time. "auto" takes kernels for packed directories, for int8 and
     int4, and on a CPU for a source of 5 million parameters or more; otherwise torch.
+
+    `device`: "cpu", "cuda", "cuda:1", "mps", or a torch.device. "auto" takes the GPU, if there is
+    one, for a source of 20 million parameters or more, except for int8 and int4; otherwise the CPU.
+    A model in memory keeps its device unless another is given, which gets a copy.
 
     `slots`: how many sequences are decoded together. Each has room for the whole context, which
     takes memory when it is filled. At most `queue_size` requests wait for a slot. Slots keep
@@ -78,6 +82,7 @@ class Engine:
         *,
         slots: int = 8,
         backend: str = "auto",
+        device: object = "auto",
         tokenizer: Tokenizer | str | os.PathLike[str] | None = None,
         template: Template | None = None,
         resolve: str | None = None,
@@ -89,7 +94,7 @@ class Engine:
         self.n_slots = require_positive("slots", slots)
         if threads is not None:
             threads = require_positive("threads", threads, MAX_THREADS)
-        options = BackendOptions(precision, backend, threads)
+        options = BackendOptions(precision, backend, threads, device)
         self.tokenizer = tokenizer_for(model_or_source, tokenizer)
         sources = (model_or_source if tokenizer is None else None, tokenizer)
         paths = [source for source in sources if isinstance(source, (str, os.PathLike))]
@@ -104,7 +109,7 @@ class Engine:
         elif resolve is not None or config:
             raise UserError("resolve and config are for a source that is loaded")
         else:
-            self.runner = make_runner(model_or_source, options)
+            self.runner, self.notes = make_runner(model_or_source, options)
             is_fixed = self.backend == "kernels"
         self.notes += compare_vocabularies(self.tokenizer, self.runner.config.vocab_size)
         queue_size = require_positive("queue_size", queue_size)
@@ -114,7 +119,9 @@ class Engine:
     def __repr__(self) -> str:
         model, threads = self.runner.config, getattr(self.runner, "threads", None)
         packed = getattr(self.runner, "packed", None)
-        backend = "torch" if packed is None else f"{packed.precision} kernels"
+        backend = f"{packed.precision} kernels" if packed is not None else "torch"
+        if packed is None and self.model.wte.weight.device.type != "cpu":
+            backend = f"torch on {self.model.wte.weight.device}"
         return (
             f"Engine({model.parameter_count():,} parameters, {backend}, {self.n_slots} slots of "
             f"{model.n_positions:,} positions{f', {threads} threads' if threads else ''})"

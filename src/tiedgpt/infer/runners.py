@@ -14,6 +14,7 @@ from tiedgpt.core.config import GPTConfig
 from tiedgpt.errors import UserError
 from tiedgpt.infer.generation_config import nearest_name
 from tiedgpt.infer.session import Runner
+from tiedgpt.runtime import device_for_inference, device_name, find_device
 from tiedgpt.text import Tokenizer
 from tiedgpt.weights.formats.packed import find_packed, open_packed
 from tiedgpt.weights.formats.packed.panels import Precision
@@ -24,7 +25,7 @@ if TYPE_CHECKING:
 QUANTIZED = ("int8", "int4")
 PRECISIONS = ("auto", "fp32", "bf16", "fp16", *QUANTIZED)
 ENGINE_OPTIONS = (
-    "precision", "slots", "backend", "tokenizer", "resolve", "threads", "queue_size",
+    "precision", "slots", "backend", "device", "tokenizer", "resolve", "threads", "queue_size",
 )  # fmt: skip
 BACKENDS = ("auto", "torch", "kernels")
 LARGE = 5_000_000
@@ -41,11 +42,13 @@ MAX_PADDING = 1024
 
 @dataclass(frozen=True)
 class BackendOptions:
-    """The precision, backend and threads of an engine; impossible choices raise `UserError`."""
+    """The choices of an engine; impossible ones raise `UserError`."""
 
     precision: str
     backend: str
     threads: int | None
+    device: object = "auto"
+    """A name or a torch.device, as `device_name` reads it."""
 
     def __post_init__(self) -> None:
         for name, choices in (("precision", PRECISIONS), ("backend", BACKENDS)):
@@ -57,6 +60,33 @@ class BackendOptions:
             )
         if self.backend == "kernels" and self.precision == "fp16":
             raise UserError("kernels compute fp32, bf16, int8 and int4, not fp16")
+        if self.needs_kernels and not self.allows_cpu:
+            name = "precision" if self.precision in QUANTIZED else "backend"
+            raise UserError(
+                f"exclude each other: {getattr(self, name)} is computed by kernels for CPUs, and "
+                f"not on {self.device}",
+                option=("device", name),
+                hint="leave out the device, or take bf16 on the GPU",
+            )
+
+    @property
+    def needs_kernels(self) -> bool:
+        """Whether only kernels can compute this."""
+        return self.backend == "kernels" or self.precision in QUANTIZED
+
+    @property
+    def allows_cpu(self) -> bool:
+        """Whether the device may be the CPU."""
+        return device_name(self.device) in ("auto", "cpu")
+
+    def notes(self) -> tuple[str, ...]:
+        """Return a note if a precision takes the CPU although there is a GPU."""
+        import torch
+
+        is_asked = device_name(self.device) == "cpu" or self.precision not in QUANTIZED
+        if is_asked or not torch.cuda.is_available():
+            return ()
+        return (f"{self.precision} is computed by the CPU's kernels; bf16 would use the GPU",)
 
 
 def require_engine_options(config: Mapping[str, Any]) -> None:
@@ -70,8 +100,8 @@ def require_engine_options(config: Mapping[str, Any]) -> None:
         )
 
 
-def make_runner(model: GPT, options: BackendOptions) -> Runner:
-    """Return a runner of a model, or of a copy in another precision."""
+def make_runner(model: GPT, options: BackendOptions) -> tuple[Runner, tuple[str, ...]]:
+    """Return a runner of a model, or of a copy in another precision or on another device; notes."""
     import copy
 
     from tiedgpt.core.model import GPT
@@ -84,19 +114,20 @@ def make_runner(model: GPT, options: BackendOptions) -> Runner:
         )
     if not isinstance(model, GPT):
         raise UserError(f"{type(model).__name__} is neither a GPT nor a path or hub name")
-    if options.backend == "kernels" or options.precision in QUANTIZED:
-        _require_cpu(model.wte.weight.is_cuda, options)
-        return _pack(model, options)
-    dtype = DTYPES[options.precision]
-    if dtype not in (None, model.wte.weight.dtype):
-        model = copy.deepcopy(model).to(dtype)
-    return TorchRunner(model, options.threads)
+    if options.needs_kernels:
+        return _pack(model, options), options.notes()
+    weight, name = model.wte.weight, device_name(options.device)
+    dtype = DTYPES[options.precision] or weight.dtype
+    device = weight.device if name == "auto" else find_device(name)
+    if (dtype, device) != (weight.dtype, weight.device):
+        model = copy.deepcopy(model).to(device, dtype)
+    return TorchRunner(model, options.threads), ()
 
 
 def open_runner(
     path: Path, options: BackendOptions, *, resolve: str | None, **config: Any
 ) -> tuple[Runner, tuple[str, ...]]:
-    """Return the runner of a source, on the GPU if there is one, and notes for the user."""
+    """Return the runner of a source on the device of the options, and notes for the user."""
     packed = find_packed(path)
     if packed is not None and options.backend != "torch":
         from tiedgpt.infer.packed_session import PackedRunner
@@ -104,6 +135,12 @@ def open_runner(
         if resolve is not None or config:
             named = [*config, *(["resolve"] if resolve is not None else [])]
             raise UserError(f"{packed} says all itself", hint=f"leave out {', '.join(named)}")
+        if not options.allows_cpu:
+            raise UserError(
+                f"{options.device} cannot be used: {packed} is packed for the CPU's kernels",
+                option="device",
+                hint="leave it out, or convert the weights: backend='torch' (--backend torch)",
+            )
         model = open_packed(packed)
         if options.precision not in ("auto", model.precision):
             raise UserError(
@@ -111,22 +148,19 @@ def open_runner(
                 hint=f"pack the model that it was made of with --precision {options.precision}",
             )
         return PackedRunner(model, threads=options.threads), ()
-    import torch
-
     from tiedgpt.infer.torch_session import DTYPES, TorchRunner
     from tiedgpt.weights.load import load
 
-    gpu = torch.cuda.is_available()
-    if options.precision in QUANTIZED:
-        _require_cpu(gpu, options)
+    if not options.allows_cpu:
+        find_device(options.device)  # an error comes before the weights are read
     loaded = load(path, dtype=DTYPES.get(options.precision), resolve=resolve, **config)
-    takes_kernels = (
-        options.backend == "auto" and not gpu and _is_for_kernels(loaded.model, options.precision)
-    )
-    if takes_kernels or options.backend == "kernels":
-        return _pack(loaded.model, options), loaded.notes
-    loaded.model.to("cuda" if gpu else "cpu")
-    return TorchRunner(loaded.model, options.threads), loaded.notes
+    if options.needs_kernels:
+        return _pack(loaded.model, options), (*loaded.notes, *options.notes())
+    gpt = loaded.model
+    device = device_for_inference(options.device, gpt.config.parameter_count())
+    if device.type == "cpu" and options.backend == "auto" and _is_for_kernels(gpt, options):
+        return _pack(gpt, options), loaded.notes
+    return TorchRunner(gpt.to(device), options.threads), loaded.notes
 
 
 def _pack(model: GPT, options: BackendOptions) -> Runner:
@@ -139,21 +173,11 @@ def _pack(model: GPT, options: BackendOptions) -> Runner:
     return PackedRunner(pack_gpt(model, precision), threads=options.threads)
 
 
-def _require_cpu(gpu: bool, options: BackendOptions) -> None:
-    if gpu and options.backend == "auto":
-        raise UserError(
-            f"{options.precision} is computed on CPUs only",
-            hint="take bf16 on the GPU, or backend='kernels' (--backend kernels) for the CPU",
-        )
-
-
-def _is_for_kernels(model: GPT, precision: str) -> bool:
+def _is_for_kernels(model: GPT, options: BackendOptions) -> bool:
     """Whether backend="auto" means kernels for a model on a CPU."""
     from tiedgpt.weights.formats.packed.writer import can_pack
 
-    if precision in QUANTIZED:
-        return True
-    if precision == "fp16" or str(model.wte.weight.dtype) not in EXACT_PRECISION:
+    if options.precision == "fp16" or str(model.wte.weight.dtype) not in EXACT_PRECISION:
         return False
     return model.config.parameter_count() >= LARGE and can_pack(model)
 

@@ -23,7 +23,6 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from tiedgpt.errors import UserError
 from tiedgpt.runtime import count_cores, has_bf16
 from tiedgpt.train.dataset import Data
 from tiedgpt.train.objective import Model, body_of, predicts_tokens
@@ -42,17 +41,6 @@ PEAK_FLOPS = {
 """Dense bf16 operations per second by part of NVIDIA's device name; the first match counts."""
 MEASURE_EVERY_STEPS = 10
 """Steps between measurements; the first step is measured, too."""
-
-
-def training_device(name: str = "auto") -> torch.device:
-    """Return the device of that name; auto: the GPU if available, or the CPU."""
-    if name == "auto":
-        name = "cuda" if torch.cuda.is_available() else "cpu"
-    try:
-        return torch.empty(0, device=name).device
-    except (RuntimeError, AssertionError) as error:
-        reason = str(error).splitlines()[0]
-        raise UserError(f"--device {name} cannot be used here: {reason}") from None
 
 
 def choose_dtype(device: torch.device) -> Dtype:

@@ -25,6 +25,7 @@ import torch
 from tiedgpt.core.config import GPTConfig
 from tiedgpt.errors import NoRoomError, TiedGPTError, UserError
 from tiedgpt.files import missing_run
+from tiedgpt.runtime import find_device
 from tiedgpt.signatures import checked
 from tiedgpt.train.checkpoint import require_unchanged
 from tiedgpt.train.dataset import Data, Progress, Sources, prepare
@@ -32,7 +33,7 @@ from tiedgpt.train.distributed import Parallel, Processes, join_processes
 from tiedgpt.train.events import AlreadyFinished, Event, Note, Planned
 from tiedgpt.train.fast import fast_training
 from tiedgpt.train.loop import Trainer
-from tiedgpt.train.machine import cpu_threads, training_device
+from tiedgpt.train.machine import cpu_threads
 from tiedgpt.train.objective import Objective, check_result
 from tiedgpt.train.objectives import open_objective
 from tiedgpt.train.options import DURATIONS, TrainOptions
@@ -88,7 +89,7 @@ def train(
     called = time.perf_counter()
     began = called if began is None else began
     with contextlib.ExitStack() as stack:
-        processes = stack.enter_context(join_processes(parallel, training_device(options.device)))
+        processes = stack.enter_context(join_processes(parallel, find_device(options.device)))
         objective_class, sources = processes.main_first(open_sources, options, out)
         digest = processes.on_main(sources.digest) if options.data else None
         run = processes.on_main(stack.enter_context, open_run(options, digest, out))
@@ -282,7 +283,7 @@ def dry_run(
     Unless the machine chooses the size, the first has the memory already, and the number of steps
     if no duration decides it. The text is encoded as in `train`, in a temporary directory.
     """
-    processes, problem = Processes(training_device(options.device)), None
+    processes, problem = Processes(find_device(options.device)), None
     with tempfile.TemporaryDirectory() as temporary, cpu_threads(threads):
         objective, data = prepare_fresh(options, RunDirectory(Path(temporary) / "run"), progress)
         machine, speed = measure_machine(
