@@ -78,7 +78,10 @@ class Head(nn.Module):
 
     def _linear(self, n_outputs: int, *, bias: bool) -> nn.Linear:
         """Return a fresh linear layer (..., D) -> (..., n_outputs): N(0, 0.02), bias 0."""
-        layer = nn.Linear(self.gpt.config.n_embd, n_outputs, bias=bias).to(self.gpt.wte.weight)
+        weight = self.gpt.wte.weight
+        layer = nn.Linear(
+            weight.shape[1], n_outputs, bias=bias, device=weight.device, dtype=weight.dtype
+        )
         nn.init.normal_(layer.weight, std=0.02)
         if bias:
             nn.init.zeros_(layer.bias)

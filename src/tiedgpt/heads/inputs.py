@@ -63,7 +63,7 @@ def read_label(record: Mapping[str, Any]) -> str:
 
 @checked
 def pad(sequences: Sequence[Sequence[int]], *, pad_id: int = 0) -> tuple[Tensor, Tensor]:
-    """Return ids (B, T), padded with `pad_id` on the right, and lengths (B,).
+    """Return ids (B, T), padded with `pad_id` on the right, and lengths (B,), on the CPU.
 
     Any id of the vocabulary will do: causal attention never looks to the right.
     """
@@ -72,7 +72,7 @@ def pad(sequences: Sequence[Sequence[int]], *, pad_id: int = 0) -> tuple[Tensor,
         raise UserError("a batch needs at least one sequence, and each at least one token")
     longest = max(lengths)
     rows = [[*sequence, *[pad_id] * (longest - len(sequence))] for sequence in sequences]
-    return torch.tensor(rows), torch.tensor(lengths)
+    return torch.tensor(rows, device="cpu"), torch.tensor(lengths, device="cpu")
 
 
 def check_lengths(ids: Tensor, lengths: Tensor | None, *, minimum: int = 1) -> Tensor:

@@ -140,7 +140,8 @@ def lens(
                 chunk = measure(logits, targets[rows], top) | {"kl_bits": kl_bits(last, logits)}
                 write_chunk(columns, (len(states), ids.shape[1]), (number, rows), chunk)
         there = [logits_of(gpt, gpt.ln_f(state[:, at : at + 1])) for state in states]
-        watch = torch.tensor(list(dict.fromkeys(int(one.argmax()) for one in reversed(there))))
+        likeliest = dict.fromkeys(int(one.argmax()) for one in reversed(there))
+        watch = torch.tensor([*likeliest], device=ids.device)
         watched = join(logits.log_softmax(-1)[:, watch] for logits in there)
     arrays: dict[str, Any] = {name: numpy(values) for name, values in columns.items()}
     return Lens(

@@ -125,8 +125,12 @@ def patch(
         return logprobs[:, right] - (logprobs[:, foil] if foil >= 0 else 0)
 
     n_layer, n_head, width = gpt.config.n_layer, gpt.config.n_head, gpt.config.head_dim
-    each_position = torch.eye(n_tokens, dtype=torch.bool)[..., None]  # (T, T, 1)
-    each_head = torch.eye(n_head, dtype=torch.bool).repeat_interleave(width, 1)[:, None]  # (H,1,D)
+    each_position = torch.eye(n_tokens, dtype=torch.bool, device=clean.ids.device)[
+        ..., None
+    ]  # (T, T, 1)
+    each_head = torch.eye(n_head, dtype=torch.bool, device=clean.ids.device).repeat_interleave(
+        width, 1
+    )[:, None]  # (H,1,D)
     masks = {name: each_position for name in PARTS} | {"heads": each_head}
     scores: dict[str, Any] = {p: np.zeros((n_layer, len(mask))) for p, mask in masks.items()}
     with eval_mode(gpt):
@@ -139,7 +143,7 @@ def patch(
                     layer,
                     state,
                     name,
-                    mask.to(state.device),
+                    mask,
                     activations[name][layer],
                     measure,
                 )

@@ -211,7 +211,7 @@ def vocabulary(
     n = size if own_rank_rows is None else min(own_rank_rows, size)
     if n < 0:
         raise UserError(f"must be >= 0, got {n}", option="own_rank_rows")
-    sample = torch.linspace(0, size - 1, n, dtype=torch.float64).long()
+    sample = torch.linspace(0, size - 1, n, dtype=torch.float64, device="cpu").long()
     with eval_mode(gpt):
         bias = final_bias(gpt)
         matrices = [_rows(x, bias, counts, sample) for x in finite_vocab_matrices(gpt)]
@@ -275,7 +275,8 @@ def _direction(
     """
     if counts is None or (counts > 0).sum() < MIN_COUNTED_TOKENS:
         return None, None, math.nan
-    draws = torch.rand(len(counts), generator=torch.Generator().manual_seed(0))
+    generator = torch.Generator().manual_seed(0)
+    draws = torch.rand(len(counts), generator=generator, device="cpu")
     seen, held_out = torch.from_numpy(counts > 0), draws < HELD_OUT
     y = torch.from_numpy(np.log(np.maximum(counts, 1))).to(centred)
     train, test = (seen & ~held_out).to(y.device), (seen & held_out).to(y.device)

@@ -155,7 +155,7 @@ def steer(
         raise UserError(f"only a GPT is steered, got {type(model).__name__}")
     at, width = index(layer, model.config.n_layer, "layer"), model.config.n_embd
     weight = model.wte.weight
-    vector = torch.as_tensor(direction).detach().to(weight.device, torch.float32)
+    vector = torch.as_tensor(direction, device="cpu").detach().to(weight.device, torch.float32)
     if vector.shape != (width,) or not torch.isfinite(vector).all():
         raise UserError(
             f"must be {width} finite numbers, got {tuple(vector.shape)}", option="direction"

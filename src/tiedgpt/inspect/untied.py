@@ -83,7 +83,8 @@ def random_head(
         raise UserError(f"must be positive and finite, got {std}", option="std")
     inputs = open_input(model, tokenizer, text, least=2)
     gpt, size, width = inputs.model, inputs.model.config.vocab_size, inputs.model.config.n_embd
-    drawn = torch.randn(size, width, generator=torch.Generator().manual_seed(seed)) * std
+    generator = torch.Generator().manual_seed(seed)
+    drawn = torch.randn(size, width, generator=generator, device="cpu") * std
     twin = copy_sharing(gpt)
     twin.head = nn.Linear(width, size, bias=False, device="meta")
     twin.head.weight = nn.Parameter(drawn.to(gpt.wpe.weight))

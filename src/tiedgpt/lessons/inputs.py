@@ -172,7 +172,9 @@ def open_lesson_input(
     ids = _encode(words, text, size, length)
     is_random = ids is None
     if ids is None:
-        ids = torch.randint(size, (length,), generator=torch.Generator().manual_seed(0))
+        ids = torch.randint(
+            size, (length,), generator=torch.Generator().manual_seed(0), device="cpu"
+        )
     return LessonInput(model, about, words, ids.to(device), is_random, progress)
 
 
@@ -214,7 +216,7 @@ def _encode(words: Tokenizer | None, text: str | None, size: int, length: int) -
             f"the text must have 4 tokens or more, all among the model's {size:,}",
             hint="give a longer one, or the model's own tokenizer",
         )
-    return None if ids is None else torch.tensor(ids)
+    return None if ids is None else torch.tensor(ids, device="cpu")
 
 
 class Tiny(NamedTuple):
@@ -251,7 +253,7 @@ def _train_tiny(tied: bool, report: Callable[[int], None]) -> Tiny:
     docs = {inspect.getdoc(getattr(type, name)): None for type in types for name in dir(type)}
     text = "\n\n".join(filter(None, docs))
     tokenizer = Tokenizer.train([text], VOCABULARY)
-    ids = torch.tensor(tokenizer.encode(text))
+    ids = torch.tensor(tokenizer.encode(text), device="cpu")
     seen, held_out = ids[:-HELD_OUT], ids[-HELD_OUT:]
     config = GPTConfig(
         vocab_size=len(tokenizer), n_positions=64, n_embd=64, n_layer=2, n_head=4,
@@ -260,11 +262,12 @@ def _train_tiny(tied: bool, report: Callable[[int], None]) -> Tiny:
     draws = torch.Generator().manual_seed(0)
     with torch.random.fork_rng(devices=[]), torch.enable_grad():
         torch.manual_seed(0)
-        model = GPT(config)
+        with torch.device("cpu"):
+            model = GPT(config)
         optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3, weight_decay=0.1)
         for step in range(STEPS):
-            starts = torch.randint(len(seen) - 64, (BATCH, 1), generator=draws)
-            ids = seen[starts + torch.arange(65)]
+            starts = torch.randint(len(seen) - 64, (BATCH, 1), generator=draws, device="cpu")
+            ids = seen[starts + torch.arange(65, device="cpu")]
             optimizer.param_groups[0]["lr"] = 3e-3 * min((step + 1) / 10, (STEPS - step) / 100, 1)
             optimizer.zero_grad()
             model.loss(ids[:, :-1], ids[:, 1:]).backward()

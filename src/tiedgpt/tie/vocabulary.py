@@ -211,7 +211,8 @@ def _grow_table(name: str, old: Tensor, n: int, seed: int) -> Tensor:
         )
     new = old.mean(0, dtype=torch.float32)
     if old.ndim == 2:  # the difference of two random rows has twice the covariance of all rows
-        pairs = torch.randint(n_old, (2, n - n_old), generator=torch.Generator().manual_seed(seed))
+        generator = torch.Generator().manual_seed(seed)
+        pairs = torch.randint(n_old, (2, n - n_old), generator=generator, device="cpu")
         some, others = (old[rows].float() for rows in pairs.to(old.device))
         new = new + SPREAD / 2**0.5 * (some - others)
     table[n_old:] = new
@@ -260,7 +261,8 @@ def _measure_new_tokens(
     if sample is None:
         length = min(16, model.config.n_positions)
         shape = (-(-N_STATES // length), length)
-        sample = torch.randint(n_old, shape, generator=torch.Generator().manual_seed(seed))
+        generator = torch.Generator().manual_seed(seed)
+        sample = torch.randint(n_old, shape, generator=generator, device="cpu")
     try:
         ids = torch.as_tensor(sample, device=model.wte.weight.device)
     except (TypeError, ValueError, RuntimeError, OverflowError) as error:

@@ -178,7 +178,7 @@ def load_newest(
                 verify(path)
             load_weights(path, objective, model)
             _load_moments(path, model, optimizers)
-            _set_random_state(path)
+            _set_random_state(path, model)
             state = read_json(path / "state.json")
         except (TiedGPTError, OSError) as error:
             damaged[path] = f"passed over a damaged checkpoint: {error}"
@@ -339,17 +339,19 @@ def _random_state(model: nn.Module) -> dict[str, Tensor]:
     return states
 
 
-def _set_random_state(path: Path) -> None:
+def _set_random_state(path: Path, model: nn.Module) -> None:
     shapes = _read_shapes(path)
     if "random/cpu" not in shapes:
         raise CorruptInputError(f"{path} lacks the state of the random stream")
     states = {
-        name: torch.empty(shapes[name].size, dtype=torch.uint8) for name in RANDOM & shapes.keys()
+        name: torch.empty(shapes[name].size, dtype=torch.uint8, device="cpu")
+        for name in RANDOM & shapes.keys()
     }
     _read_tensors(path, states)
     torch.set_rng_state(states["random/cpu"])
-    if "random/cuda" in states and torch.cuda.is_available():
-        torch.cuda.set_rng_state(states["random/cuda"])
+    device = next(model.parameters()).device
+    if "random/cuda" in states and device.type == "cuda":
+        torch.cuda.set_rng_state(states["random/cuda"], device)
 
 
 def _point_to(path: Path) -> None:

@@ -59,7 +59,9 @@ class Processes:
             self.n_local = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
         self.is_main = self.rank == 0  # evaluates and writes
         self._loss_module: Any = None
-        self._word = torch.zeros(1)  # an attribute: gloo's thread must not be its last owner
+        self._word = torch.zeros(
+            1, device="cpu"
+        )  # an attribute: gloo's thread must not be its last owner
 
     def describe(self) -> dict[str, Any]:
         """Return the table of run.toml; {} for one process."""
@@ -128,7 +130,7 @@ class Processes:
 
     def any(self, flag: bool) -> bool:
         """Return whether the flag is set in any process."""
-        return bool(self.sum(torch.tensor(int(flag))))
+        return bool(self.sum(torch.tensor(int(flag), device="cpu")))
 
     def broadcast(self, value: T) -> T:
         """Return rank 0's value in all processes."""

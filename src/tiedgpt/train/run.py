@@ -98,7 +98,7 @@ def train(
             return
         yield from _hub_notes(options)
         # the first optimizer of a process imports torch's compiler, which takes a second
-        first_optimizer = Thread(target=torch.optim.AdamW, args=([torch.zeros(1)],))
+        first_optimizer = Thread(target=torch.optim.AdamW, args=([torch.zeros(1, device="cpu")],))
         first_optimizer.start()
         objective, data = processes.main_first(
             prepare, objective_class, sources, run.directory, options, run.config, progress

@@ -297,7 +297,7 @@ def _fixed_ids(gpt: GPT, layers: Mapping[str, LoRALinear | LoRAEmbedding]) -> Te
     """Return fixed ids (2, T) that include those of trained rows."""
     length = min(32, gpt.config.n_positions)
     draw = torch.Generator().manual_seed(0)
-    ids = torch.randint(gpt.config.vocab_size, (2 * length,), generator=draw)
+    ids = torch.randint(gpt.config.vocab_size, (2 * length,), generator=draw, device="cpu")
     for rows in (layer.lora_ids for layer in layers.values() if layer.lora_ids is not None):
         ids[: len(rows)] = rows[: 2 * length].cpu()
     return ids.view(2, length).to(gpt.wte.weight.device)

@@ -400,5 +400,7 @@ def _fill(layer: Any, stored: Layer) -> None:
     for name in stored.tensors.keys() & {"A", "B"}:
         getattr(layer, f"lora_{name}").copy_(stored.tensors[name])
     if stored.ids:
-        rows = stored.tensors["rows"][torch.tensor(stored.ids).argsort()].to(layer.lora_rows)
+        rows = stored.tensors["rows"][torch.tensor(stored.ids, device="cpu").argsort()].to(
+            layer.lora_rows
+        )
         layer.lora_rows.copy_(rows - layer.weight[layer.lora_ids].to(rows))

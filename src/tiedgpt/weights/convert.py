@@ -270,7 +270,7 @@ def _logits(model: GPT) -> Tensor:
     config, dtype = model.config, model.wte.weight.dtype
     generator = torch.Generator().manual_seed(0)
     shape = (N_SEQUENCES, min(N_TOKENS, config.n_positions))
-    ids = torch.randint(config.vocab_size, shape, generator=generator)
+    ids = torch.randint(config.vocab_size, shape, generator=generator, device="cpu")
     try:
         with torch.inference_mode():
             return model.to(torch.promote_types(dtype, torch.float32))(ids)

@@ -133,7 +133,11 @@ def zero_biases(config: GPTConfig, dtype: torch.dtype) -> dict[str, Tensor]:
     """Return zeros for the biases that a model does not have, by our names."""
     present = shapes(config)
     complete = shapes(replace(config, bias=True)).items()
-    return {n: torch.zeros(shape, dtype=dtype) for n, shape in complete if n not in present}
+    return {
+        n: torch.zeros(shape, dtype=dtype, device="cpu")
+        for n, shape in complete
+        if n not in present
+    }
 
 
 def convert_tensor(name: str, parameter: Tensor, dtype: torch.dtype) -> Tensor:

@@ -68,7 +68,7 @@ def calibrate(
         weight = model.get_parameter(name)
         rounded, new_scales = round_matrix(weight, hessian)
         weight.copy_(rounded)
-        scales[name], done = new_scales.numpy(), done + weight.nbytes
+        scales[name], done = new_scales.cpu().numpy(), done + weight.nbytes
         if progress is not None:
             progress(done, total)
     return model, scales
@@ -107,7 +107,7 @@ def sample_ids(model: GPT, n_tokens: int = N_TOKENS) -> Tensor:
     model, generator = _copy(model), torch.Generator().manual_seed(0)
     config, length = model.config, min(model.config.n_positions, n_tokens)
     shape = (-(-n_tokens // length), 1)
-    drawn = [torch.randint(config.vocab_size, shape, generator=generator)]
+    drawn = [torch.randint(config.vocab_size, shape, generator=generator, device="cpu")]
     if config.bos_token_id is not None:
         drawn[0].fill_(config.bos_token_id)
     cache = KVCache.allocate(config, batch_size=shape[0], capacity=length)
@@ -124,7 +124,7 @@ def _copy(model: GPT) -> GPT:
 
 def _windows(config: GPTConfig, ids: Any) -> Tensor:
     """Return windows (B, T) of the whole context, evenly spread over the ids."""
-    ids = torch.as_tensor(ids)
+    ids = torch.as_tensor(ids, device="cpu")
     is_integer = not (ids.dtype.is_floating_point or ids.dtype.is_complex)
     if ids.ndim != 1 or not (is_integer or len(ids) == 0):
         raise UserError(f"calibration ids must be integers (N,), got {ids.dtype} {ids.shape}")
@@ -137,7 +137,7 @@ def _windows(config: GPTConfig, ids: Any) -> Tensor:
     length = min(config.n_positions, len(ids))
     n_there = len(ids) // length
     n = min(n_there, -(-N_TOKENS // length))
-    chosen = torch.arange(n) * n_there // n
+    chosen = torch.arange(n, device="cpu") * n_there // n
     return ids[: n_there * length].long().view(n_there, length)[chosen]
 
 
@@ -175,7 +175,7 @@ def round_matrix(weight: Tensor, hessian: Tensor) -> tuple[Tensor, Tensor]:
     inverse of H and U upper triangular, an error e_j in column j is spread as e_j / U_jj times U_j.
     """
     damping = (DAMPING * hessian.diagonal().mean().double()).clamp_min(1e-30)
-    damped = hessian.double() + damping * torch.eye(len(hessian))
+    damped = hessian.double() + damping * torch.eye(len(hessian), device=hessian.device)
     inverse = torch.cholesky_inverse(torch.linalg.cholesky(damped))
     root = torch.linalg.cholesky(inverse, upper=True).float()
     columns, scales = weight.T.clone(), []
@@ -193,7 +193,11 @@ def _round_group(group: Tensor, root: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     Return the values, the errors to spread (32, rows), and the scales (rows,).
     """
     extreme = group.gather(0, group.abs().argmax(0, keepdim=True))  # becomes -8
-    scales = (extreme / -8 * torch.tensor(SCALE_FACTORS)[:, None]).bfloat16().float()
+    scales = (
+        (extreme / -8 * torch.tensor(SCALE_FACTORS, device=extreme.device)[:, None])
+        .bfloat16()
+        .float()
+    )
     scales[scales == 0] = 1
     columns = group[:, None].repeat(1, len(scales), 1)  # (32, candidates, rows)
     errors = torch.empty_like(columns)

@@ -125,7 +125,7 @@ def _write_arrays(path: Path, model: PackedModel) -> None:
     for name, array in sorted(model.arrays.items(), key=lambda item: item[1].nbytes % ALIGNMENT):
         if n_bytes % ALIGNMENT:
             tensors[PADDING] = stored_tensor(
-                PADDING, torch.zeros(-n_bytes % ALIGNMENT, dtype=torch.uint8)
+                PADDING, torch.zeros(-n_bytes % ALIGNMENT, dtype=torch.uint8, device="cpu")
             )
             n_bytes += tensors[PADDING].n_bytes
         is_bf16 = array.dtype == np.uint16
