@@ -102,7 +102,9 @@ def choice(name: str, minutes: float, speeds: dict[str, float], scratch: Path) -
     machine, _ = measure_machine(options, objective, text, processes)
     expected, asked = {}, {}
     for size in candidate_sizes(text_tokens):
-        whole = with_choices(replace(options, dropout=0.0), size, float("inf"), text_tokens)
+        whole = with_choices(
+            replace(options, dropout=0.0), size, float("inf"), text_tokens, machine
+        )
         if size not in speeds:
             config, sized_facts = apply_size(whole, objective.config, text)
             plan = draft_plan(whole, config, sized_facts, machine)
@@ -112,7 +114,7 @@ def choice(name: str, minutes: float, speeds: dict[str, float], scratch: Path) -
             )  # fmt: skip
         tokens = min(60 * minutes * speeds[size], MAX_AUTO_EPOCHS * text_tokens)
         expected[size] = expected_loss(size, tokens, text_tokens)
-        sized = with_choices(options, size, tokens, text_tokens)
+        sized = with_choices(options, size, tokens, text_tokens, machine)
         steps = max(1, round(tokens / (sized.batch_size * sized.context)))
         asked[size] = replace(sized, steps=steps, minutes=None)
         if expected[size] > 1.5 * min(expected.values()):

@@ -68,6 +68,126 @@ def plan(options=None, *, tokens=600_000, on=None, config=None, facts=None, spen
     return plan_run(options, config, facts, on or machine(), seconds_spent=spent)
 
 
+def h100(compile_seconds=30.0, free_bytes=79e9, **changes):
+    """Return an H100 by arithmetic: 6 N + 12 L D T operations a token, at a share of the peak.
+
+    The share grows with the width to 0.3 of 989 TFLOP/s at 768; compiled blocks have 1.5 times it.
+    """
+
+    def tokens_per_second(config, plan):
+        attention = 12 * config.n_layer * config.n_embd * config.n_positions
+        share = 0.3 * min(1.0, config.n_embd / 768) ** 1.5 * (1.5 if plan.compile == "on" else 1.0)
+        return 989e12 * share / (6 * config.parameter_count() + attention)
+
+    return Machine(
+        tokens_per_second=tokens_per_second, device="cuda:0", dtype="bf16", free_bytes=free_bytes,
+        compile_seconds=lambda: compile_seconds, **changes,
+    )  # fmt: skip
+
+
+GPU_PLANS = {
+    "a minute on the documentation": (
+        {"minutes": 1.0}, 641_000, {"size": "mini", "compile": "off", "minutes": None},
+    ),
+    "an hour on a thousand million tokens": (
+        {"minutes": 60.0},
+        10**9,
+        {"size": "gpt2", "batch_size": 512, "micro_batch": 64, "lr": 6e-4, "compile": "on"},
+    ),
+    "ten days on a million million": (
+        {"minutes": 14400.0},
+        10**12,
+        {"size": "gpt2-medium", "batch_size": 512, "lr": 3e-4, "compile": "on"},
+    ),
+    "a named size": (
+        {"minutes": 60.0, "size": "gpt2"},
+        10**9,
+        {"batch_size": 512, "micro_batch": 64, "compile": "on"},
+    ),
+    "a named size for five minutes": (
+        {"minutes": 5.0, "size": "gpt2"}, 10**9, {"batch_size": 128, "micro_batch": 64},
+    ),
+    "a named size for three steps": (
+        {"steps": 3, "size": "gpt2"}, 10**9, {"batch_size": 512, "compile": "off"},
+    ),
+    "a named size for a thousand steps": (
+        {"steps": 1000, "size": "gpt2"}, 10**9, {"batch_size": 512, "compile": "on"},
+    ),
+    "an epoch": (
+        {"epochs": 1.0, "size": "gpt2"}, 10**9, {"batch_size": 512, "steps": 1908},
+    ),
+    "a batch that is given": (
+        {"minutes": 60.0, "size": "gpt2", "batch_size": 24}, 10**9,
+        {"batch_size": 24, "micro_batch": 24},
+    ),
+    "a size of ours keeps its recipe": (
+        {"minutes": 60.0, "size": "small"}, 10**9,
+        {"batch_size": 16, "micro_batch": 16, "lr": 2e-3},
+    ),
+    "not to be compiled": ({"minutes": 60.0, "compile": "off"}, 10**9, {"compile": "off"}),
+    "to be compiled": ({"steps": 3, "size": "tiny", "compile": "on"}, 10**9, {"compile": "on"}),
+}  # fmt: skip
+"""Options, tokens of the text, and fields of the plan on an H100."""
+
+
+@pytest.mark.parametrize("case", GPU_PLANS)
+def test_a_plan_on_a_gpu_follows_time_text_and_size(case):
+    options, tokens, expected = GPU_PLANS[case]
+    _, planned = plan(tokens=tokens, on=h100(), **options)
+    assert {name: getattr(planned, name) for name in expected} == expected
+    assert planned.dtype == "bf16"
+
+
+@pytest.mark.parametrize(("size", "dropout"), [("auto", 0.0), ("gpt2", 0.1)])
+def test_a_published_size_that_is_chosen_has_no_dropout(size, dropout):
+    config, planned = plan(minutes=60.0, size=size, tokens=10**9, on=h100())
+    assert planned.size == "gpt2" and config.resid_pdrop == dropout
+
+
+def test_a_published_size_on_a_cpu_keeps_its_batch():
+    for device in ("cpu", "mps"):
+        _, planned = plan(minutes=60.0, size="gpt2", on=machine(device=device))
+        assert (planned.batch_size, planned.micro_batch) == (16, 8)
+
+
+@pytest.mark.parametrize(("free", "micro_batch"), [(79e9, 64), (22e9, 32), (12e9, 16), (5e9, 8)])
+def test_micro_batches_fill_the_memory_of_a_gpu(free, micro_batch):
+    _, planned = plan(steps=9, size="gpt2", dropout=0.0, on=h100(free_bytes=free), tokens=10**9)
+    assert planned.micro_batch == micro_batch
+
+
+@pytest.mark.parametrize(
+    ("minutes", "seconds", "compiles"),
+    [(3.0, 30.0, "on"), (1.0, 30.0, "off"), (3.0, 100.0, "off"), (60.0, 100.0, "on")],
+)
+def test_blocks_are_compiled_if_it_saves_more_than_it_takes(minutes, seconds, compiles):
+    _, planned = plan(minutes=minutes, size="medium", on=h100(seconds), tokens=10**9)
+    assert planned.compile == compiles
+
+
+def test_compiling_is_counted_in_the_minutes():
+    (_, without), (_, counted) = (
+        plan(minutes=10.0, size="gpt2", batch_size=64, compile="on", tokens=10**9, on=h100(seconds))
+        for seconds in (0.0, 60.0)
+    )
+    assert counted.steps == pytest.approx(0.9 * without.steps, rel=0.01)
+
+
+def test_sizes_are_compared_without_compiling_and_one_is_compiled():
+    measured, tokens_per_second = [], h100().tokens_per_second
+
+    def watched(config, draft):
+        measured.append((draft.size, draft.compile))
+        return tokens_per_second(config, draft)
+
+    on = dataclasses.replace(h100(), tokens_per_second=watched)
+    for compile in ("auto", "on"):
+        measured.clear()
+        _, planned = plan(minutes=60.0, tokens=10**9, on=on, compile=compile)
+        *compared, last = measured
+        assert last == (planned.size, "on") and {how for _, how in compared} == {"off"}
+
+
 # Size
 
 

@@ -10,6 +10,7 @@ from typing import Any
 from tiedgpt.cli.console import bar, console, fact, note, table
 from tiedgpt.cli.train import RunArguments
 from tiedgpt.files import format_bytes, format_count
+from tiedgpt.runtime import find_device
 from tiedgpt.train.options import TrainOptions
 from tiedgpt.train.planning import estimate_memory, memory_limit
 from tiedgpt.train.run import DryRun, dry_run
@@ -17,7 +18,8 @@ from tiedgpt.train.run import DryRun, dry_run
 
 def show_plan(options: TrainOptions, args: RunArguments) -> None:
     """Print the plan, the memory and the time; raise `NoRoomError` after it if it does not fit."""
-    note("reading the text" + (" and measuring this machine" if options.chooses else ""))
+    measures = options.chooses or find_device(options.device).type == "cuda"
+    note("reading the text" + (" and measuring this machine" if measures else ""))
     with contextlib.ExitStack() as stack:
         progress = stack.enter_context(bar("reading text"))
         runs = dry_run(options, threads=args.threads, progress=progress)
@@ -43,7 +45,10 @@ def _list_facts(run: DryRun) -> dict[str, Any]:
     memory = estimate_memory(config, plan, data, run.machine)
     limit = memory_limit(plan, run.machine)
     units, speed = plan.steps * plan.batch_size * data.row_units, run.tokens_per_second
-    names = ("steps", "batch_size", "micro_batch", "optimizer", "dtype", "recompute", "threads")
+    names = (
+        "steps", "batch_size", "micro_batch", "optimizer", "lr", "dtype", "recompute", "compile",
+        "threads",
+    )  # fmt: skip
     return {
         "parameters": config.parameter_count(),
         "trained": data.n_trained or config.parameter_count(),
@@ -72,6 +77,7 @@ def _print_plan(run: DryRun) -> None:
     if run.has_steps:
         _print_steps(run, facts)
     mode = ", blocks recomputed in backward" if plan.recompute == "blocks" else ""
+    mode += ", blocks compiled" if plan.compile == "on" else ""
     rows = f"{format_count(plan.micro_batch, 'sequence')} at a time{mode}"
     fact("computed", f"{plan.batch_size} x {data.row_units} {data.unit} in {plan.dtype}, {rows}")
     total = format_bytes(facts["memory_bytes"])

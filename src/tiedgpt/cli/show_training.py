@@ -114,6 +114,7 @@ class Display:
         changes = {
             f"each batch in {parts} micro-batches": parts > 1,
             "activation checkpointing": plan.recompute == "blocks",
+            "blocks compiled": plan.compile == "on",
         }
         return "; ".join(
             [

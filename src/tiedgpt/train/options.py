@@ -119,6 +119,8 @@ class Size:
     """With AdamW alone; None: the same."""
     batch_size: int = 16
     """Sequences in a step."""
+    batch_tokens: int | None = None
+    """Tokens in a step on a GPU, as published; None: those of `batch_size`."""
     weight_decay: float = 0.1
     """Weight decay of the blocks' matrices; more for small models, which repeat their text."""
     dropout: float = 0.0
@@ -131,6 +133,14 @@ PUBLISHED_RATES = {
     "gpt3-2.7b": 1.6e-4, "gpt3-6.7b": 1.2e-4, "gpt3-13b": 1e-4, "gpt3-175b": 0.6e-4,
 }  # fmt: skip
 """Peak rates of the presets: Brown et al. 2020, table 2.1."""
+PUBLISHED_BATCHES = {
+    "gpt1": 1 << 15, "gpt2": 1 << 19, "gpt2-medium": 1 << 19, "gpt2-large": 1 << 19,
+    "gpt2-xl": 1 << 20, "gpt3-small": 1 << 19, "gpt3-medium": 1 << 19, "gpt3-large": 1 << 19,
+    "gpt3-xl": 1 << 20, "gpt3-2.7b": 1 << 20, "gpt3-6.7b": 1 << 21, "gpt3-13b": 1 << 21,
+    "gpt3-175b": 3 << 20,
+}  # fmt: skip
+"""Tokens in a step of the presets: Radford et al. 2018, section 4.1; Brown et al. 2020, table 2.1.
+"""
 RECIPES: dict[str, dict[str, Any]] = {
     "nano": {"lr": 1.6e-2, "weight_decay": 0.3},
     "tiny": {"lr": 1.2e-2, "lr_adamw": 4e-3, "weight_decay": 0.3},
@@ -138,7 +148,10 @@ RECIPES: dict[str, dict[str, Any]] = {
     "mini": {"lr": 3e-3, "batch_size": 8},
     "small": {"lr": 2e-3},
     "medium": {"lr": 1e-3},
-} | {name: {"lr": lr, "dropout": 0.1} for name, lr in PUBLISHED_RATES.items()}
+} | {
+    name: {"lr": lr, "batch_tokens": PUBLISHED_BATCHES[name], "dropout": 0.1}
+    for name, lr in PUBLISHED_RATES.items()
+}
 SIZES = {
     name: Size(**{key: PRESETS[name][key] for key in SHAPE}, **recipe)
     for name, recipe in RECIPES.items()
@@ -290,7 +303,7 @@ class ComputeOptions:
     micro_batch: int | None = option(
         None,
         "Sequences computed at a time (gradient accumulation); default: what fits, at most "
-        "8,192 tokens.",
+        "8,192 tokens, on a GPU 65,536.",
     )
     dtype: Literal["auto", "fp32", "bf16"] = option(
         "auto",
@@ -311,8 +324,8 @@ class ComputeOptions:
     )
     compile: Literal["auto", "on", "off"] = option(
         "auto",
-        "Compile the blocks with torch.compile; auto: only on a GPU. Results are not "
-        "bit-identical to uncompiled training.",
+        "Compile the blocks with torch.compile; auto: only on a GPU, if it saves more time than "
+        "it takes. Results are not bit-identical to uncompiled training.",
     )
 
 
@@ -445,8 +458,8 @@ class TrainOptions(  # the help lists the options of the last one first
             "eval_every": "a tenth of the steps; with --minutes, at least about ten seconds",
             "patience": "when the validation loss has risen again, but not with fewer than 50 "
             "held-out examples",
-            "batch_size": "the size's, or fewer for short runs with --size auto; 8 with --start; "
-            "32 labelled examples",
+            "batch_size": "the size's, for published sizes on a GPU as published; fewer for short "
+            "runs with --size auto; 8 with --start; 32 labelled examples",
             "optimizer": "muon, or adamw with --start",
             "lr": "by size, width and optimizer, shown by --verbose",
             "weight_decay": "0.1, or 0.3 for small sizes",

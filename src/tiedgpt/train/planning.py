@@ -52,6 +52,7 @@ COUNTS = "steps", "batch_size", "micro_batch", "eval_every", "eval_batches", "sa
 COSINE_FLOOR = 0.1
 """Share of the peak at which cosine ends: Brown et al. 2020, appendix B; Hoffmann et al. 2022."""
 CANDIDATE_SIZES = ("nano", "tiny", "little", "mini", "small", "medium")
+GPU_CANDIDATE_SIZES = (*CANDIDATE_SIZES, "gpt2", "gpt2-medium", "gpt2-large", "gpt2-xl")
 FIRST_CANDIDATE = "tiny"
 LOSS_A, LOSS_ALPHA = 62.0, 0.5
 LOSS_B, LOSS_BETA = 108.0, 0.39
@@ -76,6 +77,8 @@ SPEED_EXPONENT = 0.4
 """
 TARGET_MIN_STEPS = 300
 """Number of steps that a run should have: smaller batches are chosen to reach it."""
+GPU_TARGET_MIN_STEPS = 1000
+"""The same for the larger batches of published sizes on a GPU."""
 MIN_STEPS = 50
 """A size with fewer steps is not chosen if a smaller one has more."""
 MIN_TEXT_BYTES = 16
@@ -83,7 +86,11 @@ VOCABULARY_RANGE = 384, 8192
 CHARACTERS_PER_TOKEN_OF_VOCABULARY = 1000
 
 MICRO_BATCH_TOKENS = 8192
-"""Most tokens in a micro-batch unless --micro-batch is given."""
+"""Most tokens in a micro-batch on a CPU unless --micro-batch is given."""
+GPU_MICRO_BATCH_TOKENS = 65_536
+"""The same on a GPU, where more tokens keep it busy and the memory is the limit."""
+COMPILE_SPEEDUP = 1.5
+"""Speed of compiled blocks over that of plain ones on a GPU: an estimate."""
 ALLOCATOR_SHARE = {True: 0.2, False: 0.1}
 """Memory beyond the tensors' bytes on a CPU (True) and on a GPU. On a CPU malloc keeps freed blocks
 that are too small for the next request: six models of 6 to 22 million parameters took 0.93 to 1.27
@@ -266,6 +273,8 @@ class Machine:
     """CPU threads, if they were asked for or measured to be faster than the default."""
     missing_compiler: str | None = None
     """Reason why torch.compile cannot be used, or None."""
+    compile_seconds: Callable[[], float] = lambda: 0.0
+    """Seconds that compiling the blocks takes: as measured, or expected before that."""
     n_processes: int = 1
     n_shards: int = 1
     """Processes that share each matrix (FSDP2)."""
@@ -274,6 +283,11 @@ class Machine:
     def is_cpu(self) -> bool:
         """Whether a CPU trains."""
         return self.device.startswith("cpu")
+
+    @property
+    def is_gpu(self) -> bool:
+        """Whether a CUDA GPU trains."""
+        return self.device.startswith("cuda")
 
 
 def plan_run(
@@ -294,12 +308,16 @@ def plan_run(
     if options.chooses and facts.text_tokens is not None:
         options, reason = choose_size(options, config, facts, machine, seconds_spent)
         config, facts = apply_size(options, config, facts)
+    options = with_published_batch(options, config, facts, machine, seconds_spent)
     draft = draft_plan(options, config, facts, machine)
+    if compile_pays(draft, options, config, facts, machine, seconds_spent):
+        draft = replace(draft, compile="on")
     unit, amount, _ = options.duration
     if unit == "minutes":
         speed = machine.tokens_per_second(config, draft)  # with its own batch size
         step_seconds = draft.batch_size * facts.row_units / speed
-        seconds = seconds_left(60 * amount, seconds_spent)
+        compiling = machine.compile_seconds() if draft.compile == "on" else 0.0
+        seconds = seconds_left(60 * amount, seconds_spent + compiling)
         steps = count_steps(seconds, step_seconds, facts.held_out_rows, draft, machine.n_processes)
         evaluations = min(options.evaluations, round(seconds * PAUSE_SHARE / PAUSE_SECONDS))
         plan = set_steps(draft, options, steps, max(1, evaluations))
@@ -323,8 +341,11 @@ def apply_size(options: TrainOptions, config: GPTConfig, facts: Facts) -> tuple[
 
 
 def draft_plan(options: TrainOptions, config: GPTConfig, facts: Facts, machine: Machine) -> Plan:
-    """Return the plan without the numbers that depend on the number of steps."""
-    compiles = wants_compile(options, facts, machine) and machine.missing_compiler is None
+    """Return the plan without the numbers that depend on the number of steps.
+
+    Blocks are compiled only if the options ask for it.
+    """
+    compiles = options.compile == "on" and machine.missing_compiler is None
     draft = Plan(
         steps=1,
         micro_batch=1,
@@ -357,13 +378,33 @@ def require_rows(batch_size: int, n_processes: int) -> None:
 
 
 def wants_compile(options: TrainOptions, facts: Facts, machine: Machine) -> bool:
-    """Return whether the blocks should be compiled; `auto`: on a GPU, for rows of one length.
+    """Return whether the blocks may be compiled; `auto`: on a GPU, for rows of one length.
 
     On a CPU, our own products and attention are faster (`bench/train.py --compile`).
     """
     if options.compile == "auto":
-        return machine.device.startswith("cuda") and facts.unit == "tokens"
+        return machine.is_gpu and facts.unit == "tokens"
     return options.compile == "on"
+
+
+def compile_pays(
+    draft: Plan,
+    options: TrainOptions,
+    config: GPTConfig,
+    facts: Facts,
+    machine: Machine,
+    seconds_spent: float,
+) -> bool:
+    """Whether compiling is left to us, possible, and shorter than the time that it saves."""
+    may = options.compile == "auto" and wants_compile(options, facts, machine)
+    if not may or machine.missing_compiler is not None:
+        return False
+    unit, amount, _ = options.duration
+    seconds = seconds_left(60 * amount, seconds_spent)
+    if unit != "minutes":
+        units = plan_steps(draft, options, facts, "").steps * draft.batch_size * facts.row_units
+        seconds = units / machine.tokens_per_second(config, draft)
+    return seconds * (1 - 1 / COMPILE_SPEEDUP) > machine.compile_seconds()
 
 
 # Size
@@ -387,10 +428,10 @@ def expected_loss(size: str, tokens: float, text_tokens: int) -> float:
     return LOSS_A / count_block_parameters(size) ** LOSS_ALPHA + LOSS_B / effective**LOSS_BETA
 
 
-def candidate_sizes(text_tokens: int) -> list[str]:
+def candidate_sizes(text_tokens: int, names: tuple[str, ...] = CANDIDATE_SIZES) -> list[str]:
     """Return the sizes that are not too large for a text, smallest first; at least one."""
     most = MAX_PARAMETERS_PER_TOKEN * text_tokens
-    sizes = [size for size in CANDIDATE_SIZES if count_block_parameters(size) <= most]
+    sizes = [size for size in names if count_block_parameters(size) <= most]
     return sizes or [CANDIDATE_SIZES[0]]
 
 
@@ -407,21 +448,60 @@ def choose_context(size: str, text_tokens: int) -> int:
     return max(min(SIZES[size].n_positions, short), min(8, text_tokens - 1), 1)
 
 
-def with_choices(options: TrainOptions, size: str, tokens: float, text_tokens: int) -> TrainOptions:
+def choose_batch(size: str, context: int, tokens: float, machine: Machine) -> int:
+    """Return the rows of a batch: fewer than the size's for a short run of so many tokens.
+
+    On a GPU, a published size has a power of two of rows, at most the published number of tokens.
+    """
+    record = SIZES[size]
+    if not machine.is_gpu or record.batch_tokens is None:
+        return max(1, int(min(record.batch_size, tokens / context / TARGET_MIN_STEPS)))
+    rows = min(record.batch_tokens, tokens / GPU_TARGET_MIN_STEPS) / context
+    return 1 << int(math.log2(max(record.batch_size, rows)))
+
+
+def with_published_batch(
+    options: TrainOptions,
+    config: GPTConfig,
+    facts: Facts,
+    machine: Machine,
+    seconds_spent: float,
+) -> TrainOptions:
+    """Return the options with the batch size of a fresh model of a published size on a GPU."""
+    size, is_fresh = options.named_size, options.start is None and options.recipe == "train"
+    has_batch = options.batch_size is not None or SIZES[size].batch_tokens is None
+    if has_batch or not (is_fresh and machine.is_gpu) or facts.text_tokens is None:
+        return options
+
+    def with_batch(tokens: float) -> TrainOptions:
+        return replace(options, batch_size=choose_batch(size, facts.row_tokens, tokens, machine))
+
+    unit, amount, _ = options.duration
+    if unit == "steps":
+        return with_batch(math.inf)
+    if unit == "epochs":
+        return with_batch(amount * facts.text_tokens)
+    draft = draft_plan(replace(with_batch(math.inf), compile="off"), config, facts, machine)
+    speed = machine.tokens_per_second(config, draft)
+    return with_batch(seconds_left(60 * amount, seconds_spent) * speed)
+
+
+def with_choices(
+    options: TrainOptions, size: str, tokens: float, text_tokens: int, machine: Machine
+) -> TrainOptions:
     """Return the options with a size and its context, batch size and dropout.
 
     Given options stay unchanged. `tokens` is the number of tokens trained on.
     """
     epochs, excess = tokens / text_tokens, count_block_parameters(size) / text_tokens
     repeats = epochs >= DROPOUT_MIN_EPOCHS and excess >= DROPOUT_MIN_PARAMETERS_PER_TOKEN
-    dropout = AUTO_DROPOUT if repeats else SIZES[size].dropout
+    dropout = AUTO_DROPOUT if repeats else 0.0
     context = options.context or choose_context(size, text_tokens)
-    batch = max(1, int(min(SIZES[size].batch_size, tokens / context / TARGET_MIN_STEPS)))
     return replace(
         options,
         size=size,
         context=context,
-        batch_size=options.batch_size or batch,
+        batch_size=options.batch_size or choose_batch(size, context, tokens, machine),
         dropout=dropout if options.dropout is None else options.dropout,
     )
 
@@ -447,19 +527,19 @@ def judge_size(
     machine: Machine,
     seconds: float,
 ) -> Candidate:
-    """Return the expected result of training a size for some seconds."""
+    """Return the expected result of training a size for some seconds, not compiled."""
     text_tokens = facts.text_tokens or 1
     without_dropout = replace(options, dropout=options.dropout or 0.0)
-    sized = with_choices(without_dropout, size, math.inf, text_tokens)
+    sized = with_choices(without_dropout, size, math.inf, text_tokens, machine)
     sized_config, sized_facts = apply_size(sized, config, facts)
     n_parameters = count_block_parameters(size)
     try:
-        draft = draft_plan(sized, sized_config, sized_facts, machine)
+        draft = draft_plan(replace(sized, compile="off"), sized_config, sized_facts, machine)
     except NoRoomError:
         return Candidate(sized, 0.0, 0.0, (True, n_parameters))
     speed = machine.tokens_per_second(sized_config, draft)
     tokens = min(seconds * speed, text_tokens * (options.epochs or MAX_AUTO_EPOCHS))
-    chosen = with_choices(options, size, tokens, text_tokens)
+    chosen = with_choices(options, size, tokens, text_tokens, machine)
     steps = seconds * speed / (chosen.batch_size or 1) / sized_facts.row_units
     if steps < MIN_STEPS:
         return Candidate(chosen, tokens, speed, (True, n_parameters))
@@ -502,7 +582,8 @@ def choose_size(
         tokens = min(seconds * results[than].speed * min(1.0, smaller) ** SPEED_EXPONENT, most)
         return smaller > 1 or expected_loss(size, tokens, text_tokens) < judge(than)[1]
 
-    sizes = candidate_sizes(text_tokens)
+    names = GPU_CANDIDATE_SIZES if machine.is_gpu else CANDIDATE_SIZES
+    sizes = candidate_sizes(text_tokens, names)
     at = sizes.index(FIRST_CANDIDATE) if FIRST_CANDIDATE in sizes else 0
     has_few_steps, _ = judge(sizes[at])
     for direction in (-1,) if has_few_steps else (1, -1):
@@ -659,7 +740,8 @@ def fit_micro_batch(
     """
     limit = memory_limit(draft, machine)
     rows = -(-draft.batch_size // machine.n_processes)
-    most = min(rows, options.micro_batch or max(1, MICRO_BATCH_TOKENS // facts.row_tokens))
+    most_tokens = GPU_MICRO_BATCH_TOKENS if machine.is_gpu else MICRO_BATCH_TOKENS
+    most = min(rows, options.micro_batch or max(1, most_tokens // facts.row_tokens))
     sizes = [most >> n for n in range(1 if options.micro_batch else most.bit_length())]
     modes: list[Recompute] = ["off", "blocks"] if options.memory is not None else ["off"]
     if options.recompute != "auto":

@@ -280,8 +280,9 @@ def dry_run(
 ) -> Generator[DryRun, None, None]:
     """Yield the plan of a run on this machine, then the same with its speed.
 
-    Unless the machine chooses the size, the first has the memory already, and the number of steps
-    if no duration decides it. The text is encoded as in `train`, in a temporary directory.
+    The first has the memory already, and the number of steps if no duration decides it. There is
+    one plan only if the speed decides more: the size, or on a GPU the batch and the compiling. The
+    text is encoded as in `train`, in a temporary directory.
     """
     processes, problem = Processes(find_device(options.device)), None
     with tempfile.TemporaryDirectory() as temporary, cpu_threads(threads):
@@ -291,7 +292,7 @@ def dry_run(
         )
         config, has_steps = objective.config, options.duration.unit != "minutes"
         try:
-            if not options.chooses:
+            if not options.chooses and not machine.is_gpu:
                 plan = draft_plan(options, config, data, machine)
                 if has_steps:
                     config, plan = plan_run(options, config, data, machine)

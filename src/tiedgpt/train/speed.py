@@ -46,6 +46,8 @@ MAX_SLOW_SECONDS = 5.0
 """Seconds after which no further slow step is measured."""
 COMPILE_SECONDS = 2.0
 """Seconds for which the first step may load libraries and compile kernels."""
+EXPECTED_COMPILE_SECONDS = 30.0
+"""Seconds that torch.compile takes for the blocks, before it has been measured."""
 MIN_MEASURED_STEPS, MAX_MEASURED_STEPS = 4, 60
 MEASURED_FLOPS, MEASURED_PEAK_SECONDS = 1e12, 1.0
 """Maximum number of operations in a measured step, and of seconds for them at the CPU's peak."""
@@ -95,6 +97,7 @@ def measure_machine(
         used_bytes=used,
         threads=threads,
         missing_compiler=find_missing(device),
+        compile_seconds=lambda: speed.compile_seconds,
         n_processes=processes.size,
         n_shards=processes.n_shards,
     )
@@ -114,6 +117,10 @@ class SpeedMeasurement:
     """Whether the first measurement compares one thread with the default number."""
     threads: int | None = field(default=None, init=False)
     """The number of threads that the comparison chose."""
+    compile_seconds: float = field(default=EXPECTED_COMPILE_SECONDS, init=False)
+    """Seconds of the first measurement with compiled blocks, most of them for compiling."""
+    has_compiled: bool = field(default=False, init=False)
+    """Whether compiled blocks have been measured."""
     notes: list[str] = field(default_factory=list, init=False)
     measured: dict[tuple[object, ...], float] = field(default_factory=dict, init=False)
     measured_part: str = field(default="", init=False)
@@ -123,7 +130,10 @@ class SpeedMeasurement:
         """Return the speed of all processes together."""
         key = (config, *(getattr(plan, name) for name in STEP_FIELDS))
         if key not in self.measured:
+            began = time.perf_counter()
             self.measured[key] = self._compare_threads(config, plan)
+            if plan.compile == "on" and not self.has_compiled:
+                self.compile_seconds, self.has_compiled = time.perf_counter() - began, True
         return self.measured[key]
 
     def _compare_threads(self, config: GPTConfig, plan: Plan) -> float:
@@ -215,10 +225,13 @@ def measure_speed(
 
 
 def _limit_flops(plan: Plan, processes: Processes, load: float | None) -> tuple[float, int]:
-    """Return the most operations of a measured step, and the processes that need a row each.
+    """Return the most operations of a measured step, and its least rows, or 0 for a part of one.
 
-    Only one process on a CPU measures less than a row of the whole model.
+    Only one process on a CPU measures less than a row of the whole model. A GPU measures whole
+    micro-batches: a part would not fill it.
     """
+    if processes.device.type == "cuda":
+        return MEASURED_FLOPS, processes.size * plan.micro_batch
     if processes.size > 1 or processes.device.type != "cpu":
         return MEASURED_FLOPS, processes.size
     peak = peak_flops(processes.device, plan.dtype) or math.inf
@@ -252,7 +265,7 @@ class StepPart:
 def take_part(model: Model, data: Data, plan: Plan, limit: float, least_rows: int = 0) -> StepPart:
     """Remove blocks from a model whose rows take more operations than the limit; return the part.
 
-    With `least_rows`, the number of processes that share a step, rows and blocks stay whole.
+    With `least_rows`, as for several processes or a GPU, rows and blocks stay whole.
     """
     gpt, n_tokens = body_of(model), data.row_tokens
     n_blocks, n_rows = len(gpt.h), plan.batch_size
