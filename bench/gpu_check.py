@@ -1,10 +1,11 @@
-"""Check a machine with a GPU in one run: doctor, parity with the CPU, a training, texts from it.
+"""Check a machine with a GPU in one run: doctor, tests, a training, texts from it, speeds.
 
     make gpu-wheels                    # here: packages that a bare machine lacks, into .wheels/
-    python3 bench/gpu_check.py [OUT]   # there: needs this checkout, torch for CUDA and .wheels/
+    python3 bench/gpu_check.py [OUT [STEP ...]]   # there, with torch for CUDA and .wheels/
 
 Nothing is installed: the code runs from src/. Each step has its time limit, and a failed one does
 not end the others. Their whole output is in OUT (default: build/gpu), a line for each is printed.
+All take about a quarter of an hour; the names of some steps after OUT run these alone.
 The exit code is the number of failed steps. `TIEDGPT_TEST_DEVICE=cpu` checks the script on a CPU.
 """
 
@@ -26,9 +27,11 @@ PYTEST = [
 ]  # fmt: skip
 STEPS: dict[str, tuple[int, list[str]]] = {
     "doctor": (60, [*TIEDGPT, "doctor", "--format", "json"]),
-    "parity": (150, PYTEST),
+    "tests": (240, PYTEST),
     "train": (150, [*TIEDGPT, "train", "--minutes", "1", "--out", "{out}/run"]),
     "generate": (60, [*TIEDGPT, "generate", "{out}/run", "--prompt", "The", "-f", "json"]),
+    "generate int8": (90, [*TIEDGPT, "generate", "{out}/run", "--precision", "int8"]),
+    "bench": (540, [sys.executable, "bench/gpu.py", "--out", "{out}/gpu.jsonl"]),
 }
 """The seconds and the command of each step."""
 
@@ -62,7 +65,8 @@ def main() -> int:
     out = Path(sys.argv[1] if len(sys.argv) > 1 else ROOT / "build" / "gpu").resolve()
     out.mkdir(parents=True, exist_ok=True)
     unpack_wheels(out / "site")
-    return sum(not run_step(name, *step, out) for name, step in STEPS.items())
+    names = sys.argv[2:] or list(STEPS)
+    return sum(not run_step(name, *STEPS[name], out) for name in names)
 
 
 if __name__ == "__main__":

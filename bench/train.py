@@ -135,7 +135,7 @@ def ours(
 
     def step(ids: Tensor, targets: Tensor) -> None:
         with fast_training(model):
-            train_step(model, rules, (ids.numpy(), targets.numpy()), plan)
+            train_step(model, rules, (ids.cpu().numpy(), targets.cpu().numpy()), plan)
 
     return step
 

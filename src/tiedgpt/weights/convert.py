@@ -266,14 +266,15 @@ def are_equal(a: Tensor | None, b: Tensor | None) -> bool:
 
 
 def _logits(model: GPT) -> Tensor:
-    """Return a model's logits on some ids, in fp32 or its own wider type."""
+    """Return a model's logits on some ids, on the CPU, in fp32 or its own wider type."""
     config, dtype = model.config, model.wte.weight.dtype
     generator = torch.Generator().manual_seed(0)
     shape = (N_SEQUENCES, min(N_TOKENS, config.n_positions))
     ids = torch.randint(config.vocab_size, shape, generator=generator, device="cpu")
     try:
         with torch.inference_mode():
-            return model.to(torch.promote_types(dtype, torch.float32))(ids)
+            wide = model.to(torch.promote_types(dtype, torch.float32))
+            return wide(ids.to(wide.wte.weight.device)).cpu()
     finally:
         model.to(dtype)  # exact: every value came from this type
 
