@@ -103,6 +103,23 @@ def test_the_speed_of_a_plan_is_measured_once():
     assert [speed(CONFIG, plan) for plan in plans] == [0.0, 1.0, 0.0]
 
 
+def test_all_processes_count_the_seconds_of_compiling_of_the_first(trial, monkeypatch):
+    class Second(Processes):
+        def broadcast(self, value):
+            return 7.0 if isinstance(value, float) else super().broadcast(value)
+
+    monkeypatch.setattr("tiedgpt.train.speed.prepare_blocks", lambda model, plan: model)
+    run = trial()
+    machine, speed = measure_machine(
+        TrainOptions(minutes=0.01), run.objective, run.data, Second(CPU)
+    )
+    seconds = []
+    for compile in ("off", "on"):
+        speed(run.objective.config, dataclasses.replace(run.plan, compile=compile))
+        seconds.append(machine.compile_seconds())
+    assert seconds == [30.0, 7.0]
+
+
 @pytest.mark.skipif(not hasattr(os, "getloadavg"), reason="the system tells no load")
 def test_a_run_by_steps_compares_threads_on_a_busy_machine(options, tmp_path, monkeypatch):
     monkeypatch.setattr(os, "getloadavg", lambda: (99.0, 99.0, 99.0))

@@ -77,10 +77,13 @@ def measure_machine(
     seconds = min(MAX_MEASURE_SECONDS, 60 * MEASURE_TIME_SHARE * minutes)
 
     def measure(config: GPTConfig, plan: Plan) -> float:
-        resized = resize(objective, data, config)
+        resized, began = resize(objective, data, config), time.perf_counter()
         tokens_per_second, speed.measured_part = measure_speed(
             *resized, plan, processes, seconds, load, accelerate
         )
+        if plan.compile == "on" and not speed.has_compiled:
+            speed.compile_seconds = processes.broadcast(time.perf_counter() - began)
+            speed.has_compiled = True
         return tokens_per_second
 
     compares_threads = load is not None and threads is None and torch.get_num_threads() > 1
@@ -130,10 +133,7 @@ class SpeedMeasurement:
         """Return the speed of all processes together."""
         key = (config, *(getattr(plan, name) for name in STEP_FIELDS))
         if key not in self.measured:
-            began = time.perf_counter()
             self.measured[key] = self._compare_threads(config, plan)
-            if plan.compile == "on" and not self.has_compiled:
-                self.compile_seconds, self.has_compiled = time.perf_counter() - began, True
         return self.measured[key]
 
     def _compare_threads(self, config: GPTConfig, plan: Plan) -> float:
