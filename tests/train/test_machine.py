@@ -35,7 +35,7 @@ from tiedgpt.train.machine import (
 from tiedgpt.train.objectives.language import LanguageModelling
 from tiedgpt.train.optim.groups import make_optimizers
 from tiedgpt.train.options import TrainOptions
-from tiedgpt.train.planning import estimate_memory
+from tiedgpt.train.planning import Machine, estimate_memory
 from tiedgpt.train.run import dry_run
 from tiedgpt.train.speed import SpeedMeasurement, measure_machine, take_part
 from tiedgpt.train.step import keep_memory, train_step
@@ -335,6 +335,13 @@ def test_a_dry_run_shows_memory_and_steps_before_the_speed_is_measured(options):
     assert first.plan.micro_batch == last.plan.micro_batch
     (chosen,) = dry_run(dataclasses.replace(options, size="auto", steps=None, minutes=0.05))
     assert chosen.has_steps and chosen.plan.size != "auto"
+
+
+@pytest.mark.parametrize("duration", [{"steps": 6}, {"steps": None, "minutes": 0.05}])
+def test_a_dry_run_on_a_gpu_has_one_plan_since_the_speed_decides_it(options, duration, monkeypatch):
+    monkeypatch.setattr(Machine, "is_gpu", True)
+    (plan,) = dry_run(dataclasses.replace(options, **duration))
+    assert plan.has_steps and plan.tokens_per_second > 0
 
 
 @pytest.mark.parametrize("duration", [("--steps", "7"), ("--minutes", "0.1")])
