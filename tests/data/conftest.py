@@ -10,6 +10,7 @@ class ByteTokenizer:
 
     eos_token_id: int | None = 256
     special_tokens = ("<|endoftext|>",)
+    begin_ids = ()
 
     def encode_array(self, text: str) -> np.ndarray:
         return np.frombuffer(text.encode(), dtype=np.uint8).astype(np.uint16)
