@@ -33,6 +33,7 @@ REMEDIES = {
     "FileCorpus": 'documents(["my.txt"]) opens one',
     "GPT": "GPT.from_pretrained(source) loads one",
     "GPTConfig": 'GPTConfig.preset("gpt2") makes one, GPT.from_pretrained(source) loads a model',
+    "Module": "GPT.from_pretrained(source) loads one",
     "Head": "open_head(source) loads one",
     "Plan": 'tiedgpt.data.plan_preparation(["my.txt"]) makes one; a training\'s is in '
     "examples/own_task.py",

@@ -33,7 +33,7 @@ from tiedgpt.data.records import (
 from tiedgpt.data.remarks import note_special_tokens, special_token_finder
 from tiedgpt.data.templates import CHATML, Piece, Template, encode_pieces, read_template
 from tiedgpt.errors import CorruptInputError, UserError
-from tiedgpt.signatures import checked
+from tiedgpt.signatures import wrong_type
 from tiedgpt.text.bpe import END_OF_TEXT
 
 if TYPE_CHECKING:
@@ -90,7 +90,6 @@ class ExampleReader:
             than the first. `skip_bad` counts such lines instead, except those of another kind.
     """
 
-    @checked
     def __init__(
         self,
         corpus: FileCorpus,
@@ -101,6 +100,8 @@ class ExampleReader:
         too_long: Literal["drop", "cut", "error"] = "drop",
         skip_bad: bool = False,
     ) -> None:
+        if not hasattr(corpus, "records"):
+            raise wrong_type("ExampleReader", "corpus", "FileCorpus", corpus)
         if context is not None and context < 2:
             raise UserError(f"context must be at least 2 tokens, got {context}")
         self.corpus, self.context, self.template = corpus, context, CHATML

@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 from tiedgpt.data.shards import Shards
 from tiedgpt.errors import UserError
 from tiedgpt.files import format_count
-from tiedgpt.signatures import checked
+from tiedgpt.signatures import checked, wrong_type
 
 LARGEST_TABLE = 1_000_000
 """Maximum number of windows whose order is stored as a table; a longer order is computed."""
@@ -32,9 +32,8 @@ class Batches:
         UserError: there are fewer than n_positions + 1 tokens, or a size is not positive.
     """
 
-    @checked
     def __init__(self, tokens: Shards, *, batch_size: int, n_positions: int, seed: int) -> None:
-        _check_sizes(batch_size, n_positions)
+        _check_sizes(tokens, batch_size, n_positions)
         if len(tokens) < n_positions + 1:
             raise UserError(
                 f"the text has {format_count(len(tokens), 'token')}, and a context of "
@@ -106,7 +105,6 @@ def _mix(word: int) -> int:
     return word ^ word >> 31
 
 
-@checked
 def in_order(
     tokens: Shards, *, batch_size: int, n_positions: int, at_most: int | None = None
 ) -> Iterator[Batch]:
@@ -118,7 +116,7 @@ def in_order(
     Raises:
         UserError: there are fewer than two tokens, so there is nothing to predict.
     """
-    _check_sizes(batch_size, n_positions)
+    _check_sizes(tokens, batch_size, n_positions)
     if len(tokens) < 2:
         raise UserError(
             f"a text of {format_count(len(tokens), 'token')} has nothing to predict",
@@ -147,6 +145,8 @@ def _count_windows(n_tokens: int, n_positions: int) -> int:
     return -(-(n_tokens - 1) // n_positions)
 
 
-def _check_sizes(batch_size: int, n_positions: int) -> None:
+def _check_sizes(tokens: Shards, batch_size: int, n_positions: int) -> None:
+    if not hasattr(tokens, "read"):
+        raise wrong_type("a batch", "tokens", "Shards", tokens)
     if min(batch_size, n_positions) < 1:
         raise UserError(f"{batch_size=} and {n_positions=} must be at least 1")

@@ -18,6 +18,7 @@ from tiedgpt.core.embedding import TiedEmbedding
 from tiedgpt.core.model import GPT
 from tiedgpt.errors import UserError
 from tiedgpt.runtime import eval_mode
+from tiedgpt.signatures import require_type
 
 Module = TypeVar("Module", bound=nn.Module)
 
@@ -60,8 +61,9 @@ def require_gpt(model: object) -> GPT:
                     f"{name} has an adapter", hint="merge it first (tiedgpt.tune.merge)"
                 )
         return model
-    if isinstance(model, nn.Module):
-        require_no_gpt_inside(model)
+    require_type("the function", "model", model, nn.Module)
+    assert isinstance(model, nn.Module)
+    require_no_gpt_inside(model)
     raise UserError(
         f"{type(model).__name__} is no tiedgpt.GPT, or wte.weight is sharded or wrapped: change "
         "the GPT before that; of these functions only `tie` changes other modules"

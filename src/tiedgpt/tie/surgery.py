@@ -121,7 +121,6 @@ def tie(
     return Report(True, change, text, reads, outputs, apart)
 
 
-@checked
 def untie(model: GPT) -> Report:
     """Add a head with a copy of W (V, D): the same logits, V D more parameters.
 
@@ -145,7 +144,6 @@ def untie(model: GPT) -> Report:
     return _report_head(model, before, parameters)
 
 
-@checked
 def replace_head(model: GPT, module: nn.Module | None) -> Report:
     """Replace the head by any module (..., D) -> (..., V), or without a module by W.
 

@@ -23,7 +23,6 @@ from torch import Tensor, nn
 from tiedgpt.core.model import GPT
 from tiedgpt.errors import NoRoomError, UserError
 from tiedgpt.runtime import eval_mode
-from tiedgpt.signatures import checked
 from tiedgpt.tie.heads import (
     find_head_layers,
     find_second_names,
@@ -86,7 +85,6 @@ class VocabularyReport:
     __repr__ = __str__
 
 
-@checked
 def resize_vocab(model: GPT, n: int, *, sample: Sample = None, seed: int = 0) -> VocabularyReport:
     """Give the vocabulary n tokens, in place: new rows at the end, or the first n kept.
 
@@ -119,7 +117,6 @@ def resize_vocab(model: GPT, n: int, *, sample: Sample = None, seed: int = 0) ->
     return VocabularyReport(size, n, tuple(tables), change, mass)
 
 
-@checked
 def add_tokens(model: GPT, n_new: int, *, sample: Sample = None, seed: int = 0) -> VocabularyReport:
     """Append rows for `n_new` tokens; their ids begin at the old vocabulary's size.
 
@@ -131,7 +128,6 @@ def add_tokens(model: GPT, n_new: int, *, sample: Sample = None, seed: int = 0) 
     return resize_vocab(model, size + n_new, sample=sample, seed=seed)
 
 
-@checked
 def prune(model: GPT, keep_ids: Iterable[int]) -> VocabularyReport:
     """Keep only the rows of these ids, in this order: the i-th id becomes token i.
 

@@ -29,7 +29,6 @@ from tiedgpt.errors import CheckFailedError, UserError
 from tiedgpt.heads import Head
 from tiedgpt.names import explains_arguments
 from tiedgpt.runtime import eval_mode
-from tiedgpt.signatures import checked
 from tiedgpt.tie.heads import find_second_names, is_tied, predicts_through_wte
 from tiedgpt.tune.freezing import TWO_CHOICES, Model, TrainableParameters, count_trainable, gpt_of
 
@@ -127,7 +126,6 @@ class Size:
     """Rows of W that are trained in full."""
 
 
-@checked
 @explains_arguments
 def lora(
     model: Model,
@@ -208,7 +206,6 @@ def adapted_layers(gpt: GPT) -> dict[str, LoRALinear | LoRAEmbedding]:
     return {name: m for name, m in named if isinstance(m, (LoRALinear, LoRAEmbedding))}
 
 
-@checked
 @torch.no_grad()
 def merge(model: Model) -> float:
     """Add the adapters to their matrices, in fp32, and remove them, in place.

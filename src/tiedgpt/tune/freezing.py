@@ -12,7 +12,7 @@ from torch import nn
 from tiedgpt.core.model import GPT
 from tiedgpt.errors import UserError
 from tiedgpt.heads import Head
-from tiedgpt.signatures import checked
+from tiedgpt.signatures import checked, require_type
 from tiedgpt.tie.heads import is_tied
 
 Model = GPT | Head
@@ -117,6 +117,7 @@ def count_trainable(model: Model) -> TrainableParameters:
 
 def gpt_of(model: nn.Module) -> GPT:
     """Return the GPT, or the one under a head of `tiedgpt.heads`; `UserError` for another model."""
+    require_type("the function", "model", model, nn.Module)
     gpt = model.gpt if isinstance(model, Head) else model
     if not isinstance(gpt, GPT):
         raise UserError(
