@@ -158,8 +158,8 @@ def _gpt(n_layer: int, n_embd: int, n_head: int, *, n_positions: int) -> dict[st
 
 
 def _small(*sizes: int) -> dict[str, Any]:
-    names = "n_layer n_embd n_head n_positions vocab_size embd_pdrop attn_pdrop resid_pdrop"
-    return dict(zip(names.split(), (*sizes, 0.0, 0.0, 0.0), strict=True))
+    shape = zip(("n_layer", "n_embd", "n_head", "n_positions", "vocab_size"), sizes, strict=True)
+    return {**dict(shape), "embd_pdrop": 0.0, "attn_pdrop": 0.0, "resid_pdrop": 0.0}
 
 
 PRESETS: dict[str, dict[str, Any]] = {

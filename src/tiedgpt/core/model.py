@@ -86,8 +86,7 @@ class GPT(ExplainsNames, nn.Module):
         if cache is not None:
             positions = cache.positions(n_new)
         if document_starts is not None:
-            starts = document_starts
-            require_type("GPT", "document_starts", starts, Tensor)
+            require_type("GPT", "document_starts", starts := document_starts, Tensor)
             if cache is not None or starts.shape != ids.shape or starts.dtype not in INTEGERS:
                 raise UserError(
                     f"must hold an index for each of ids {tuple(ids.shape)}, without a cache, got "
