@@ -184,7 +184,7 @@ def test_impossible_options_are_refused_in_one_line(folder, capfd, wrong, says):
 @pytest.mark.parametrize(
     ("content", "code", "says"),
     [
-        (b"only 30 bytes are in this file", 1, "tokens and the context is 64"),
+        (b"only 30 bytes are in this file", 1, "tokens for a context of 64"),
         (b"", 1, "no text in cats.txt"),
         (b"\n\n \n", 1, "no text in cats.txt"),
         (b"\0\1\2" * 99, 3, "cats.txt contains a NUL byte at 0"),

@@ -207,10 +207,7 @@ def _note_vocabulary(options: TrainOptions, size: int) -> Iterator[str]:
     is_trained = options.start is None and options.tokenizer == "bpe"
     requested = options.vocab_size or (0 if options.size == AUTO else options.shape.vocab_size)
     if is_trained and size < requested and not is_prepared(options.data):
-        yield (
-            f"the vocabulary has {size:,} tokens instead of {requested:,}: the text has no more "
-            "pairs of tokens to merge"
-        )
+        yield f"the vocabulary has {size:,} tokens instead of {requested:,}: the text has no more"
 
 
 def _take(texts: Iterable[str], characters: int) -> Iterator[str]:
@@ -302,8 +299,7 @@ class TextData(Data):
         tokens, context = len(self.train), self.row_tokens
         if tokens < context + 1:
             raise UserError(
-                f"the training text has {format_count(tokens, 'token')} and the context is "
-                f"{context}",
+                f"the training text has {format_count(tokens, 'token')} for a context of {context}",
                 hint=f"use --context below {tokens} or more text",
             )
         if len(self.validation) < 2:
