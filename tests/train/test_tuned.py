@@ -308,8 +308,12 @@ BAD = {
     "template": ('{"text": "a"}', ["--template", "plain"], "--template is for examples"),
     "packed": ('{"text": "a"}\n{"text": 1}', ["--packing", "on"], "bad.jsonl:2: 'text' must be"),
     "no text": ('{"text": ""}', ["--packing", "on"], "bad.jsonl:1: nothing in it is trained"),
-    "two kinds": ('{"text": "a", "messages": []}', [], "text and messages of the kinds"),
-    "roles": (GOOD.replace('"user"', '"robot"'), [], "bad.jsonl:1: template 'chatml' has no role"),
+    "two kinds": ('{"text": "a", "messages": []}', [], "several of the kinds: 'text', 'messages'"),
+    "roles": (
+        GOOD.replace('"user"', '"robot"'),
+        [],
+        "bad.jsonl:1: no role 'robot': the roles are system, user",
+    ),
     "half a pair": ('{"prompt": "a", "completion": "\\ud800"}', [], "bad.jsonl:1: not a JSON"),
 }
 
