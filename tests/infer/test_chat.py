@@ -52,6 +52,16 @@ def test_a_reply_ends_with_the_template_or_the_context(chatting, engine):
     assert len(long.ids) == 48 - n_prompt and long.finish_reason == "length"
 
 
+def test_a_reply_continues_after_its_end_if_asked(chatting, engine):
+    end = engine.tokenizer.eos_token_id
+    options = {"logit_bias": {end: 100}, "max_new_tokens": 5, "temperature": 0}
+    for ids in ([], [290]):
+        done = chatting.chat([USER], ignore_eos=True, stop_ids=ids, **options)
+        assert (done.ids, done.finish_reason) == ([end] * 5, "length")
+    streamed = chatting.stream_chat([USER], ignore_eos=True, **options)
+    assert [token.id for token in streamed] == [end] * 5
+
+
 @pytest.mark.parametrize("name", ["model", "run"])
 def test_the_template_of_a_run_or_a_directory_is_used(tmp_path, name, reply):
     path = tmp_path / name if name == "model" else tmp_path / name / "model"

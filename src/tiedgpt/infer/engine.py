@@ -321,8 +321,8 @@ class Engine:
                 "max_new_tokens": max(1, self.runner.config.n_positions - len(ids))
             } | options
         config = with_options(config, options)
-        ends = (*config.stop_ids, *self.template.end_ids(self.tokenizer))
-        return ids, with_options(config, {"stop_ids": ends})
+        ends = () if config.ignore_eos else self.template.end_ids(self.tokenizer)
+        return ids, with_options(config, {"stop_ids": (*config.stop_ids, *ends)})
 
     def _matcher(self, config: GenerationConfig) -> Matcher | None:
         if not config.constraint:
