@@ -141,9 +141,13 @@ def _add_tokens(app: FastAPI, service: Service) -> None:
         if (body.prompt is None) == (body.messages is None):
             raise APIError(400, "give a prompt or messages, and not both", param="prompt")
         if body.messages is not None:
-            ids = await completions.encode_messages(service, body.messages, body, param="messages")
+            ids = await completions.encode_messages(
+                service, body.messages, body, param="messages",
+                add_special_tokens=body.add_special_tokens,
+            )  # fmt: skip
         else:
             ids = await asyncio.to_thread(tokenizer.encode, body.prompt or "")
+            ids = ids if body.add_special_tokens is False else [*tokenizer.begin_ids, *ids]
             end = tokenizer.eos_token_id
             if end is not None and (body.prompt or "").encode() == tokenizer.token_bytes(end):
                 ids = [end]  # so clients ask for it; within a text it is ordinary text

@@ -209,6 +209,7 @@ async def complete(service: Service, request: Request, body: CompletionRequest) 
     )  # fmt: skip
     names = TokenNames(service.engine.tokenizer, body.return_tokens_as_token_ids)
     options = {"echo": body.echo, "allow_special": body.allow_special}
+    options["add_special_tokens"] = body.add_special_tokens
     choices = await _encode(service, body, as_list(body.prompt), max_tokens, **options)
     return await _respond(Answer(service, request, body, choices, names, config, has_logprobs))
 
@@ -233,7 +234,10 @@ async def prepare_reply(
     param: str = "messages",
 ) -> tuple[list[Choice], GenerationConfig]:
     """Return the replies to be generated to a conversation, and the engine's options."""
-    ids = await encode_messages(service, messages, options or TemplateOptions(), param=param)
+    ids = await encode_messages(
+        service, messages, options or TemplateOptions(), param=param,
+        add_special_tokens=body.add_special_tokens,
+    )  # fmt: skip
     assert service.template is not None and service.engine.tokenizer is not None
     max_tokens = max_tokens or max(1, service.engine.runner.config.n_positions - len(ids))
     config = body.config(
@@ -244,9 +248,17 @@ async def prepare_reply(
 
 
 async def encode_messages(
-    service: Service, messages: Sequence[Message], options: TemplateOptions, *, param: str
+    service: Service,
+    messages: Sequence[Message],
+    options: TemplateOptions,
+    *,
+    param: str,
+    add_special_tokens: bool | None,
 ) -> list[int]:
-    """Return the ids of a conversation as the model's template writes it."""
+    """Return the ids of a conversation as the model's template writes it.
+
+    With `add_special_tokens` they begin with the tokenizer's `begin_ids`, as other texts do.
+    """
     from tiedgpt.data.templates import encode_pieces
 
     template, tokenizer = service.template, service.engine.tokenizer
@@ -270,7 +282,8 @@ async def encode_messages(
         ids, _ = await asyncio.to_thread(lambda: encode_pieces(write(conversation), tokenizer))
     except UserError as error:
         raise APIError(400, f"{param}: {error}", param=param) from None
-    return ids
+    begin = tokenizer.begin_ids if add_special_tokens else []
+    return ids if ids[: len(begin)] == begin else [*begin, *ids]
 
 
 async def _encode(

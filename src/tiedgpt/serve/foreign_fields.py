@@ -18,11 +18,11 @@ LABELS = frozenset({
     "prompt_cache_options", "verbosity", "reasoning_effort", "parallel_tool_calls", "prediction",
     # vLLM
     "request_id", "session_id", "priority", "cache_salt", "include_reasoning", "stream_interval",
-    "chat_template_kwargs", "add_special_tokens", "spaces_between_special_tokens",
+    "chat_template_kwargs", "spaces_between_special_tokens",
     # llama.cpp
     "cache_prompt", "id_slot", "timings_per_token", "return_progress", "reasoning_format",
 })  # fmt: skip
-"""Labels of a request; no tokenizer here adds special tokens, and no template takes arguments."""
+"""Labels of a request; no template takes arguments."""
 NEUTRAL: Mapping[str, tuple[Any, ...]] = {
     # OpenAI
     "tools": ([],), "functions": ([],), "tool_choice": ("none", "auto"),

@@ -7,7 +7,7 @@ them are `token_ids`, `top_token_ids` and `top_token_logprobs`.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -65,11 +65,11 @@ class TokenNames:
             return token.text
         return f"{token.id}" if is_first else f" {token.id}"
 
-    def offsets(self, ids: Iterable[int]) -> list[int]:
-        """Return where each token's text begins, in characters."""
+    def offsets(self, ids: Sequence[int], n_added: int = 0) -> list[int]:
+        """Return where each token's text begins, in characters, after `n_added` without text."""
         decoder = None if self.tokenizer is None else self.tokenizer.stream(None)
-        offsets, start = list[int](), 0
-        for id in ids:
+        offsets, start = [0] * n_added, 0
+        for id in ids[n_added:]:
             offsets.append(start)
             start += len(decoder.push(id)) if decoder is not None else 0
         return offsets
@@ -116,7 +116,7 @@ def prompt_entries(choice: Choice, scored: Completion | Token, names: TokenNames
 
     The first has no logprob, as nothing predicts it, nor have those that a timeout left unread.
     """
-    ids, offsets = choice.prompt_ids, names.offsets(choice.prompt_ids)
+    ids, offsets = choice.prompt_ids, names.offsets(choice.prompt_ids, choice.n_added)
     n_unread = len(ids) - 1 - len(scored.prompt_logprobs)
     logprobs = [None, *scored.prompt_logprobs, *[None] * n_unread]
     tops = [[], *(scored.prompt_top_logprobs or [[]] * (len(ids) - 1 - n_unread)), *[[]] * n_unread]

@@ -136,6 +136,14 @@ class NamedBody(Body):
     model: Name | None = None
 
 
+class TextIDs(NamedBody):
+    """Requests with texts that become ids."""
+
+    add_special_tokens: bool | None = Field(
+        None, description="begin as the tokenizer does; default: for texts, not for conversations"
+    )
+
+
 class StreamOptions(Body):
     """Options of a stream."""
 
@@ -191,7 +199,7 @@ def _option_fields() -> dict[str, Any]:
     return result
 
 
-_OptionsBody: Any = create_model("_OptionsBody", __base__=NamedBody, **_option_fields())
+_OptionsBody: Any = create_model("_OptionsBody", __base__=TextIDs, **_option_fields())
 
 
 class GenerationBody(_OptionsBody):  # type: ignore[misc]
@@ -309,7 +317,7 @@ class ChatRequest(GenerationBody, TemplateOptions):
     top_logprobs: int | None = Field(None, ge=0, le=20)
 
 
-class EmbeddingRequest(NamedBody):
+class EmbeddingRequest(TextIDs):
     """POST /v1/embeddings."""
 
     input: Prompts
@@ -323,7 +331,7 @@ class EmbeddingRequest(NamedBody):
     )
 
 
-class TokenizeRequest(NamedBody, TemplateOptions):
+class TokenizeRequest(TextIDs, TemplateOptions):
     """POST /tokenize: a prompt, or the messages of a conversation."""
 
     prompt: str | None = None

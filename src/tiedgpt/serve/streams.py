@@ -23,6 +23,7 @@ from tiedgpt.infer.generation_config import Prompt
 from tiedgpt.infer.prompts import prompt_ids
 from tiedgpt.serve.errors import APIError
 from tiedgpt.serve.metrics import Metrics, TextTimer
+from tiedgpt.text import Tokenizer
 
 CLIENT_LEFT = 499
 """The status in the log of a request whose client disconnected."""
@@ -35,6 +36,8 @@ class Choice:
     prompt_ids: list[int]
     echo: str = ""
     """The prompt's text, if the answer repeats it."""
+    n_added: int = 0
+    """Number of ids at the beginning of the prompt that are not of its text."""
     draw: int = 0
     """The number of this text among those for the same prompt."""
     tokens: list[Token] = field(default_factory=list, repr=False)
@@ -56,6 +59,7 @@ def encode_prompt(
     room: int | None = 0,
     max_tokens: int | None = None,
     allow_special: bool = False,
+    add_special_tokens: bool | None = None,
 ) -> list[int]:
     """Return a prompt's ids; `APIError` naming `param` if it cannot be read, or is too long.
 
@@ -66,7 +70,10 @@ def encode_prompt(
     if isinstance(prompt, str) and prompt and engine.tokenizer is None:
         raise APIError(400, f"{param} must be token ids: the model has no tokenizer", param=param)
     try:
-        ids = prompt_ids(prompt or [], config, engine.tokenizer, allow_special=allow_special)
+        ids = prompt_ids(
+            prompt or [], config, engine.tokenizer, allow_special=allow_special,
+            continues=add_special_tokens is False,
+        )  # fmt: skip
     except UserError as error:
         raise APIError(400, f"{param}: {error}", param=param) from None
     context = min(max_tokens or config.n_positions, config.n_positions)
@@ -94,23 +101,31 @@ def encode_prompts(
     room: int | None,
     param: str = "prompt",
     echo: bool = False,
-    allow_special: bool = False,
+    **options: Any,
 ) -> list[Choice]:
-    """Encode prompts; return n choices for each, with `room` as in `encode_prompt`."""
+    """Encode prompts; return n choices for each, with `room` and options of `encode_prompt`."""
     choices, draws = list[Choice](), Counter[tuple[int, ...]]()
     for prompt in prompts:
-        ids = encode_prompt(engine, prompt, param, room=room, allow_special=allow_special)
-        text = ""
+        ids = encode_prompt(engine, prompt, param, room=room, **options)
+        text, n_added = "", 0
         if echo and isinstance(prompt, str):
-            text = prompt
+            text, n_added = prompt, _count_added(engine.tokenizer, prompt, ids)
         elif echo and engine.tokenizer is not None:
             text = engine.tokenizer.decode(ids)
         elif echo:
             text = "".join(f"{id} " for id in ids)
         for _ in range(n):
-            choices.append(Choice(ids, text, draws[tuple(ids)]))
+            choices.append(Choice(ids, text, n_added, draws[tuple(ids)]))
             draws[tuple(ids)] += 1
     return choices
+
+
+def _count_added(tokenizer: Tokenizer | None, text: str, ids: list[int]) -> int:
+    """Return how many ids precede those of a text itself."""
+    begin = [] if tokenizer is None else tokenizer.begin_ids
+    if tokenizer is None or not begin or ids[: len(begin)] != begin:
+        return 0
+    return 0 if text.startswith(tokenizer.decode(begin)) else len(begin)
 
 
 async def wait_for_disconnect(request: Request) -> None:

@@ -73,12 +73,13 @@ class TorchModel:
         return self._load().eval()
 
 
-def _read(engine: Engine, text: Prompt, max_tokens: int | None) -> list[int]:
-    """Return the ids of an input, or the first `max_tokens` of them (-1: of the context)."""
+def _read(engine: Engine, text: Prompt, body: EmbeddingRequest) -> list[int]:
+    """Return the ids of an input, or as many of the first as are asked for (-1: the context's)."""
+    max_tokens, adds = body.truncate_prompt_tokens, body.add_special_tokens
     if max_tokens is not None:
         limit = engine.runner.config.n_positions if max_tokens < 0 else max_tokens
-        text = encode_prompt(engine, text, "input", room=None)[:limit]
-    return encode_prompt(engine, text, "input")
+        text = encode_prompt(engine, text, "input", room=None, add_special_tokens=adds)[:limit]
+    return encode_prompt(engine, text, "input", add_special_tokens=adds)
 
 
 async def embed(
@@ -95,9 +96,7 @@ async def embed(
                 400, f"dimensions must be {width}: cut and normalize the vector yourself",
                 param="dimensions",
             )  # fmt: skip
-        each = [
-            _read(service.engine, one, body.truncate_prompt_tokens) for one in as_list(body.input)
-        ]
+        each = [_read(service.engine, one, body) for one in as_list(body.input)]
         vectors = []
         for ids in each:
             with torch.inference_mode():
