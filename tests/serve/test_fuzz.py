@@ -3,11 +3,16 @@
 import json
 from urllib.parse import quote
 
+import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from starlette.testclient import TestClient
 
+from tests.serve.conftest import LIMITS
+from tiedgpt.data import TEMPLATES
 from tiedgpt.inspect.registry import INSPECTIONS
 from tiedgpt.serve import schemas
+from tiedgpt.serve.app import create_app
 from tiedgpt.serve.responses import ResponsesRequest
 
 PATHS = {
@@ -17,17 +22,21 @@ PATHS = {
     "/v1/embeddings": schemas.EmbeddingRequest,
     "/tokenize": schemas.TokenizeRequest,
     "/detokenize": schemas.DetokenizeRequest,
-    **{f"/inspect/{name}": schemas.inspection_body(each) for name, each in INSPECTIONS.items()},
+    **{
+        f"/inspect/{name}": schemas.inspection_body(each)
+        for name, each in INSPECTIONS.items()
+        if each.is_served
+    },
 }
+TEXT = st.text(st.characters(), max_size=9)
+"""Texts, some with lone surrogates."""
 SCALARS = (
-    st.none() | st.booleans() | st.integers() | st.integers(-2, 300) | st.text(max_size=9)
+    st.none() | st.booleans() | st.integers() | st.integers(-2, 300) | TEXT
     | st.floats(allow_nan=False, allow_infinity=False) | st.floats(0, 2)
 )  # fmt: skip
 JSON = st.recursive(
     SCALARS,
-    lambda inner: (
-        st.lists(inner, max_size=4) | st.dictionaries(st.text(max_size=9), inner, max_size=3)
-    ),
+    lambda inner: st.lists(inner, max_size=4) | st.dictionaries(TEXT, inner, max_size=3),
     max_leaves=8,
 )
 REQUIRED = {"prompt": "a", "input": "a", "tokens": [5], "text": "the cat"}
@@ -39,7 +48,7 @@ AS_JSON = {"content-type": "application/json"}
 def bodies(path):
     fields = PATHS[path].model_fields
     needed = {name: value for name, value in REQUIRED.items() if name in fields}
-    odd = st.dictionaries(st.sampled_from([*fields, "unknown"]), JSON, max_size=3)
+    odd = st.dictionaries(st.sampled_from([*fields, "unknown", "\ud800"]), JSON, max_size=3)
     return st.tuples(st.just(path), odd.map(lambda given: needed | given) | JSON)
 
 
@@ -60,3 +69,52 @@ def test_odd_addresses_are_answered_or_refused(client, number, tail, query):
     path = paths[number % len(paths)].replace("{", "").replace("}", "")
     response = client.get(path + quote(tail, safe=""), params=query)
     assert response.status_code < 500, (path, tail, query)
+
+
+@pytest.fixture(scope="module")
+def chatting(engine):
+    app = create_app(engine, name="tiny", limits=LIMITS, template=TEMPLATES["plain"])
+    return TestClient(app, base_url="http://127.0.0.1", raise_server_exceptions=False)
+
+
+NO_JSON = [float("nan"), float("inf"), "\ud800", ["\ud800"], {"\ud800": 1}]
+"""Values that Python reads from a body and that an answer cannot hold."""
+
+
+def error_of(client, path, body):
+    """Return the error of a request that is refused."""
+    response = client.post(path, content=json.dumps(body), headers=AS_JSON)
+    assert response.status_code == 400, response.text
+    return response.json()["error"]
+
+
+@pytest.mark.parametrize("value", NO_JSON, ids=ascii)
+@pytest.mark.parametrize(
+    ("path", "field", "schema_of"),
+    [
+        ("/v1/responses", "text.format.schema", lambda schema: {
+            "input": "a", "text": {"format": {"type": "json_schema", "name": "x", "schema": schema}}
+        }),
+        ("/v1/responses", "text.format.schema", lambda schema: {
+            "input": "a", "text": {"format": {"type": "text", "schema": schema}}
+        }),
+        ("/v1/completions", "response_format.json_schema.schema", lambda schema: {
+            "response_format": {"type": "json_schema", "json_schema": {"schema": schema}}
+        }),
+        ("/v1/completions", "json_schema", lambda schema: {"json_schema": schema}),
+    ],
+)  # fmt: skip
+def test_a_schema_that_is_no_json_is_refused(chatting, path, field, schema_of, value):
+    error = error_of(chatting, path, schema_of({"enum": [1, 2], "default": value}))
+    assert error["param"] == field and "JSON" in error["message"]
+
+
+@pytest.mark.parametrize("path", PATHS)
+def test_an_unknown_name_that_is_no_utf_8_is_named(chatting, path):
+    fields = PATHS[path].model_fields
+    needed = {name: value for name, value in REQUIRED.items() if name in fields}
+    for name in ("\ud800", "promp\udfff"):
+        assert error_of(chatting, path, needed | {name: 1})["param"] == ascii(name)[1:-1]
+    if "stream_options" in fields:
+        error = error_of(chatting, path, needed | {"stream_options": {"\ud800": 1}})
+        assert error["param"] == r"stream_options.\ud800"

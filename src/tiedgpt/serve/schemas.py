@@ -64,6 +64,15 @@ def as_list(value: Any) -> list[Any]:
     return [] if value is None else [value] if is_one else value
 
 
+def _require_json(value: Any) -> Any:
+    """Return a value; `ValueError` for NaN, infinity or a lone surrogate inside."""
+    try:
+        json.dumps(value, ensure_ascii=False, allow_nan=False).encode()
+    except ValueError:
+        raise ValueError("must be JSON: without NaN, infinity and lone surrogates") from None
+    return value
+
+
 Id = Annotated[int, Field(ge=0, lt=1 << 31)]
 Ids = Annotated[list[Id], Field(fail_fast=True)]
 Prompt = str | Annotated[list[Id], Field(min_length=1, fail_fast=True)]
@@ -76,6 +85,7 @@ Biases = Annotated[
     AfterValidator(lambda biases: {int(id): bias for id, bias in biases.items()}),
 ]
 Constraint = Annotated[str, Field(max_length=MAX_CONSTRAINT)]
+Schema = Annotated[dict[str, Any], AfterValidator(_require_json)]
 Name = Annotated[str, Field(max_length=512)]
 Count = Annotated[int, Field(ge=1, le=MAX_TOKENS)]
 Seed = Annotated[int, Field(ge=-(2**63), lt=2**63), AfterValidator(lambda seed: seed % 2**63)]
@@ -91,7 +101,7 @@ LIMITS: dict[str, Any] = {
         Stop | Annotated[list[Stop], Field(max_length=64)], BeforeValidator(without_nulls)
     ],
     "regex": Constraint,
-    "json_schema": Constraint | dict[str, Any],
+    "json_schema": Constraint | Schema,
     "grammar": Constraint,
 }
 """Options whose type or limits are OpenAI's or the server's own, not those of the engine."""
@@ -118,7 +128,8 @@ class Body(BaseModel):
             if name in fields:
                 result[name] = field
             elif not foreign_fields.has_no_effect(name, field, cls.labels, cls.neutral):
-                context = {"name": name, "fields": sorted(fields)}
+                encodable = name.encode(errors="backslashreplace").decode()  # no lone surrogates
+                context = {"name": encodable, "fields": sorted(fields)}
                 raise PydanticCustomError("unknown_field", "is unknown", context)
         return result
 
@@ -157,7 +168,7 @@ class JSONSchema(Body):
 
     name: Name = ""
     description: Name | None = None
-    schema_: dict[str, Any] = Field({}, alias="schema")
+    schema_: Schema = Field({}, alias="schema")
     strict: bool | None = None
 
 
