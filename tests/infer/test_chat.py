@@ -90,7 +90,8 @@ def test_the_template_of_a_run_or_a_directory_is_used(tmp_path, name, reply):
 
 @pytest.mark.parametrize(
     ("messages", "named"),
-    [("the dog", "messages"), (["the dog"], "messages"), ([{"role": "user"}], "messages"),
+    [(None, "messages"), (5, "messages"), ([], "messages"), ({}, "messages"), (USER, "messages"),
+     (iter([]), "messages"), ("", "messages"), ("the dog", "messages"), (["the dog"], "messages"), ([{"role": "user"}], "messages"),
      ([{"content": "the dog"}], "messages"), ([USER | {"content": None}], "messages"),
      ([USER | {"content": ["the dog"]}], "messages"), ([USER | {"role": "wizard"}], "wizard")],
 )  # fmt: skip

@@ -11,7 +11,7 @@ import math
 import os
 import time
 import weakref
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import cached_property, partial
 from queue import SimpleQueue
 from typing import TYPE_CHECKING, Any, cast
@@ -309,13 +309,14 @@ class Engine:
                 hint="tune it on lines of messages (`tiedgpt tune`), or open Engine(..., "
                 "tokenizer=, template=) with one of tiedgpt.data.TEMPLATES",
             )
-        messages = list(messages)
-        for message in messages:
-            fields = message if isinstance(message, Mapping) else {}
+        is_list = isinstance(messages, Iterable) and not isinstance(messages, Mapping)
+        given = list(messages) if is_list else []
+        for message in given or [messages]:
+            fields = message if isinstance(message, Mapping) and given else {}
             if not all(isinstance(fields.get(name), str) for name in ("role", "content")):
                 example = '{"role": "user", "content": "a text"}'
                 raise UserError(f"must be a list of {example}, got {message!r}", option="messages")
-        ids, _ = encode_pieces(self.template.prompt(messages), self.tokenizer)
+        ids, _ = encode_pieces(self.template.prompt(given), self.tokenizer)
         if config is None and "max_new_tokens" not in options:
             options = {
                 "max_new_tokens": max(1, self.runner.config.n_positions - len(ids))
