@@ -20,6 +20,8 @@ SETTINGS = [
     {"num_beams": 5, "length_penalty": 1.5, "early_stopping": "never"},
     {"num_beams": 3, "length_penalty": -0.5, "early_stopping": "never"},
     {"num_beams": 3, "repetition_penalty": 1.4},
+    {"num_beams": 3, "stop_ids": [11]},
+    {"num_beams": 4, "stop_ids": list(range(2, 60, 3)), "length_penalty": 2.0},
 ]
 
 
@@ -38,6 +40,8 @@ def twins(request, tmp_path_factory):
 @pytest.mark.parametrize("settings", SETTINGS, ids=str)
 def test_beams_match_transformers(twins, settings):
     model, theirs = twins
+    same = {name: value for name, value in settings.items() if name != "stop_ids"}
+    ends = [0, *settings.get("stop_ids", [])]
     for prompt in PROMPTS:
         with torch.no_grad():
             expected = theirs.generate(
@@ -47,17 +51,18 @@ def test_beams_match_transformers(twins, settings):
                 do_sample=False,
                 num_return_sequences=settings["num_beams"],
                 pad_token_id=60,
+                eos_token_id=ends,
                 return_dict_in_generate=True,
                 output_scores=True,
-                **settings,
+                **same,
             )
         found = beams(TorchRunner(model), prompt, max_new_tokens=12, **settings)
         for hypothesis, row, score in zip(
             found, expected.sequences, expected.sequences_scores, strict=True
         ):
             new = row[len(prompt) :].tolist()
-            if 0 in new:
-                new = new[: new.index(0) + 1]
+            end = next((at for at, token in enumerate(new) if token in ends), len(new))
+            new = new[: end + 1]
             assert hypothesis.ids == new
             assert hypothesis.score == pytest.approx(float(score), abs=1e-4)
 

@@ -52,6 +52,15 @@ def test_a_reply_ends_with_the_template_or_the_context(chatting, engine):
     assert len(long.ids) == 48 - n_prompt and long.finish_reason == "length"
 
 
+def test_the_templates_end_ends_a_beam(chatting, engine):
+    end = engine.tokenizer.eos_token_id
+    text = "User: the dog\n\nAssistant:"
+    options = {"num_beams": 2, "max_new_tokens": 7}
+    assert chatting.chat([USER], **options) == engine.generate(text, **options)
+    ended = chatting.chat([USER], logit_bias={end: 100}, **options)
+    assert (ended.ids, ended.text, ended.finish_reason) == ([end], "", "stop")
+
+
 def test_a_reply_continues_after_its_end_if_asked(chatting, engine):
     end = engine.tokenizer.eos_token_id
     options = {"logit_bias": {end: 100}, "max_new_tokens": 5, "temperature": 0}
@@ -91,7 +100,8 @@ def test_the_template_of_a_run_or_a_directory_is_used(tmp_path, name, reply):
 @pytest.mark.parametrize(
     ("messages", "named"),
     [(None, "messages"), (5, "messages"), ([], "messages"), ({}, "messages"), (USER, "messages"),
-     (iter([]), "messages"), ("", "messages"), ("the dog", "messages"), (["the dog"], "messages"), ([{"role": "user"}], "messages"),
+     (iter([]), "messages"), ("", "messages"), ("the dog", "messages"),
+     (["the dog"], "messages"), ([{"role": "user"}], "messages"),
      ([{"content": "the dog"}], "messages"), ([USER | {"content": None}], "messages"),
      ([USER | {"content": ["the dog"]}], "messages"), ([USER | {"role": "wizard"}], "wizard")],
 )  # fmt: skip

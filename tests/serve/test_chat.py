@@ -79,6 +79,14 @@ def test_streamed_pieces_join_to_the_reply(client, reply):
     assert told == reply.ids
 
 
+def test_beams_reply_as_the_engines(client, engine):
+    messages = [MESSAGES[0], {"role": "user", "content": "the dog"}]
+    prompt, _ = encode_pieces(TEMPLATES["plain"].prompt(messages), engine.tokenizer)
+    ours = engine.generate(prompt, max_new_tokens=8, num_beams=3)
+    answer = client.post(PATH, json=BODY | {"num_beams": 3}).json()
+    assert answer["choices"][0]["message"]["content"] == ours.text
+
+
 def test_the_official_client_chats(engine, reply):
     openai = pytest.importorskip("openai")
     with (

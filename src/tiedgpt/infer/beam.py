@@ -2,8 +2,8 @@
 
 The rules are those of transformers, so that the same settings give the same ids. The score of a
 continuation is sum log P / length ** length_penalty (Wu et al. 2016, arXiv 1609.08144, section 7,
-without its constants). Each step considers the 2 `num_beams` best candidates, so that `num_beams`
-prefixes are left even if as many end.
+without its constants). With E tokens that end a text, each step considers the
+(1 + E) `num_beams` best candidates, so that `num_beams` prefixes are left even if others end.
 """
 
 from __future__ import annotations
@@ -64,6 +64,7 @@ def beam_search(
     """
     session, config, prompt = pool.session, sequence.config, sequence.ids
     num_beams, length_penalty = config.num_beams, config.length_penalty
+    n_candidates = max(2, 1 + len(sequence.ends)) * num_beams
     max_new_tokens = min(session.capacity - len(prompt) + 1, config.max_new_tokens)
     results = yield [TokensToRun(slot_ids[0], prompt[session.lengths[slot_ids[0]] :])]
     beams = [_Beam([], [], 0.0, slot_ids[0])]
@@ -80,7 +81,7 @@ def beam_search(
         if (error := no_token_error(float(totals.max()))) is not None:
             raise error
         growing: list[_Beam] = []
-        for rank, flat in enumerate(filters.highest(totals.ravel(), 2 * num_beams)):
+        for rank, flat in enumerate(filters.highest(totals.ravel(), n_candidates)):
             row, token = divmod(int(flat), totals.shape[1])
             beam, total = beams[row], float(totals[row, token])
             if total == -np.inf:  # ruled out

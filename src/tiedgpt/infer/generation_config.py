@@ -244,7 +244,7 @@ _CHOICES: dict[str, tuple[object, ...]] = {
 _PENALTIES = [name for name in NEUTRAL if name.endswith("_penalty")]
 _EXCLUDED_BY_BEAMS = (
     *(name for name in NEUTRAL if name not in _PENALTIES),
-    *("stop", "stop_ids", "include_stop", "min_new_tokens", "ignore_eos"),
+    *("stop", "include_stop", "min_new_tokens", "ignore_eos"),
     *("context_end", "top_logprobs", "prompt_logprobs"),
 )
 """Options of sampling and streaming, which beam search does not use."""
