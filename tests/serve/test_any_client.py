@@ -140,7 +140,9 @@ WITHOUT_EFFECT = {
         {"background": False, "truncation": "disabled", "reasoning": {"effort": "low"}},
         {"text": {"format": {"type": "text"}, "verbosity": "low"}, "service_tier": "auto"},
         {"include": ["reasoning.encrypted_content"], "user": "me", "metadata": {"a": "b"}},
+        {"text": {"format": {"type": "text"}}, "response_format": {"type": "text"}},
         {"input": [USER]}, {"input": [{"type": "message", **USER}]}, {"top_logprobs": 0},
+        {"return_token_ids": False},
         {"input": [USER | {"content": [{"type": "input_text", "text": "the dog"}]}]},
     ],
 }  # fmt: skip

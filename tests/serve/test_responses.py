@@ -154,6 +154,36 @@ def test_the_text_follows_its_format(client, text_format):
     assert answer.text.format.type == text_format["type"]
 
 
+FORMAT = {"type": "json_object"}
+JSON_FORMAT = {"type": "json_schema", "name": "x"}
+
+
+@pytest.mark.parametrize(
+    ("fields", "param", "said"),
+    [
+        ({"max_output_tokens": 500}, "max_output_tokens", "at most .* got 500"),
+        ({"max_output_tokens": 4000, "context_end": "slide"}, "max_output_tokens", "at most 2,048"),
+        ({"max_output_tokens": 4, "min_tokens": 5}, "min_tokens", "max_output_tokens.* 5 is more"),
+        ({"input": []}, "input", "a text or a list of 1 to 1,024 messages"),
+        ({"input": ["a"]}, "input", "a text or a list of 1 to 1,024 messages"),
+        ({"input": [5]}, "input", "a text or a list of 1 to 1,024 messages"),
+        ({"input": {"role": "user"}}, "input", "a text or a list of 1 to 1,024 messages"),
+        ({"input": [{"role": "user", "content": "a"}] * 1025}, "input", "1 to 1,024 messages"),
+        ({"input": [{"role": "user"}]}, "input.0.content", "required"),
+        ({"text": {"format": JSON_FORMAT}}, "text.format.schema", "required"),
+        ({"text": {"format": FORMAT}, "response_format": {"type": "text"}}, "text.format", "exclu"),
+        ({"text": {"format": {"type": "text"}}, "response_format": FORMAT}, "text.format", "exclu"),
+        ({"text": {"format": FORMAT}, "response_format": FORMAT}, "text.format", "exclude"),
+        ({"return_token_ids": True}, "return_token_ids", "logprobs"),
+    ],
+)
+def test_errors_name_the_fields_that_were_sent(client, fields, param, said):
+    body = {"input": "the dog"} | fields
+    with pytest.raises(openai.BadRequestError, match=said) as caught:
+        client.post("/responses", body=body, cast_to=object)
+    assert caught.value.param == param
+
+
 def test_the_clients_errors(client):
     for options, name in (({"previous_response_id": "r"}, "previous_response_id"),
                           ({"input": [{"role": "wizard", "content": "a"}]}, "input"),

@@ -218,8 +218,7 @@ async def chat(service: Service, request: Request, body: ChatRequest) -> Respons
     """Answer /v1/chat/completions."""
     if body.top_logprobs and not body.logprobs:
         raise APIError(400, "top_logprobs needs logprobs to be true", param="top_logprobs")
-    max_tokens = body.max_completion_tokens or body.max_tokens
-    choices, config = await prepare_reply(service, body, body.messages, max_tokens, body)
+    choices, config = await prepare_reply(service, body, body.messages, body)
     names = TokenNames(service.engine.tokenizer, body.return_tokens_as_token_ids)
     return await _respond(ChatAnswer(service, request, body, choices, names, config, body.logprobs))
 
@@ -228,7 +227,6 @@ async def prepare_reply(
     service: Service,
     body: GenerationBody,
     messages: Sequence[Message],
-    max_tokens: int | None,
     options: TemplateOptions | None = None,
     *,
     param: str = "messages",
@@ -239,7 +237,8 @@ async def prepare_reply(
         add_special_tokens=body.add_special_tokens,
     )  # fmt: skip
     assert service.template is not None and service.engine.tokenizer is not None
-    max_tokens = max_tokens or max(1, service.engine.runner.config.n_positions - len(ids))
+    room = max(1, service.engine.runner.config.n_positions - len(ids))
+    max_tokens = getattr(body, body.length_field) or room
     config = body.config(
         service.template.end_ids(service.engine.tokenizer),
         max_new_tokens=max_tokens, top_logprobs=body.top_logprobs or 0,
@@ -303,14 +302,13 @@ async def _encode(
     slides = body.context_end == "slide"
     longest = MAX_CONTEXTS * service.engine.runner.config.n_positions
     if slides and max_tokens > longest:
-        message = (
-            f"max_tokens must be at most {longest:,} if the context slides, got {max_tokens:,}"
-        )
-        raise APIError(400, message, param="max_tokens")
+        message = f"must be at most {longest:,} if the context slides, got {max_tokens:,}"
+        raise APIError(400, f"{body.length_field} {message}", param=body.length_field)
     room = None if slides else max_tokens
     return await asyncio.to_thread(
-        encode_prompts, service.engine, prompts, n=body.n, room=room, **options
-    )
+        encode_prompts, service.engine, prompts, n=body.n, room=room,
+        length_field=body.length_field, **options,
+    )  # fmt: skip
 
 
 async def _respond(answer: Answer) -> Response:

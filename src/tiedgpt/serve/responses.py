@@ -14,13 +14,15 @@ from typing import Annotated, Any, Literal
 
 from fastapi import Request
 from fastapi.responses import JSONResponse, Response
-from pydantic import BeforeValidator, Field
+from pydantic import AfterValidator, BeforeValidator, Field
 
+from tiedgpt.errors import UserError
 from tiedgpt.infer import Completion
 from tiedgpt.serve import foreign_fields
 from tiedgpt.serve.completions import Service, encode_event, prepare_reply, stream_error
 from tiedgpt.serve.logprobs import TokenNames, chat_logprobs, token_entry
 from tiedgpt.serve.schemas import (
+    MAX_MESSAGES,
     Body,
     Count,
     GenerationBody,
@@ -38,9 +40,17 @@ Included = Literal["message.output_text.logprobs", "reasoning.encrypted_content"
 
 def _as_messages(value: Any) -> Any:
     """Return the messages of an input, which may be the user's text."""
-    if not isinstance(value, str | list):
-        raise ValueError("must be a text or a list of messages")
+    is_list = isinstance(value, list) and 1 <= len(value) <= MAX_MESSAGES
+    if not isinstance(value, str) and not (is_list and all(isinstance(x, dict) for x in value)):
+        raise ValueError(f"must be a text or a list of 1 to {MAX_MESSAGES:,} messages")
     return [{"role": "user", "content": value}] if isinstance(value, str) else value
+
+
+def _refuse_ids(value: bool) -> bool:
+    if value:
+        remedy = 'ask for "include": ["message.output_text.logprobs"], which has the ids'
+        raise ValueError(f"must be false: {remedy}")
+    return value
 
 
 class TextFormat(JSONSchema):
@@ -60,6 +70,7 @@ class ResponsesRequest(GenerationBody):
     """POST /v1/responses."""
 
     labels = foreign_fields.LABELS | foreign_fields.RESPONSES_LABELS
+    length_fields = ("max_output_tokens",)
     neutral = foreign_fields.RESPONSES_NEUTRAL
     input: Annotated[Messages, BeforeValidator(_as_messages)]
     instructions: str | None = None
@@ -70,6 +81,7 @@ class ResponsesRequest(GenerationBody):
     top_logprobs: int | None = Field(None, ge=0, le=20)
     n: Literal[1] = 1
     num_beams: Literal[1] = 1
+    return_token_ids: Annotated[bool, AfterValidator(_refuse_ids)] = False
 
     def messages(self) -> list[Message]:
         """Return the conversation, the instructions first."""
@@ -81,12 +93,14 @@ class ResponsesRequest(GenerationBody):
 async def respond(service: Service, request: Request, body: ResponsesRequest) -> Response:
     """Answer /v1/responses."""
     text = body.text.format
-    if text.type != "text" and body.response_format is None:
-        schema = text if "schema_" in text.model_fields_set else None
-        body.response_format = ResponseFormat(type=text.type, json_schema=schema)
-    (choice,), config = await prepare_reply(
-        service, body, body.messages(), body.max_output_tokens, param="input"
-    )
+    if body.response_format is not None and "format" in body.text.model_fields_set:
+        if (text.type, body.response_format.type) != ("text", "text"):
+            raise UserError("exclude each other", option=("text.format", "response_format"))
+    elif text.type != "text":
+        if text.type == "json_schema" and "schema_" not in text.model_fields_set:
+            raise UserError("is required", option="text.format.schema")
+        body.response_format = ResponseFormat(type=text.type, json_schema=text)
+    (choice,), config = await prepare_reply(service, body, body.messages(), param="input")
     stream = RequestStream(service.engine, service.metrics, [choice])
     await stream.submit(config)
     answer = ResponsesAnswer(service, request, body, choice)

@@ -36,6 +36,8 @@ MAX_FIELDS = 300
 MAX_CONSTRAINT = 1 << 16
 """Characters of a regular expression, a schema or a grammar."""
 MAX_TOKENS = 1 << 31
+MAX_MESSAGES = 1024
+"""Messages of a conversation."""
 EXPECTED = {
     "prompt": "a text, ids >= 0, or a list of 1 to 128 of either",
     "input": "a text, ids >= 0, or a list of 1 to 128 of either",
@@ -217,6 +219,8 @@ class GenerationBody(_OptionsBody):  # type: ignore[misc]
     """The fields of both completions and chat completions."""
 
     neutral = foreign_fields.NEUTRAL
+    length_fields: ClassVar[tuple[str, ...]] = ("max_tokens",)
+    """The names of the field that limits the length of the text."""
     stream: bool = False
     stream_options: StreamOptions | None = None
     response_format: ResponseFormat | None = None
@@ -227,6 +231,12 @@ class GenerationBody(_OptionsBody):  # type: ignore[misc]
     min_tokens: int = Field(0, ge=0, le=MAX_TOKENS)
     return_token_ids: bool = False
     return_tokens_as_token_ids: bool = False
+
+    @property
+    def length_field(self) -> str:
+        """The name of the field that limits the length of this text."""
+        given = [name for name in self.length_fields if getattr(self, name) is not None]
+        return (given or self.length_fields)[0]
 
     def config(self, end_ids: Sequence[int] = (), **options: Any) -> GenerationConfig:
         """Return the engine's options for one text; contradictions raise `UserError`.
@@ -242,6 +252,10 @@ class GenerationBody(_OptionsBody):  # type: ignore[misc]
             "ignore_eos": self.ignore_eos,
             "min_new_tokens": self.min_tokens,
         }
+        if self.min_tokens > options["max_new_tokens"]:
+            more = f"{self.min_tokens} is more than {options['max_new_tokens']}"
+            fields = ("min_tokens", self.length_field)
+            raise UserError(f"contradict each other: {more}", option=fields)
         if self.response_format and (schema := self.response_format.schema_of()) is not None:
             if self.json_schema is not None:
                 raise UserError("exclude each other", option=("response_format", "json_schema"))
@@ -303,7 +317,7 @@ class Message(Body):
         return {"role": "system" if self.role == "developer" else self.role, "content": content}
 
 
-Messages = Annotated[list[Message], Field(min_length=1, max_length=1024)]
+Messages = Annotated[list[Message], Field(min_length=1, max_length=MAX_MESSAGES)]
 
 
 class TemplateOptions(Body):
@@ -321,6 +335,7 @@ class TemplateOptions(Body):
 class ChatRequest(GenerationBody, TemplateOptions):
     """POST /v1/chat/completions."""
 
+    length_fields = ("max_completion_tokens", "max_tokens")
     messages: Messages
     max_tokens: Count | None = None
     max_completion_tokens: Count | None = None

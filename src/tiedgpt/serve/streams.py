@@ -60,11 +60,12 @@ def encode_prompt(
     max_tokens: int | None = None,
     allow_special: bool = False,
     add_special_tokens: bool | None = None,
+    length_field: str = "max_tokens",
 ) -> list[int]:
     """Return a prompt's ids; `APIError` naming `param` if it cannot be read, or is too long.
 
-    At most `room` tokens are to follow; None if the context slides, so that any length is read.
-    `max_tokens` may be read, if that is less than the context.
+    At most `room` tokens are to follow, by the request's `length_field`; None if the context
+    slides, so that any length is read. `max_tokens` may be read, if that is less than the context.
     """
     config = engine.runner.config
     if isinstance(prompt, str) and prompt and engine.tokenizer is None:
@@ -84,11 +85,11 @@ def encode_prompt(
         message = f"{param} has {len(ids):,} tokens and the context {context:,}: shorten it"
         if fits:
             message = (
-                f"max_tokens must be at most {context - len(ids):,}, got {room:,}: the prompt has "
-                f"{len(ids):,} tokens and the context {context:,}"
+                f"{length_field} must be at most {context - len(ids):,}, got {room:,}: the prompt "
+                f"has {len(ids):,} tokens and the context {context:,}"
             )
         raise APIError(
-            400, message, param="max_tokens" if fits else param, code="context_length_exceeded"
+            400, message, param=length_field if fits else param, code="context_length_exceeded"
         )
     return ids
 
