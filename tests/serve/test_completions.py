@@ -306,6 +306,17 @@ def test_another_models_name_is_not_found(client):
     assert client.get("/v1/models/tiny").json()["max_model_len"] == 48
 
 
+@pytest.mark.parametrize(
+    ("path", "field"),
+    [("/v1/completions", {"prompt": "a", "max_tokens": 1}), ("/v1/embeddings", {"input": "a"}),
+     ("/tokenize", {"prompt": "a"}), ("/detokenize", {"tokens": [5]})],
+)  # fmt: skip
+def test_every_route_knows_its_models_name(client, path, field):
+    assert client.post(path, json={"model": "tiny", **field}).status_code == 200
+    error = refused(client, 404, path, model="gpt-9", **field)
+    assert (error["param"], error["code"]) == ("model", "model_not_found")
+
+
 def test_too_many_texts_are_refused_and_the_server_continues(client, engine):
     assert refused(client, prompt=["a"] * 12, n=2)["param"] == "prompt"
     go_on = threading.Event()

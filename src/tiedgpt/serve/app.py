@@ -137,6 +137,7 @@ def _add_tokens(app: FastAPI, service: Service) -> None:
 
     @app.post("/tokenize")
     async def tokenize(body: TokenizeRequest) -> dict[str, Any]:
+        service.require_model(body.model)
         tokenizer = require_tokenizer()
         if (body.prompt is None) == (body.messages is None):
             raise APIError(400, "give a prompt or messages, and not both", param="prompt")
@@ -157,6 +158,7 @@ def _add_tokens(app: FastAPI, service: Service) -> None:
 
     @app.post("/detokenize")
     async def detokenize(body: DetokenizeRequest) -> dict[str, Any]:
+        service.require_model(body.model)
         return {"prompt": await asyncio.to_thread(require_tokenizer().decode, body.tokens)}
 
     @app.get("/tokenizer_info")
