@@ -136,6 +136,16 @@ def test_a_template_needs_an_end_token(roles):
         Template("endless", roles)
 
 
+@pytest.mark.parametrize(
+    ("messages", "expected"),
+    [([{"role": "system", "content": "No."}], "No."), (USER, CLERK + "\n\nUser: hello"),
+     ([{"role": "assistant", "content": "Yes"}], CLERK + "\n\nAssistant: Yes")],
+)  # fmt: skip
+def test_a_message_is_continued_after_the_default_system_message_or_its_own(messages, expected):
+    pieces = EVERY["kind plain"].continuation(iter(messages))
+    assert "".join(piece.text for piece in pieces) == expected
+
+
 def test_tokens_that_the_tokenizer_lacks_are_an_error_and_nothing_is_written(tmp_path):
     with pytest.raises(UserError, match=r"no special token <\|im_end\|>"):
         write_template(TEMPLATES["chatml"], TOKENIZER, tmp_path)
@@ -177,6 +187,11 @@ def test_transformers_makes_the_same_ids_and_mask(name, kind, tmp_path):
     for messages in (CHAT[:2], CHAT[1:2]):
         prompt = theirs.apply_chat_template(messages, add_generation_prompt=True, return_dict=True)
         assert prompt["input_ids"] == encode_pieces(template.prompt(messages), tokenizer)[0]
+    said = [("system", "Be brief."), ("user", "say it"), ("assistant", "hello"), ("user", "and")]
+    chat = [{"role": role, "content": content} for role, content in said]
+    for messages in (chat[:1], chat[:2], chat[:3], chat[1:2], chat[1:3], chat[3:], chat):
+        found = theirs.apply_chat_template(messages, continue_final_message=True, return_dict=True)
+        assert found["input_ids"] == encode_pieces(template.continuation(messages), tokenizer)[0]
     assert theirs.apply_chat_template(CHAT[:2], tokenize=False) == tokenizer.decode(
         encode_pieces(template.pieces(CHAT[:2]), tokenizer)[0]
     )

@@ -113,12 +113,10 @@ class Template:
 
     def continuation(self, messages: Iterable[Mapping[str, Any]]) -> Iterator[Piece]:
         """Yield the pieces of a conversation whose last message the model is to continue."""
-        *earlier, last = messages
-        yield from self.pieces(earlier)
-        role = self.roles[last["role"]]
-        yield from self._split(role.prefix)
-        yield from self._split(role.before, role.counted)
-        yield Piece(last["content"], role.counted)
+        messages = list(messages)
+        role = self.roles[messages[-1]["role"]]
+        n_after = len([*self._split(role.after), *self._split(role.suffix)])
+        yield from list(self.pieces(messages))[: -n_after or None]
 
     def count_turns(self, messages: Iterable[Mapping[str, Any]]) -> int:
         """Return the number of messages that the model writes in a conversation."""
