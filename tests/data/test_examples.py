@@ -178,8 +178,11 @@ def test_a_character_outside_the_vocabulary_is_named(reader):
 
 @pytest.mark.parametrize("skip_bad", [True, False])
 def test_lines_of_two_kinds_are_an_error(reader, skip_bad):
-    with pytest.raises(CorruptInputError, match=r":3 is of the kind text, and .*:1 of .* messages"):
+    with pytest.raises(
+        UserError, match=r":3 is of the kind text, and .*:1 of .* messages"
+    ) as error:
         list(reader(CHAT, CHAT, {"text": "a b"}, skip_bad=skip_bad))
+    assert error.value.exit_code == 1 and "its own file" in error.value.hint
 
 
 LONG = {"prompt": "a", "completion": " b" * 30}

@@ -85,9 +85,10 @@ class ExampleReader:
     all examples begin, if it is one.
 
     Raises:
-        UserError: an example is longer than `context`, with `too_long="error"`; or none is left.
-        CorruptInputError: a line is no example, nothing in it is trained, or it is of another kind
-            than the first. `skip_bad` counts such lines instead, except those of another kind.
+        UserError: an example is longer than `context`, with `too_long="error"`; none is left; or a
+            line is of another kind than the first.
+        CorruptInputError: a line is no example, or nothing in it is trained. `skip_bad` counts such
+            lines instead.
     """
 
     def __init__(
@@ -144,10 +145,14 @@ class ExampleReader:
             raise UserError(f"no example is left to train on: {'; '.join(self.notes())}")
 
     def notes(self) -> list[str]:
-        """Return the remarks in words."""
+        """Return the remarks on the examples and on their files, in words."""
         return [
             f"{REMARKS[name]}: {r.count:,} (first: {r.first})" for name, r in self.remarks.items()
-        ] + [*note_special_tokens(self.special_tokens), *self.unread.notes()]
+        ] + [
+            *self.corpus.remarks.notes(),
+            *note_special_tokens(self.special_tokens),
+            *self.unread.notes(),
+        ]
 
     def _records(self) -> Iterator[tuple[str, ExampleType, dict[str, Any]]]:
         """Yield the lines with their kind, which is the same for all."""
@@ -160,7 +165,7 @@ class ExampleReader:
                 continue
             first = first or (location, example_type)
             if example_type != first[1]:
-                raise CorruptInputError(
+                raise UserError(
                     f"{location} is of the kind {example_type}, and {first[0]} of the kind "
                     f"{first[1]}",
                     hint="put each kind into its own file",
