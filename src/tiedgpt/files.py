@@ -55,6 +55,15 @@ def missing_run(path: Path) -> UserError | None:
     return UserError(f"there is no run {path}", hint=hint)
 
 
+def suggest_path(path: str) -> str:
+    """Return "did you mean ...?" for the path most similar to a missing one, or ""."""
+    folder, name = os.path.split(path)
+    with contextlib.suppress(OSError, ValueError):
+        if near := difflib.get_close_matches(name, os.listdir(folder or "."), n=1, cutoff=0.7):
+            return f"did you mean {os.path.join(folder, near[0])}?"
+    return ""
+
+
 @contextlib.contextmanager
 def replacing(path: Path) -> Iterator[Path]:
     """Yield a temporary path beside `path`; sync and rename it when the block succeeds.

@@ -36,6 +36,13 @@ def test_trained_tokens_are_marked_without_colour(folder, capsys):
     assert "examples  1, the longest of" in out and "{+these tokens are trained+}" in out
 
 
+def test_records_that_are_read_as_text_have_a_note(folder, capsys):
+    (folder / "chat.txt").write_text((folder / "chat.jsonl").read_text() * 2)
+    assert main(["data", "show", "chat.txt", "--tokenizer", "tok"]) == 0
+    err = " ".join(capsys.readouterr().err.split())
+    assert "conversations in lines of JSON" in err and "mv chat.txt chat.jsonl" in err
+
+
 def test_a_long_example_is_shown_without_its_middle(folder, capsys):
     (folder / "long.txt").write_text("abcdefghij" * 500)
     assert main(["data", "show", "long.txt", "--tokenizer", "tok"]) == 0

@@ -257,6 +257,23 @@ def test_a_text_of_json_records_is_named_as_what_it_is(write, tmp_path, case):
             texts(write("b.jsonl", content))
 
 
+@pytest.mark.parametrize("case", JSON_TEXTS)
+def test_records_of_standard_input_have_a_remedy_without_a_name(case, monkeypatch):
+    data = SimpleNamespace(buffer=io.BytesIO(JSON_TEXTS[case][0].encode()))
+    monkeypatch.setattr("sys.stdin", data)
+    corpus = documents(["-"])
+    assert len(list(corpus)) == 1
+    (note,) = corpus.remarks.notes()
+    assert "in a .jsonl file" in note and "<stdin>.jsonl" not in note
+
+
+def test_a_missing_file_is_answered_with_the_most_similar_name(write, tmp_path):
+    write("test.jsonl", "{}")
+    with pytest.raises(UserError) as error:
+        documents([str(tmp_path / "tset.jsonl")])
+    assert error.value.hint == f"did you mean {tmp_path / 'test.jsonl'}?"
+
+
 @pytest.mark.parametrize(
     "content", ["[1] is a footnote.\n", "{a} is a set\n", "[[1, 2]]", "{}", "[]"]
 )

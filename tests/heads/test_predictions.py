@@ -233,6 +233,57 @@ def test_answers_are_those_of_transformers_pipeline(
     assert (back.problem_type, back.num_labels) == (problem, n_labels)
 
 
+RECORD_LINES = '{"text": "Ada"}\n{"text": "home"}\n'
+REFUSED_INPUTS = {
+    "a missing file": (["tset.jsonl"], 1, "did you mean test.jsonl?"),
+    "a missing compressed file": (["x.csv.gz"], 1, "there is no file x.csv.gz"),
+    "a missing file in a folder": (["data/none"], 1, "there is no file data/none"),
+    "a misspelt file in a folder": (["data/tets.txt"], 1, "did you mean data/test.txt?"),
+    "a folder": (["data"], 1, "name a file in it"),
+    "records in .json": (["test.json"], 1, "mv test.json test.jsonl"),
+    "choices for labels": (["Ada", "--choices", "a", "b"], 1, "--choices is for models of"),
+}
+
+
+@pytest.mark.parametrize("case", REFUSED_INPUTS)
+def test_classify_refuses_input_that_it_would_misread(case, saved, tmp_path, capsys, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "data").mkdir()
+    (tmp_path / "data" / "test.txt").write_text("Ada")
+    for name in ("test.jsonl", "test.json"):
+        (tmp_path / name).write_text(RECORD_LINES)
+    arguments, code, remedy = REFUSED_INPUTS[case]
+    assert main(["classify", saved(SequenceClassifier), *arguments]) == code
+    out, err = capsys.readouterr()
+    assert out == "" and remedy in " ".join(err.split())
+
+
+@pytest.mark.parametrize("text", ["he or/and she", "Ada. home", "e.g. https", "a\nb.txt"])
+def test_classify_labels_texts_that_are_no_names(text, saved, capsys):
+    assert main(["classify", saved(SequenceClassifier), text, "--format", "json"]) == 0
+    printed = [json.loads(line)["text"] for line in capsys.readouterr().out.splitlines()]
+    assert printed == text.splitlines()
+
+
+def test_classify_notes_records_that_are_read_as_text(saved, capsys, monkeypatch):
+    data = SimpleNamespace(buffer=io.BytesIO(RECORD_LINES.encode()))
+    monkeypatch.setattr("sys.stdin", data)
+    assert main(["classify", saved(SequenceClassifier), "-"]) == 0
+    err = " ".join(capsys.readouterr().err.split())
+    assert "texts in lines of JSON" in err and "save them in a .jsonl file" in err
+
+
+@pytest.mark.parametrize(
+    "arguments", [["a text"], ["in.txt"], ["in.txt", "model"], ["a b", "model"]]
+)
+def test_classify_names_the_order_of_its_arguments(arguments, saved, tmp_path, capsys, monkeypatch):
+    saved(SequenceClassifier)
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr("sys.stdin", None)
+    assert main(["classify", *arguments]) == 2
+    assert "the model comes first: tiedgpt classify" in " ".join(capsys.readouterr().err.split())
+
+
 def test_classify_reads_lines_of_text_and_names_missing_choices(saved, tmp_path, capsys):
     (tmp_path / "in.txt").write_text("Ada went\n\nhome\n")
     assert main(["classify", saved(SequenceClassifier), str(tmp_path / "in.txt")]) == 0

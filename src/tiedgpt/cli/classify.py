@@ -5,12 +5,11 @@ from __future__ import annotations
 import json
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
-from pathlib import Path
 from typing import Any, Literal
 
-from tiedgpt.cli.console import show_text
+from tiedgpt.cli.console import note, show_text
 from tiedgpt.cli.options import UsageError, parse
-from tiedgpt.cli.source import DeviceOption, read_text, text_or_piped
+from tiedgpt.cli.source import DeviceOption, names_file, require_model_first, text_or_piped
 from tiedgpt.errors import UserError
 from tiedgpt.files import split_lines
 from tiedgpt.options import argument, option
@@ -51,8 +50,10 @@ class Arguments(DeviceOption):
 def run(arguments: list[str]) -> None:
     """Classify."""
     args = parse(Arguments, "classify", arguments, ABOUT)
+    require_model_first("classify", args.source, args.input or None)
     if (text := text_or_piped(args.input or None, "INPUT")) is None:
-        raise UserError("there is no text to label", hint="give a text, a file, or - to type lines")
+        hint = "give a text, a file, or - to type lines, after the model"
+        raise UserError("there is no text to label", hint=hint)
     args = replace(args, input=text)
     from tiedgpt.heads import MultipleChoice, open_head, predict
     from tiedgpt.heads.predictions import RECORD_FIELDS
@@ -63,6 +64,10 @@ def run(arguments: list[str]) -> None:
     tokenizer = tokenizer_for(args.source, args.tokenizer, needed=True)
     assert tokenizer is not None
     fields, needs_choices = RECORD_FIELDS[type(head)], isinstance(head, MultipleChoice)
+    if args.choices and not needs_choices:
+        raise UserError(
+            f"is for models of --task choose, and {args.source} has labels", option="choices"
+        )
     records = list(_records(args, fields, needs_choices=needs_choices))
     if not records:
         raise UserError(f"{args.input} holds no text")
@@ -105,15 +110,18 @@ def _records(args: Arguments, fields: str, *, needs_choices: bool) -> Iterator[d
     from tiedgpt.data import documents
     from tiedgpt.data.readers import has_records
 
-    path = Path(args.input)
     shared = {"choices": list(args.choices)} if args.choices else {}
-    is_file = args.input != "-" and len(args.input) < 256 and path.is_file()
+    is_file = args.input == "-" or names_file(args.input)
     if is_file and has_records(args.input):
         records = documents([args.input]).records(fields)
         yield from (shared | record for _, record in records)
         return
     if needs_choices and not shared:
         raise UsageError("this model needs choices", "give --choices, or .jsonl with `choices`")
-    is_text = not is_file and args.input != "-"
-    text = args.input if is_text else read_text(args.input, "INPUT")
-    yield from (shared | {"text": line} for line in split_lines(text) if line.strip())
+    texts = [args.input]
+    if is_file:
+        corpus = documents([args.input], keep_end_of_text=True)
+        texts = [document.text for document in corpus]
+        note(*corpus.remarks.notes())
+    lines = (line for text in texts for line in split_lines(text))
+    yield from (shared | {"text": line} for line in lines if line.strip())

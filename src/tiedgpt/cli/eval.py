@@ -16,9 +16,9 @@ from typing import TYPE_CHECKING, Any, Literal, TypeVar
 from tiedgpt.cli.console import bar, note, table
 from tiedgpt.cli.options import UsageError, parse
 from tiedgpt.cli.source import (
-    TEXTS,
     EngineOptions,
     describe_source,
+    require_model_first,
     source_or_newest,
     text_or_piped,
 )
@@ -85,10 +85,7 @@ S = TypeVar("S", "AnswerScore", "ExampleScore", "WindowScore")
 def run(arguments: list[str]) -> None:
     """Measure."""
     args = parse(Arguments, "eval", arguments, ABOUT)
-    is_text = args.source.lower().endswith(TEXTS)
-    if is_text and (args.data is None or Path(args.data).is_dir()):
-        right = f"tiedgpt eval {shlex.join([args.data or 'MODEL', args.source])}"
-        raise UsageError(f"{args.source} is text, not a model", f"the model comes first: {right}")
+    require_model_first("eval", args.source, args.data)
     if not args.tasks:
         args = replace(args, data=text_or_piped(args.data, "DATA"))
     if (args.data is None) == (not args.tasks):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shlex
 import shutil
 import sys
 from collections.abc import Iterator
@@ -13,7 +14,9 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from tiedgpt import infer
 from tiedgpt.cli.console import note, waiting
+from tiedgpt.cli.options import UsageError
 from tiedgpt.errors import CorruptInputError, UserError
+from tiedgpt.files import suggest_path
 from tiedgpt.options import argument, option
 
 if TYPE_CHECKING:
@@ -128,6 +131,15 @@ def source_or_newest(source: str | None, *, task: Literal["lm"] | None = None) -
     return source
 
 
+def require_model_first(verb: str, source: str, data: str | None) -> None:
+    """Raise `UsageError` for a text or its file where the model should be."""
+    is_passage = any(map(str.isspace, source)) and not os.path.exists(source)
+    is_text = is_passage or source.lower().endswith(TEXTS)
+    if is_text and (data is None or os.path.isdir(data)):
+        command = f"tiedgpt {verb} {shlex.quote(data) if data else 'MODEL'} {shlex.quote(source)}"
+        raise UsageError(f"{source} is text, not a model", f"the model comes first: {command}")
+
+
 def describe_source(options: EngineOptions, source: str) -> dict[str, Any]:
     """Return the model, its date and its options, which saved results depend on."""
     path = Path(source)
@@ -189,6 +201,27 @@ def read_text(path: str | Path, flag: str) -> str:
         raise UserError(f"{flag} {origin} cannot be read: {error.strerror}") from None
     except UnicodeDecodeError as error:
         raise CorruptInputError(f"{flag} {origin} is not UTF-8: {error}") from None
+
+
+def names_file(text: str) -> bool:
+    """Return whether a text is the name of a file.
+
+    Raises `UserError` for a folder, and for a name that no file has: one with the ending of a file,
+    or a word with a slash.
+    """
+    from tiedgpt.data.corpus import NOT_TEXT
+    from tiedgpt.data.readers import ending, has_records
+
+    if len(text) >= 256 or "\n" in text or "\0" in text:
+        return False
+    if os.path.isdir(text):
+        raise UserError(f"{text} is a folder", hint="name a file in it")
+    is_name = has_records(text) or ending(text) in (*TEXTS, *NOT_TEXT)
+    is_name = is_name or (os.sep in text and not any(map(str.isspace, text)))
+    if is_name and not os.path.exists(text):
+        near = suggest_path(text) or "check the name"
+        raise UserError(f"there is no file {text}", hint=f"{near}; a text may be piped instead")
+    return os.path.exists(text)
 
 
 def text_or_piped(text: str | None, flag: str) -> str | None:

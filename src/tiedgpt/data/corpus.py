@@ -43,7 +43,7 @@ from tiedgpt.data.remarks import (
     printable,
 )
 from tiedgpt.errors import CorruptInputError, UserError
-from tiedgpt.files import PREPARED
+from tiedgpt.files import PREPARED, suggest_path
 from tiedgpt.signatures import checked
 from tiedgpt.text.bpe import END_OF_TEXT
 
@@ -441,10 +441,8 @@ def _search(source: str) -> list[str]:
     if not paths and is_folder:
         raise UserError(f"the folder {source!r} has no text files", hint="name one that has")
     if not paths:
-        raise UserError(
-            f"no file matches {source!r}",
-            hint=f"check the name (the current folder is {os.getcwd()})",
-        )
+        check = f"check the name (the current folder is {os.getcwd()})"
+        raise UserError(f"no file matches {source!r}", hint=suggest_path(source) or check)
     return paths
 
 

@@ -136,7 +136,9 @@ def find_json(head: bytes) -> str:
 
 
 def format_conversion(name: str, records: str) -> str:
-    """Return the command that makes .jsonl of a file with the records that `find_json` found."""
+    """Return how to make .jsonl of a file with the records that `find_json` found."""
+    if name == printable(STDIN):
+        return "to read its records, save them in a .jsonl file, one on each line, and name it"
     target = shlex.quote(f"{os.path.splitext(name)[0]}.jsonl")
     command = "jq -c '.[]' {} > {}" if "array" in records else "mv {} {}"
     return f"to read its records: {command.format(shlex.quote(name), target)}"
