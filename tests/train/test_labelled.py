@@ -253,3 +253,32 @@ def test_a_new_task_is_one_record(monkeypatch):
     assert TrainOptions(task="sort", data=("a.jsonl",)).objective_record.home == "sorting:Sort"
     with pytest.raises(UserError, match="use lm, classify, choose, sort"):
         TrainOptions(task="swim", data=("a.jsonl",))
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        ["tune", "a.jsonl", "--from"],
+        ["tune", "b.jsonl", "--from"],
+        ["train", "a.jsonl", "--task", "classify", "--start"],
+    ],
+)
+def test_a_trained_head_that_is_not_used_is_noted(arguments, tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    write_lines(tmp_path / "a.jsonl", (record("classify", n) for n in range(24)))
+    pairs = ({"prompt": "the cat", "completion": f" no {n}"} for n in range(24))
+    write_lines(tmp_path / "b.jsonl", pairs)
+    tokenizer = Tokenizer.train(["the cat no 1 is here"], 270)
+    config = GPTConfig(
+        vocab_size=len(tokenizer),
+        n_positions=32,
+        n_embd=8,
+        n_layer=1,
+        n_head=1,
+        eos_token_id=tokenizer.eos_token_id,
+    )
+    SequenceClassifier(GPT(config), labels=["a", "b"]).save_pretrained("labels")
+    tokenizer.save_pretrained("labels")
+    assert main([*arguments, "labels", "--steps", "1", "--out", "run"]) == 0
+    err = " ".join(capsys.readouterr().err.split())
+    assert "labels has a trained head (score.weight), which is not used" in err

@@ -150,7 +150,9 @@ def prepare(
     is_valid = is_pair and isinstance(pair[0], Objective) and isinstance(pair[1], Data)
     check_result(objective, "make", pair, "an objective and its Data", is_valid)
     trained, data = pair
-    data = replace(data, notes=[*data.notes, *_note_vocabulary(options, len(tokenizer))])
+    start_notes = [] if start is None else start.notes()
+    vocabulary_notes = _note_vocabulary(options, len(tokenizer))
+    data = replace(data, notes=[*data.notes, *start_notes, *vocabulary_notes])
     if options.chooses or not (options.freeze or options.lora):
         return trained, data
     from tiedgpt.tune.freezing import count_trainable

@@ -37,6 +37,7 @@ from tiedgpt.train.planning import Plan
 from tiedgpt.weights.formats.transformers.writer import save_tokenizer
 from tiedgpt.weights.gpt import to_gpt
 from tiedgpt.weights.sources import open_checkpoint
+from tiedgpt.weights.wrappers import OTHER_HEADS
 
 if TYPE_CHECKING:
     from tiedgpt.train.dataset import Data, Sources
@@ -140,6 +141,14 @@ class Pretrained:
         if "wpe.weight" not in tensors:
             return self.gpt.config.n_positions  # raises the error about what is missing
         return tensors["wpe.weight"].shape[0]
+
+    def notes(self) -> list[str]:
+        """Return a note on the source's head, if it has another than that over the vocabulary."""
+        names = open_checkpoint(self.source).tensors
+        heads = [name for name in names if name.startswith(OTHER_HEADS)]
+        if not heads:
+            return []
+        return [f"{self.source} has a trained head ({', '.join(heads)}), which is not used"]
 
     def put_into(self, gpt: GPT) -> None:
         """Move its weights into a model of its shape; they are not kept here."""
