@@ -136,12 +136,12 @@ BAD_LINES = [
     ("[1]", "got a JSON list"),
     ({"prompt": "a"}, "of none of the kinds: 'prompt'"),
     ({"text": "a", **PAIR}, "of several of the kinds"),
-    ({"prompt": "a", "completion": 4}, "'completion' must be a string, got int"),
+    ({"prompt": "a", "completion": 4}, "'completion' must be a string or a list of messages, got int"),
     ({"prompt": None, "completion": "b"}, "of none of the kinds: 'prompt', 'completion'"),
 ]
 BAD_MESSAGES = [
-    ("hello", "must be a list of objects"),
-    (["hello"], "must be a list of objects"),
+    ("hello", "must be a list of messages"),
+    (["hello"], "must be a list of messages"),
     ([{"role": "user"}], "a message has no 'content'"),
     ([{"content": "a"}], "a message has no 'role'"),
     ([{"role": "robot", "content": "a"}], "no role 'robot': .*user, assistant, .*human"),

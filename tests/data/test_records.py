@@ -167,7 +167,36 @@ REFUSED = {
     "train 0": (marked(train=0), ["'train'", "true or false"]),
     "marks that disagree": (marked(weight=0, train=True), ["'weight'", "'train'"]),
     "train_detail": (marked(train_detail=[{"begin_offset": 0}]), ["train_detail"]),
-    "system twice": ({"system": "T", "messages": [SYSTEM, USER, REPLY]}, ["system"]),
+    "system twice": (
+        {"system_prompt": "T", "messages": [SYSTEM, USER, REPLY]},
+        ["'system_prompt'", "'system'", "leave one"],
+    ),
+    **{
+        f"near miss {name}": (marked(**{name: 0}), [f"'{name}'", f"did you mean '{near}'?"])
+        for name, near in {
+            "Weight": "weight", "weights": "weight", "wieght": "weight", "TRAIN": "train",
+            "trained": "train", "Loss": "loss", "losses": "loss", "trainDetail": "train_detail",
+            "tool-calls": "tool_calls",
+        }.items()
+    },
+    "near miss in ShareGPT": (
+        {"conversations": [HUMAN, GPT | {"Weight": 0}]}, ["did you mean 'weight'?"],
+    ),
+    "near miss of system": (
+        {"System": "S", "messages": [USER, REPLY]}, ["'System'", "did you mean 'system'?"],
+    ),
+    "near miss of a system prompt": (
+        {"systemPrompt": "S", "conversations": [HUMAN, GPT]}, ["did you mean 'system_prompt'?"],
+    ),
+    "near miss of history": (ALPACA | {"History": [["a", "b"]]}, ["did you mean 'history'?"]),
+    "near miss of input": (ALPACA | {"inputs": "a"}, ["did you mean 'input'?"]),
+    "near miss of a preference": (PAIR | {"Rejected": "a"}, ["did you mean 'rejected'?"]),
+    "a prompt that is an object": (
+        {"prompt": USER, "completion": REPLY}, ["'prompt'", "a string or a list of messages"],
+    ),
+    "a completion that is an object": (
+        {"prompt": [USER], "completion": REPLY}, ["completion", "a list of messages"],
+    ),
     "two systems": (
         {"system": "S", "system_prompt": "T", "messages": [USER, REPLY]},
         ["'system'", "'system_prompt'"],
@@ -272,6 +301,14 @@ def test_a_record_that_cannot_be_honoured_is_refused_with_a_remedy(show, case):
     for word in words:
         assert word in err
     assert ("--skip-bad" in err) == ("of the kinds" not in err)
+
+
+def test_other_fields_are_no_near_misses(show):
+    names = ["id", "name", "history_id", "system_id", "weight_kg", "tool_call_id", "label", "score"]
+    record = {"messages": [USER, REPLY | dict.fromkeys(names, 1)], **dict.fromkeys(names, 1)}
+    code, facts, err = show(record)
+    assert code == 0, err
+    assert set(facts["unread"]) == {*names, *(f"messages.{name}" for name in names)}
 
 
 def test_unread_fields_are_counted_in_one_note(show, capsys):

@@ -8,7 +8,8 @@
     {"prompt": [MESSAGE, ...], "completion": [...]}         messages, as TRL has them
 
 A field that is null counts as absent. What changes the trained tokens is read (`system`, `history`,
-a message's `weight` or `train`) or refused (`rejected`, `tool_calls`); others are counted.
+a message's `weight` or `train`) or refused (`rejected`, `tool_calls`, and names that are almost one
+of these, such as `Weight`); others are counted.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
+from difflib import get_close_matches
 from typing import Any, Literal
 
 from tiedgpt.errors import UserError
@@ -31,6 +33,7 @@ FIELDS: dict[tuple[str, ...], ExampleType] = {
 ALPACA = ("instruction", "output")
 """Fields of a conversation; a record with one of `FIELDS` is of that kind."""
 EXPECTED = '{"text": ...}, {"prompt": ..., "completion": ...} or {"messages": [...]}'
+MESSAGE = '{"role": "user", "content": ...}'
 SYSTEM = ("system", "system_prompt", "system_message")
 """Fields with the system message of a conversation."""
 ROLES = {
@@ -148,9 +151,12 @@ def parse_record(record: Record, roles: Collection[str]) -> ParsedRecord:
         _require_no_preference(record)
     if example_type != "messages":
         names = ("text",) if example_type == "text" else ("prompt", "completion")
-        texts = tuple(_string(record, name) for name in names)
+        expected = "a string" if example_type == "text" else "a string or a list of messages"
+        texts = tuple(_string(record, name, expected) for name in names)
+        _require_no_near_miss(record, names, PREFERENCES if example_type != "text" else ())
         return ParsedRecord(example_type, texts, unread=tuple(unread_fields(record, names)))
     read = {*SYSTEM}
+    known = {*SYSTEM, *PREFERENCES}
     unread = list[str]()
     messages = list[Message]()
 
@@ -158,7 +164,7 @@ def parse_record(record: Record, roles: Collection[str]) -> ParsedRecord:
         read.add(name)
         listed = record[name]
         if not isinstance(listed, list) or not all(isinstance(one, dict) for one in listed):
-            raise UserError(f"its {name} must be a list of objects")
+            raise UserError(f"its {name} must be a list of messages, such as {MESSAGE}")
         parsed = [_parse_message(message, roles) for message in listed]
         unread.extend(f"{name}.{other}" for _, others in parsed for other in others)
         return [message for message, _ in parsed]
@@ -175,12 +181,18 @@ def parse_record(record: Record, roles: Collection[str]) -> ParsedRecord:
             messages += side
     else:
         read |= {*ALPACA, "input", "history"}
+        known |= {"input", "history"}
         messages += _parse_alpaca(record)
     if system := _find_system(record):
         if not messages or messages[0].role != "system":
             messages.insert(0, Message("system", system))
         elif messages[0].content != system:
-            raise UserError("its system message and its field of that name differ: leave one")
+            names = " and ".join(repr(name) for name in SYSTEM if _holds(record, name))
+            raise UserError(
+                f"its field {names} and its first message, of the role 'system', differ",
+                hint="leave one of them out",
+            )
+    _require_no_near_miss(record, read, known)
     unread += unread_fields(record, read)
     return ParsedRecord(example_type, messages=tuple(messages), unread=tuple(dict.fromkeys(unread)))
 
@@ -198,7 +210,9 @@ def _parse_message(message: Record, roles: Collection[str]) -> tuple[Message, li
             raise UserError(f"a message has no {pair[0]!r} (or {pair[1]!r}), its fields: {fields}")
         names.append(present[0])
     role, content = names
-    unread = unread_fields(message, {role, content, "weight", *MARKS})
+    read = {role, content, "weight", *MARKS}
+    _require_no_near_miss(message, read, ("weight", *MARKS, *REFUSED_IN_MESSAGES))
+    unread = unread_fields(message, read)
     parsed = Message(
         _find_role(_string(message, role), roles), _join(message, content), _is_trained(message)
     )
@@ -285,6 +299,24 @@ def _require_no_preference(record: Record) -> None:
         )
 
 
+def _require_no_near_miss(record: Record, read: Collection[str], known: Collection[str]) -> None:
+    """Raise `UserError` for an unread field that spells almost a known one, such as "Weight"."""
+    bare = {name.replace("_", ""): name for name in known}
+    for name in unread_fields(record, {*read, *known}):
+        word = name.lower().replace("-", "_")
+        near = [bare[word.replace("_", "")]] if word.replace("_", "") in bare else []
+        near = near or [
+            other
+            for other in get_close_matches(word, known, n=1, cutoff=0.8)
+            if other.count("_") == word.count("_")  # "history_id" is another word
+        ]
+        if near:
+            raise UserError(
+                f"there is no field {name!r}",
+                hint=f"did you mean {near[0]!r}? If not, rename the field or leave it out",
+            )
+
+
 def _suggest(record: Record) -> str | None:
     """Return a hint that renames fields so that a record becomes an example, or None."""
     names = [str(name) for name, value in record.items() if value is not None]
@@ -336,8 +368,8 @@ def _holds(record: Record, name: str) -> bool:
     return value is not None and not (isinstance(value, (str, list, dict)) and not value)
 
 
-def _string(record: Record, name: str) -> str:
+def _string(record: Record, name: str, expected: str = "a string") -> str:
     value = record.get(name)
     if not isinstance(value, str):
-        raise UserError(f"{name!r} must be a string, got {type(value).__name__}")
+        raise UserError(f"{name!r} must be {expected}, got {type(value).__name__}")
     return value
