@@ -1,9 +1,12 @@
 """`tiedgpt eval`."""
 
+import gzip
 import io
 import json
 import shutil
 
+import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
 
 from tests.conftest import TEXT
@@ -124,10 +127,32 @@ def test_options_and_models_that_do_not_fit_the_data_are_refused(directory, text
     capsys.readouterr()
     for model, data, options, said in (
         (directory, path, ["--stride", "3"], "--stride and --bos are for texts"),
-        (directory, text, ["--limit", "3"], "--limit is for .jsonl files"),
+        (directory, text, ["--limit", "3"], "--limit is for files of records"),
         (tmp_path / "bare", path, [], "needs a tokenizer"),
         (tmp_path / "bare", text, [], "needs a tokenizer"),
     ):
         assert main(["eval", str(model), str(data), *options]) == 1
         out, err = capsys.readouterr()
         assert said in err and not out
+
+
+UNREAD = {
+    "a text": {"text": "the dog ate"},
+    "a multiple choice": {"context": "the dog", "choices": [" ate", " sat"], "answer": 0},
+    "a cloze": {"question": "the dog", "completion": " ate"},
+}
+
+
+@pytest.mark.parametrize("name", ["a.jsonl", "a.jsonl.gz", "a.parquet"])
+@pytest.mark.parametrize("case", UNREAD)
+def test_fields_of_records_that_are_not_read_are_noted(directory, tmp_path, capsys, case, name):
+    records = [UNREAD[case] | {"label": "x", "id": n, "note": None} for n in range(3)]
+    path = tmp_path / name
+    lines = "".join(json.dumps(record) + "\n" for record in records).encode()
+    if name == "a.parquet":
+        pq.write_table(pa.Table.from_pylist(records), path)
+    else:
+        path.write_bytes(gzip.compress(lines) if name.endswith("gz") else lines)
+    assert main(["eval", str(directory), str(path)]) == 0
+    err = " ".join(capsys.readouterr().err.split())
+    assert "2 fields were not read: label (3 lines), id (3)" in err

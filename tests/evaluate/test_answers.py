@@ -1,9 +1,14 @@
 """The score of a head on labelled lines, through `tiedgpt eval`."""
 
+import gzip
+import io
 import json
 import math
 import warnings
+from types import SimpleNamespace
 
+import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
 import torch
 
@@ -148,7 +153,9 @@ def test_numbers_name_the_labels_that_transformers_numbers(save, tmp_path, capsy
     ("options", "record", "says"),
     [
         ({"labels": LABELS}, {"text": "a", "label": "great"}, "'great', it has bad, so-so, good"),
-        ({"labels": LABELS}, {"text": "a"}, "the label None"),
+        ({"labels": LABELS}, {"text": "a"}, "'label'; the record has 'text'"),
+        ({"labels": LABELS}, {"text": "a", "label": None}, "no value in the field 'label'"),
+        ({"labels": ["x"], "problem_type": "regression"}, {"text": "a"}, "no value in the field"),
         ({"labels": LABELS}, {"text": " ", "label": "bad"}, "'text' is empty"),
         ({"labels": ["x"]}, {"text": "a", "label": 1}, '"problem_type": "regression"'),
         ({"labels": ["x"], "problem_type": "regression"}, {"text": "a", "label": "y"}, "a number"),
@@ -178,5 +185,32 @@ def test_options_of_language_models_are_refused_for_a_head(save, tmp_path, capsy
 def test_a_head_asked_for_a_text_names_the_lines_that_measure_it(save, tmp_path, capsys):
     _, model = save(SequenceClassifier, labels=LABELS)
     (tmp_path / "text.txt").write_text("Ada went home")
-    assert main(["eval", model, str(tmp_path / "text.txt")]) == 1
-    assert "LINES.jsonl" in capsys.readouterr().err
+    assert main(["eval", model, str(tmp_path / "text.txt")]) == 3
+    assert 'a line is {"text": .., "label": ..}' in " ".join(capsys.readouterr().err.split())
+
+
+@pytest.mark.parametrize("name", ["a.csv", "a.tsv", "a.parquet", "a.jsonl.gz", "a.json", "-"])
+def test_labelled_records_are_read_from_the_files_that_training_reads(
+    save, tmp_path, capsys, monkeypatch, name
+):
+    _, model = save(SequenceClassifier, labels=LABELS)
+    records = [{"text": text, "label": "bad", "id": 7} for text in TEXTS]
+    expected, _ = evaluate(model, records, tmp_path, capsys)
+    lines = "".join(json.dumps(record) + "\n" for record in records).encode()
+    path, separator = tmp_path / name, "," if name == "a.csv" else "\t"
+    if name == "a.parquet":
+        pq.write_table(pa.Table.from_pylist(records), path)
+    elif name == "-":
+        monkeypatch.setattr("sys.stdin", SimpleNamespace(buffer=io.BytesIO(lines)))
+    elif name == "a.jsonl.gz":
+        path.write_bytes(gzip.compress(lines))
+    elif name == "a.json":
+        path.write_bytes(lines)
+    else:
+        rows = [["text", "label", "id"], *([r["text"], "bad", "7"] for r in records)]
+        path.write_text("".join(separator.join(row) + "\n" for row in rows))
+    source = name if name == "-" else str(path)
+    assert main(["eval", model, source, "--format", "json"]) == 0
+    out, err = capsys.readouterr()
+    assert json.loads(out) == expected
+    assert "1 field was not read: id (6 lines)" in " ".join(err.split())

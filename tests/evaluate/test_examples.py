@@ -8,6 +8,7 @@ import torch
 
 from tests.conftest import TEXT, opinionated
 from tiedgpt import GPT, Tokenizer
+from tiedgpt.data import documents
 from tiedgpt.errors import CorruptInputError, UserError
 from tiedgpt.evaluate.examples import Example, ExamplesScore, read_examples, score_examples
 from tiedgpt.infer import Engine
@@ -104,7 +105,7 @@ def test_choices_are_divided_as_in_the_harness_if_no_token_spans_both(chinese):
 def test_an_unscorable_example_is_refused_before_scoring(engine, tmp_path, monkeypatch):
     long = engine.tokenizer.decode([3] * 60)
     lines = [{"context": "the", "completion": text} for text in (" cat", long)]
-    examples = read_examples(write(tmp_path / "a.jsonl", lines))
+    examples = read(write(tmp_path / "a.jsonl", lines))
     monkeypatch.setattr(engine, "score", None)
     with pytest.raises(UserError, match=r"a\.jsonl:2: a choice has \d+ tokens"):
         next(score_examples(engine, examples))
@@ -122,6 +123,10 @@ def test_an_empty_context_is_the_start_token(directory, engine):
             list(score_examples(other, [Example("", ("the cat",))]))
 
 
+def read(path):
+    return read_examples(documents([str(path)]))
+
+
 def write(path, lines):
     path.write_text("\n".join(json.dumps(line) for line in lines))
     return path
@@ -130,12 +135,12 @@ def write(path, lines):
 def test_files_of_each_kind_are_read(tmp_path):
     path = tmp_path / "a.jsonl"
     choice = {"question": "q", "choices": ["a", "b"], "answer": 1}
-    assert read_examples(write(path, [choice])) == [Example("q", ("a", "b"), 1)]
+    assert read(write(path, [choice])) == [Example("q", ("a", "b"), 1)]
     cloze = {"prompt": "p", "completion": "c"}
-    assert read_examples(write(path, [cloze, cloze])) == [Example("p", ("c",))] * 2
-    assert read_examples(write(path, [{"text": "t"}])) == ["t"]
+    assert read(write(path, [cloze, cloze])) == [Example("p", ("c",))] * 2
+    assert read(write(path, [{"text": "t"}])) == ["t"]
     path.write_text('\n{"text": "t"}\n\n')
-    assert read_examples(path) == ["t"]
+    assert read(path) == ["t"]
 
 
 CHOICES = {"context": "c", "choices": ["a", "b"], "answer": 0}
@@ -147,6 +152,7 @@ CHOICES = {"context": "c", "choices": ["a", "b"], "answer": 0}
         ([CHOICES, {"text": "t"}], r"a\.jsonl:2: a text after a multiple choice"),
         ([CHOICES, CHOICES | {"answer": 2}], r"a\.jsonl:2: `answer` must be from 0 to 1, got 2"),
         ([{"context": "c", "choices": ["a", "b"]}], r"a\.jsonl:1: needs `answer`, the index of"),
+        ([{"messages": [{"role": "user", "content": "a"}]}], "as `context` and .* `completion`"),
         ([CHOICES | {"answer": True}], "`answer` must be"),
         ([CHOICES | {"choices": ["a"]}], "at least two"),
         ([CHOICES | {"choices": ["a", ""]}], "not empty"),
@@ -160,4 +166,4 @@ CHOICES = {"context": "c", "choices": ["a", "b"], "answer": 0}
 )
 def test_bad_lines_are_named(tmp_path, lines, said):
     with pytest.raises(CorruptInputError, match=said):
-        read_examples(write(tmp_path / "a.jsonl", lines))
+        read(write(tmp_path / "a.jsonl", lines))

@@ -23,13 +23,14 @@ from tiedgpt.cli.source import (
     text_or_piped,
 )
 from tiedgpt.errors import TiedGPTError, UserError
-from tiedgpt.files import JSON_LINES, format_count, replacing
+from tiedgpt.files import format_count, replacing
 from tiedgpt.options import argument, option
 from tiedgpt.runtime import count_cores
 from tiedgpt.train.options import FileOptions
 from tiedgpt.train.storage import RunDirectory
 
 if TYPE_CHECKING:
+    from tiedgpt.data.corpus import FileCorpus
     from tiedgpt.evaluate.answers import AnswerScore
     from tiedgpt.evaluate.examples import ExampleScore, ExamplesScore
     from tiedgpt.evaluate.texts import TextScore, WindowScore
@@ -38,9 +39,10 @@ if TYPE_CHECKING:
 ABOUT = """Measure how well a model predicts a text, or how often its answers are right.
 
 DATA is text, as for `tiedgpt train`: a file, a folder, a glob, or - for standard input. Each
-document is scored on its own. Or DATA is .jsonl, with one text per line ("text"), one multiple
-choice ("context", "choices", "answer": its index), or one cloze ("context", "completion").
-A model of `train --task` is measured on labelled lines, such as those that it was trained on.
+document is scored on its own. Or DATA holds records (.jsonl, .csv, .tsv, .parquet): one text
+each ("text"), one multiple choice ("context", "choices", "answer": its index), or one cloze
+("context", "completion"). A model of `train --task` is measured on labelled records, such as those
+that it was trained on.
 With --tasks, tasks of lm-evaluation-harness are run instead (pip install 'tiedgpt[eval]')."""
 
 
@@ -50,8 +52,8 @@ class Arguments(EngineOptions, FileOptions):
 
     source: str = argument("A run, a model's directory or file, or a hub name.", metavar="MODEL")
     data: str | None = argument(
-        "Text: a file, a folder, a glob, - for standard input; or a .jsonl file. Default: standard "
-        "input if something is piped to it.",
+        "Text: a file, a folder, a glob, - for standard input; or a file of records. Default: "
+        "standard input if something is piped to it.",
         default=None,
     )
     keep_end_of_text: bool = option(
@@ -68,7 +70,7 @@ class Arguments(EngineOptions, FileOptions):
         False,
         "Put the beginning-of-text token before each text, so that the first token is scored, too.",
     )
-    limit: int | None = option(None, "Use only this many lines of a .jsonl file, or of each task.")
+    limit: int | None = option(None, "Use only this many records of a file, or of each task.")
     save: Path | None = option(
         None, "Save the score of each window or example in this new file, as JSON lines."
     )
@@ -77,7 +79,9 @@ class Arguments(EngineOptions, FileOptions):
     )
 
 
-HEAD_OPTIONS = ("source", "data", "tokenizer", "threads", "limit", "save", "format")
+HEAD_OPTIONS = (
+    "source", "data", "encoding", "quoting", "tokenizer", "threads", "limit", "save", "format",
+)  # fmt: skip
 """The options that apply to a head, too."""
 S = TypeVar("S", "AnswerScore", "ExampleScore", "WindowScore")
 
@@ -100,17 +104,19 @@ def run(arguments: list[str]) -> None:
 
 def _evaluate(args: Arguments) -> None:
     from tiedgpt.data import documents
+    from tiedgpt.data.readers import has_records
     from tiedgpt.evaluate import examples, texts
 
-    is_lines = args.data is not None and args.data.lower().endswith(JSON_LINES)
-    if is_lines and _is_classifier(args.source):
-        return _evaluate_head(args, Path(str(args.data)))
+    if args.data is not None and _is_classifier(source_or_newest(args.source)):
+        return _evaluate_head(args, documents([args.data], **args.file_reading, only_records=True))
     data: list[Any] = []
-    if is_lines:
-        data = examples.read_examples(Path(str(args.data)), args.encoding)[: args.limit]
+    if args.data is not None and has_records(args.data):
+        corpus = documents([args.data], **args.file_reading)
+        data = examples.read_examples(corpus)[: args.limit]
+        note(*corpus.remarks.notes())
     elif args.data is not None:
         if args.limit is not None:
-            raise UserError(f"--limit is for .jsonl files and --tasks, not for {args.data}")
+            raise UserError(f"--limit is for files of records and --tasks, not for {args.data}")
         corpus = documents([args.data], **args.file_reading, keep_end_of_text=args.keep_end_of_text)
         data = [document.text for document in corpus]
         note(*corpus.remarks.notes())
@@ -152,7 +158,7 @@ def _is_classifier(source: str) -> bool:
     return any(name.startswith(OTHER_HEADS) for name in open_checkpoint(source).tensors)
 
 
-def _evaluate_head(args: Arguments, path: Path) -> None:
+def _evaluate_head(args: Arguments, corpus: FileCorpus) -> None:
     """Measure the answers of a head on labelled lines."""
     from tiedgpt.evaluate import answers
     from tiedgpt.heads import open_head
@@ -167,7 +173,8 @@ def _evaluate_head(args: Arguments, path: Path) -> None:
     head = open_head(args.source)
     tokenizer = tokenizer_for(args.source, args.tokenizer, needed=True)
     assert tokenizer is not None
-    lines = answers.read_lines(path, head)[: args.limit]
+    lines = answers.read_lines(corpus, head)[: args.limit]
+    note(*corpus.remarks.notes())
     _note_training_data(args)
     with torch_threads(args.threads or count_cores()):
         scored = _score_all(args, lines, answers.score_lines(head, tokenizer, lines), len(lines))

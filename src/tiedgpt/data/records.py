@@ -187,9 +187,9 @@ def parse_record(record: Record, roles: Collection[str]) -> ParsedRecord:
         if not messages or messages[0].role != "system":
             messages.insert(0, Message("system", system))
         elif messages[0].content != system:
-            names = " and ".join(repr(name) for name in SYSTEM if _holds(record, name))
+            fields = " and ".join(repr(name) for name in SYSTEM if _holds(record, name))
             raise UserError(
-                f"its field {names} and its first message, of the role 'system', differ",
+                f"its field {fields} and its first message, of the role 'system', differ",
                 hint="leave one of them out",
             )
     _require_no_near_miss(record, read, known)

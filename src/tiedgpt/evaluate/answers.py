@@ -1,6 +1,6 @@
 """Labelled lines: how often the answers of a head are right, and their loss.
 
-lines = read_lines(Path("test.jsonl"), head)
+lines = read_lines(documents(["test.jsonl"]), head)
 print(summarize(head, list(score_lines(head, tokenizer, lines))).to_json())
 """
 
@@ -10,17 +10,17 @@ import math
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
 
 from tiedgpt.core.loss import cross_entropy
+from tiedgpt.data.corpus import FileCorpus
 from tiedgpt.errors import UserError
 from tiedgpt.evaluate.intervals import Interval, share_interval
-from tiedgpt.files import parse_json_lines
+from tiedgpt.files import parse_records
 from tiedgpt.heads import MultipleChoice, SequenceClassifier
-from tiedgpt.heads.inputs import read_answer, read_label, read_text
+from tiedgpt.heads.inputs import read_answer, read_field, read_label, read_text
 from tiedgpt.heads.predictions import read_outputs
 from tiedgpt.text import Tokenizer
 
@@ -140,13 +140,14 @@ def summarize(head: AnsweringHead, scores: Sequence[AnswerScore]) -> LabelsScore
     return NumbersScore(scores) if _predicts_numbers(head) else LabelsScore(scores)
 
 
-def read_lines(path: Path, head: AnsweringHead) -> list[Line]:
-    """Read the labelled lines of a .jsonl file for a head.
+def read_lines(corpus: FileCorpus, head: AnsweringHead) -> list[Line]:
+    """Return the labelled lines in files of records for a head.
 
     A line is {"text": .., "label": ..} for a classifier: a name, or an index; a list of names where
     several may hold at once; a number, or a list of numbers, for a regression. For a choice it is
-    {"text": .., "choices": [..], "answer": index}. Raises `CorruptInputError` with the line's
-    number, and `UserError` for a head whose scores have no labels, or without a line.
+    {"text": .., "choices": [..], "answer": index}. The corpus counts fields that are not read.
+    Raises `CorruptInputError` with the line's number, and `UserError` for a head whose scores have
+    no labels, or without a line.
     """
     fields = '{"text": .., "label": ..}'
     if isinstance(head, MultipleChoice):
@@ -156,11 +157,16 @@ def read_lines(path: Path, head: AnsweringHead) -> list[Line]:
             "the head has one output and no problem_type, so there is no label to compare with",
             hint='write "problem_type": "regression" in config.json if labels are numbers',
         )
-    lines = list(
-        parse_json_lines(path, fields, lambda record, _: Line(record, _expected(head, record)))
-    )
+    read = ("text", "choices", "answer") if isinstance(head, MultipleChoice) else ("text", "label")
+
+    def parse(record: dict[str, Any], _: str) -> Line:
+        corpus.remarks.unread_fields.count(record, read)
+        return Line(record, _expected(head, record))
+
+    lines = list(parse_records(corpus.records(fields), fields, parse))
     if not lines:
-        raise UserError(f"{path} has no lines", hint=f"give .jsonl, each line {fields}")
+        names = ", ".join(corpus.paths)
+        raise UserError(f"{names} has no lines", hint=f"give .jsonl, each line {fields}")
     return lines
 
 
@@ -205,7 +211,7 @@ def _expected(head: AnsweringHead, record: dict[str, Any]) -> tuple[Any, ...]:
     if isinstance(head, MultipleChoice):
         return (read_answer(record)[1],)
     read_text(record, "text")
-    label = record.get("label")
+    label = read_field(record, "label")
     if _predicts_numbers(head):
         numbers: list[Any] = label if isinstance(label, list) else [label]
         are_numbers = all(type(x) in (int, float) and math.isfinite(x) for x in numbers)

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any, NamedTuple
 
-from tiedgpt.data import documents
+from tiedgpt.data.corpus import FileCorpus
+from tiedgpt.data.records import is_example
 from tiedgpt.errors import CorruptInputError, UserError
 from tiedgpt.evaluate.intervals import Interval, share_interval
 from tiedgpt.evaluate.texts import require_tokenizer
@@ -109,29 +109,39 @@ class ExamplesScore:
 
 
 @checked
-def read_examples(path: Path, encoding: str = "auto") -> list[Example] | list[str]:
-    """Read a .jsonl file: examples, or, where each line has a `text`, these texts.
+def read_examples(corpus: FileCorpus) -> list[Example] | list[str]:
+    """Return the examples in files of records, or, where each record has a `text`, these texts.
 
-    A line is {"context": .., "choices": [..], "answer": index} or {"context": .., "completion": ..}
-    or {"text": ..}; `prompt` and `question` are other names of `context`. All lines are of one
-    kind; an empty line is skipped. `encoding` is that of `tiedgpt.data.documents`. Raises
-    `CorruptInputError` with the line's number.
+    A record is {"context": .., "choices": [..], "answer": index}, {"context": .., "completion": ..}
+    or {"text": ..}; `prompt` and `question` are other names of `context`. All are of one kind; null
+    is absent, and blank texts are skipped. The corpus counts fields that are not read. Raises
+    `CorruptInputError` with the record's place.
     """
     examples = list[Example | str]()
 
     def parse(record: dict[str, Any], location: str) -> Example | str:
+        record = {name: value for name, value in record.items() if value is not None}
         example = _example(record, location)
         name, expected = _name(example), _name(examples[0] if examples else example)
         if name != expected:
             raise ValueError(f"{name} after {expected}: a file holds one kind")
+        corpus.remarks.unread_fields.count(record, _fields_read(record))
         return example
 
-    corpus = documents([str(path)], encoding=encoding, only_records=True)
     for example in parse_records(corpus.records(EXPECTED), EXPECTED, parse):
-        examples.append(example)
+        if not isinstance(example, str) or example.strip():
+            examples.append(example)
     if not examples:
-        raise CorruptInputError(f"{path} holds no example")
+        raise CorruptInputError(f"{', '.join(corpus.paths)} holds no example")
     return examples  # type: ignore[return-value]
+
+
+def _fields_read(record: Mapping[str, Any]) -> tuple[str, ...]:
+    """Return the fields that `_example` reads of a record."""
+    if "text" in record:
+        return ("text",)
+    context = next(name for name in CONTEXTS if name in record)
+    return (context, "completion") if "completion" in record else (context, "choices", "answer")
 
 
 def _name(example: Example | str) -> str:
@@ -146,7 +156,11 @@ def _example(fields: dict[str, Any], location: str) -> Example | str:
         return _text(fields, "text")
     context = next((_text(fields, name) for name in CONTEXTS if name in fields), None)
     if context is None:
-        raise ValueError("no `text`, `context`, `prompt` or `question`")
+        fields_named = ", ".join(map(repr, fields)) or "none"
+        problem = f"no `text`, `context`, `prompt` or `question`, its fields: {fields_named}"
+        if is_example(fields):
+            problem += "; write the question as `context` and the reply as `completion`"
+        raise ValueError(problem)
     if "completion" in fields:
         return Example(context, (_text(fields, "completion"),), location=location)
     choices, answer = fields.get("choices"), fields.get("answer")
@@ -163,7 +177,7 @@ def _example(fields: dict[str, Any], location: str) -> Example | str:
 
 def _text(fields: dict[str, Any], name: str) -> str:
     value = fields[name]
-    if not isinstance(value, str) or (name in ("text", "completion") and not value):
+    if not isinstance(value, str) or (name == "completion" and not value):
         raise ValueError(f"`{name}` must be a text, got {value!r}")
     return value
 

@@ -12,6 +12,14 @@ from tiedgpt.errors import UserError
 from tiedgpt.signatures import checked, require_type
 
 
+def read_field(record: Mapping[str, Any], field: str) -> Any:
+    """Return the value of a field; raise `UserError` if it is missing or null."""
+    if (value := record.get(field)) is None:
+        fields = ", ".join(map(repr, record)) or "no field"
+        raise UserError(f"no value in the field {field!r}; the record has {fields}")
+    return value
+
+
 def read_text(record: Mapping[str, Any], field: str) -> str:
     """Return the text in a field; raise `UserError` if it is missing or blank."""
     value = record.get(field)
@@ -43,7 +51,7 @@ def read_answer(record: Mapping[str, Any]) -> tuple[tuple[str, ...], int]:
 
     Raises `UserError` for fewer than two choices, or an `answer` that is not their index.
     """
-    texts, answer = read_choices(record), record.get("answer")
+    texts, answer = read_choices(record), read_field(record, "answer")
     if len(texts) < 2:
         raise UserError("one choice leaves nothing to choose", hint="give two or more")
     if type(answer) is not int or not 0 <= answer < len(texts):
@@ -55,7 +63,7 @@ def read_answer(record: Mapping[str, Any]) -> tuple[tuple[str, ...], int]:
 
 def read_label(record: Mapping[str, Any]) -> str:
     """Return the name in the field `label`, which may be a whole number, else `UserError`."""
-    label = record.get("label")
+    label = read_field(record, "label")
     if isinstance(label, bool) or not isinstance(label, (str, int)) or label == "":
         raise UserError(f"the label {label!r} is neither a name nor a whole number")
     return str(label)
