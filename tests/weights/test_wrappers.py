@@ -13,7 +13,7 @@ from tests.tie.checkpoints import nanogpt_state, their_gpt2
 from tests.weights.conftest import assert_same_logits
 from tiedgpt import GPT
 from tiedgpt.cli.main import main
-from tiedgpt.errors import CorruptInputError
+from tiedgpt.errors import CorruptInputError, UserError
 from tiedgpt.tie import audit, fix
 
 IDS = torch.arange(24)[None]
@@ -184,6 +184,39 @@ def test_a_wrapped_model_and_its_state_dict_load_as_the_model(wrapper, peer, sou
     assert_same_logits(GPT.from_pretrained(wrapped), peer)
     torch.save(wrapped.state_dict(), source / "state.pt")
     check_all_commands_agree(source / "state.pt", peer, tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("names", "keys"),
+    [
+        (("ema", "net"), ("'ema'", "'net'")),
+        (("net", "ema"), ("'ema'", "'net'")),
+        (("model", "model_ema"), ("'model'", "'model_ema'")),
+        (("state_dict", "module"), ("'state_dict'", "'module'")),
+        (("net", "averaged.model"), ("'net'", "'averaged'")),
+        (("", "ema"), ("'ema'", "first level")),
+    ],
+)
+def test_a_file_of_two_state_dicts_is_refused_with_their_keys(names, keys, peer, source):
+    first, second = peer.state_dict(), {n: t + 1 for n, t in peer.state_dict().items()}
+    saved = {}
+    for name, state in zip(names, (first, second), strict=True):
+        *outer, last = name.split(".")
+        saved |= {outer[0]: {last: state}} if outer else {name: state} if name else state
+    torch.save(saved, source / "pytorch_model.bin")
+    with pytest.raises(UserError) as refused:
+        GPT.from_pretrained(source)
+    assert all(key in refused.value.message for key in keys)
+    assert "torch.save" in refused.value.hint
+
+
+@pytest.mark.parametrize("key", ["model", "net"])
+def test_an_optimizer_beside_the_model_is_passed_over(key, peer, source):
+    moments = {"exp_avg": {name: t + 1 for name, t in peer.state_dict().items()}}
+    by_number = {"state": {0: {"exp_avg": torch.zeros(3, 5)}}, "param_groups": [{"lr": 1e-3}]}
+    rest = {"optimizer": by_number, "optim": moments["exp_avg"], "rng": {"cpu": torch.zeros(3)}}
+    torch.save(rest | {key: peer.state_dict()}, source / "pytorch_model.bin")
+    assert_same_logits(GPT.from_pretrained(source), peer)
 
 
 def test_a_gpt_beside_other_tensors_is_refused_with_their_names(peer, source):

@@ -1,7 +1,7 @@
 """Files of torch.save, opened by `torch.load(weights_only=True, mmap=True)`.
 
-The state dict may lie under "model", "state_dict", "model_state_dict" or "module", or else in the
-inner dictionary with the most tensors. Two names on one storage stay one storage. Plain values that
+The state dict may lie in an inner dictionary; a file with two of them, such as averaged weights
+beside the weights, is refused. Two names on one storage stay one storage. Plain values that
 nanoGPT's checkpoints keep next to it ("model_args", "config") are the checkpoint's config. No code
 in a pickle is ever run.
 """
@@ -28,6 +28,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 NESTED = ("state_dict", "model", "model_state_dict", "module")
+"""Conventional keys of a state dict."""
 MAX_MEMBER = 64 << 20
 """Bytes of a member of the zip file that holds no tensor."""
 MAX_PICKLE_ITEMS = 10**8
@@ -137,17 +138,21 @@ def _state_dict(path: Path, value: Any) -> dict[str, Tensor]:
     """Return the state dict of a saved value.
 
     Raises `CorruptInputError` if none exists or a tensor does not fit its storage or the file,
-    `UserError` for tensors that are not dense.
+    `UserError` for several state dicts and for tensors that are not dense.
     """
     for _ in range(4):
         if not isinstance(value, Mapping):
             break
         items = _tensors_in(value)
-        inner = {key: item for key, item in value.items() if isinstance(item, Mapping)}
-        nested = next((inner[key] for key in NESTED if key in inner), None)
-        if nested is None:
-            largest = max(inner.values(), key=lambda item: len(_tensors_in(item)), default={})
-            nested = largest if len(_tensors_in(largest)) > len(items) else None
+        inner = [key for key, item in value.items() if _holds_model(key, item)]
+        if len(inner) > 1 or (inner and inner[0] not in NESTED and _holds_matrix(value)):
+            keys = [*map(repr, inner), *(["its first level"] if _holds_matrix(value) else [])]
+            raise UserError(
+                f"{path} holds several state dicts, and which one is the model is not known: "
+                f"{', '.join(keys)[:500]}",
+                hint="save one of them alone: torch.save(torch.load(FILE)[KEY], NEW_FILE)",
+            )
+        nested = value[inner[0]] if inner else None
         if nested is None and items:
             names = (str(key).encode(errors="backslashreplace").decode() for key in items)
             state = dict(zip(names, items.values(), strict=True))
@@ -156,6 +161,18 @@ def _state_dict(path: Path, value: Any) -> dict[str, Tensor]:
             return state
         value = nested
     raise CorruptInputError(f"{path} holds no state dict: names of tensors are expected")
+
+
+def _holds_model(key: object, value: object) -> bool:
+    """Whether a dictionary is a state dict or holds one under a conventional key."""
+    if not isinstance(value, Mapping) or str(key).lower().startswith("optim"):
+        return False
+    return _holds_matrix(value) or any(_holds_matrix(value.get(key)) for key in NESTED)
+
+
+def _holds_matrix(value: object) -> bool:
+    is_mapping = isinstance(value, Mapping)
+    return is_mapping and any(tensor.ndim > 1 for tensor in _tensors_in(value).values())
 
 
 def _tensors_in(value: Mapping[Any, Any]) -> dict[Any, Tensor]:
