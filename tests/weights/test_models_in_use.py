@@ -172,8 +172,8 @@ ROWS = {
     "null everywhere": Row(
         {}, dict.fromkeys(
             ("n_inner", "pruned_heads", "quantization_config", "add_cross_attention",
-             "scale_attn_weights", "scale_attn_by_inverse_layer_idx", "tie_word_embeddings",
-             "layer_norm_epsilon", "activation_function", "is_encoder_decoder", "hidden_size"),
+             "scale_attn_by_inverse_layer_idx", "tie_word_embeddings", "is_encoder_decoder",
+             "hidden_size"),
         ),
     ),
     "ends as a list": Row({"eos_token_id": [7, 11]}, notes=("11",)),
@@ -313,6 +313,20 @@ def test_what_cannot_be_computed_is_refused_by_name(entries, words, tmp_path):
     write(tmp_path / "m", Row(config=entries))
     with pytest.raises(UserError, match=words):
         GPT.from_pretrained(tmp_path / "m")
+
+
+@pytest.mark.parametrize(
+    "key",
+    [
+        "n_head", "n_layer", "n_embd", "n_positions", "vocab_size", "activation_function",
+        "layer_norm_epsilon", "resid_pdrop", "scale_attn_weights", "num_attention_heads",
+    ],
+)  # fmt: skip
+def test_a_null_that_transformers_has_no_value_for_is_refused(key, tmp_path):
+    write(tmp_path / "m", Row(config={"n_head": REMOVE} | {key: None}))
+    with pytest.raises(UserError, match=f"null for {key}") as refused:
+        GPT.from_pretrained(tmp_path / "m")
+    assert key in refused.value.hint
 
 
 @pytest.mark.parametrize(

@@ -90,7 +90,12 @@ NEUTRAL: dict[str, tuple[Any, ...]] = {
     "pruned_heads": ({},),
     "quantization_config": (),
 }
-"""Keys of config.json that change the computation, with the neutral values besides null."""
+"""Keys of config.json that change the computation, with the neutral values."""
+NULLABLE = (
+    "n_inner", "bias", "attention_windows", "tie_word_embeddings", "bos_token_id", "eos_token_id",
+    "model_type", *(key for key in NEUTRAL if key != "scale_attn_weights"),
+)  # fmt: skip
+"""Keys whose null is as an absent key in transformers, too."""
 SCALES = {"scale_attn_weights": False, "scale_attn_by_inverse_layer_idx": True}
 """Keys of GPT-2's attention scale, with the values that loading folds into the weights."""
 QUERIES = re.compile(r"h\.(\d{1,6})\.attn\.c_attn\.(weight|bias)")
@@ -164,7 +169,7 @@ def to_gpt(checkpoint: Checkpoint) -> GPTCheckpoint:
     """Return the GPT, without mask buffers, and with a plain attention."""
     config, notes = dict(checkpoint.config), list[str]()
     scales = attention_scales(config)
-    fields, foreign = config_fields(config | dict.fromkeys(scales))
+    fields, foreign = config_fields({k: v for k, v in config.items() if k not in scales})
     foreign |= {key: config[key] for key in scales}
     model_type = MODEL_TYPES[config.get("model_type") or GPT2.name]
     tensors = our_tensors(checkpoint, model_type)
@@ -238,7 +243,8 @@ def config_fields(config: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, 
     """Split a config.json into our fields and the keys that change nothing here.
 
     The latter are kept and saved again. Raises `UserError` for another family's model, or a key
-    that changes the computation and that no GPT here has. A null is as an absent key.
+    that changes the computation and that no GPT here has, or is null where
+    transformers has no value for a null.
     """
     name = config.get("model_type")
     name = GPT2.name if name is None else name
@@ -248,8 +254,15 @@ def config_fields(config: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, 
         )
     model_type = MODEL_TYPES[name]
     names = {model_type.config_names.get(ours, ours): ours for ours in model_type.fields}
-    keys_read = {*names, *ALIASES, *NEUTRAL, "model_type"}
-    config = {k: value for k, value in config.items() if value is not None or k not in keys_read}
+    config = {k: value for k, value in config.items() if value is not None or k not in NULLABLE}
+    for alias, key in ALIASES.items():
+        if config.get(alias, "") is None and config.get(key) is not None:
+            del config[alias]
+    for key in (*names, *ALIASES, *NEUTRAL):
+        if config.get(key, "") is None:
+            raise UserError(
+                f"the model's config has null for {key}", hint=f"give {key} its value there"
+            )
     for key, neutral in NEUTRAL.items():
         if key in config and config[key] not in neutral:
             raise UserError(
