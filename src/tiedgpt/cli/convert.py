@@ -162,11 +162,15 @@ def _run(args: Arguments) -> None:
         print(json.dumps(facts, indent=2))
 
 
-def _list_beside(path: Path, to: str) -> Iterator[Path]:
-    """Yield the files that a format's writer adds beside the file."""
-    files = {"gguf": path.with_suffix(".Modelfile"), "onnx": path.with_name(f"{path.name}_data")}
-    if to in files and files[to].exists():
-        yield files[to]
+def _list_beside(path: Path, to: str) -> Iterator[str]:
+    """Yield the files that a format's writer adds beside the file, each with its use."""
+    modelfile, weights = path.with_suffix(".Modelfile"), path.with_name(f"{path.name}_data")
+    uses = {
+        "gguf": (modelfile, f"for Ollama: `ollama create NAME -f {modelfile}`"),
+        "onnx": (weights, "its weights"),
+    }
+    if to in uses and uses[to][0].exists():
+        yield ", ".join(map(str, uses[to]))
 
 
 def ollama_options(source: Path, tokenizer: Any) -> dict[str, Any]:
@@ -246,8 +250,7 @@ def _show_result(report: Any, to: str, tokenizer: Any) -> None:
         f"({report.matrix_bytes / 1e6:,.1f} MB)",
     )
     for file in _list_beside(report.path, to):
-        use = f", for Ollama: `ollama create NAME -f {file}`" if to == "gguf" else ", its weights"
-        fact("and", f"{file}{use}")
+        fact("and", file)
     fact("checked", f"opened again: {checked}")
     note(*report.notes)
     if tokenizer is not None and not report.with_tokenizer:

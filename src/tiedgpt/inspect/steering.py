@@ -151,8 +151,6 @@ def steer(
     ends: its cache is then cleared. Raises `UserError` for a model that is not a GPT, a missing
     layer, and a direction of another width.
     """
-    if not isinstance(model, GPT):
-        raise UserError(f"only a GPT is steered, got {type(model).__name__}")
     at, width = index(layer, model.config.n_layer, "layer"), model.config.n_embd
     weight = model.wte.weight
     vector = torch.as_tensor(direction, device="cpu").detach().to(weight.device, torch.float32)
