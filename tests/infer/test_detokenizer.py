@@ -70,12 +70,12 @@ def test_a_text_ends_before_its_earliest_stop_string_however_it_is_divided(text,
 @example("abcabc", ["bc"], 3)
 @example("abcabc", ["ca"], 4)
 def test_the_text_before_min_tokens_completes_no_stop_string(text, stops, least):
-    """Each token is a character: a match ends the text if it ends at `least` or later."""
+    """Each token is a character: a match ends the text if it ends after `least` of them."""
     matches = [
         (at, at + len(stop))
         for stop in stops
         for at in range(len(text))
-        if text.startswith(stop, at) and at + len(stop) >= least
+        if text.startswith(stop, at) and at + len(stop) > least
     ]
     for include, end in ((False, 0), (True, 1)):
         expected = text[: min(matches)[end]] if matches else text, bool(matches)

@@ -49,6 +49,16 @@ def test_min_new_tokens_and_stop_ids_choose_as_transformers(engine, twin, least,
     assert ours.logprobs == pytest.approx(expected, abs=1e-4)
 
 
+@pytest.mark.parametrize(("least", "n_tokens"), [(0, 1), (1, 2), (3, 4), (8, 8)])
+def test_a_stop_string_in_the_first_min_new_tokens_is_text(engine, least, n_tokens):
+    """As in vLLM, whose text of 3 such tokens is "aaa", and the fourth ends it."""
+    (letter,) = engine.tokenizer.encode("a")
+    options = {"logit_bias": {letter: 100}, "temperature": 0, "stop": "a", "max_new_tokens": 8}
+    done = engine.generate([5, 6], min_new_tokens=least, **options)
+    assert (len(done.ids), done.text) == (n_tokens, "a" * least)
+    assert done.finish_reason == ("stop" if least < 8 else "length")
+
+
 def test_ignored_ends_are_ids_without_text(engine):
     eos, other = engine.tokenizer.eos_token_id, 7
     bias = {"logit_bias": {eos: 100.0}, "max_new_tokens": 3, "temperature": 0}

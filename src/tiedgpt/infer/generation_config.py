@@ -97,7 +97,7 @@ class GenerationConfig:
     include_stop: bool = False
     """Whether the text includes the stop string that ends it."""
     min_new_tokens: int = 0
-    """No end-of-text token, stop id or stop string ends the text before this many tokens."""
+    """No end-of-text token, stop id or stop string in this many first tokens ends the text."""
     ignore_eos: bool = False
     """Whether the text continues after an end-of-text token, which its text does not show."""
     context_end: ContextEnd = option(

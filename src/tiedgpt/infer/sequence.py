@@ -93,7 +93,7 @@ class Detokenizer:
     """The text of a sequence's new tokens.
 
     The text ends where the earliest match of any of the `stops` begins, however tokens divide it.
-    With `include_stop` it ends where the match does. Before `min_tokens` tokens no match counts.
+    With `include_stop` it ends where the match does. A match within `min_tokens` tokens is text.
     A character is certain once it is complete and no stop string can begin at it or before it.
     """
 
@@ -132,7 +132,7 @@ class Detokenizer:
         if token is not None and self._decoder is not None:
             self._decoded += self._decoder.push(token)
         self._ends.append(len(self._decoded))
-        if len(self._ends) < self._min_tokens:
+        if len(self._ends) <= self._min_tokens:
             self._n_ignored = len(self._decoded)
         n_open = max((self._open_length(stop) for stop in self._stops), default=0)
         self._settle(len(self._decoded) - n_open)
