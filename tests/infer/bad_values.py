@@ -20,6 +20,7 @@ BAD_VALUES = {
     "include_stop": [1, "yes"],
     "min_new_tokens": [-1, 1.5, True],
     "ignore_eos": [1, "yes"],
+    "skip_special_tokens": [1, "yes"],
     "context_end": ["wrap"],
     "timeout": [-1, math.inf],
     "top_logprobs": [-1, True],

@@ -116,6 +116,7 @@ GENERATION = [
     {"stop_token_ids": [], "min_tokens": 0, "include_stop_str_in_output": False},
     {"return_token_ids": False, "allowed_token_ids": [], "add_special_tokens": True},
     {"priority": 0, "request_id": "a", "cache_salt": "b", "skip_special_tokens": False},
+    {"skip_special_tokens": True, "spaces_between_special_tokens": True},
     {"cache_prompt": True, "id_slot": -1, "typical_p": 1.0, "mirostat": 0, "n_keep": 0},
     {"user": "me", "metadata": {"a": "b"}, "store": True, "service_tier": "auto"},
     {"safety_identifier": "me", "prompt_cache_key": "k", "prompt_cache_retention": "24h"},

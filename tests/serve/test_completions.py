@@ -171,6 +171,7 @@ FIELDS = {
 NOT_SERVED = {"processors", "prompt_logprobs", "length_penalty", "early_stopping"}
 ONLY_SERVED = {
     "logit_bias", "top_logprobs", "min_new_tokens", "ignore_eos", "stop_ids", "include_stop",
+    "skip_special_tokens",
 }  # fmt: skip
 """Options of OpenAI's and vLLM's APIs that the command line lacks."""
 ALLOWED = {"max_tokens": [0], "seed": [-1]}

@@ -8,6 +8,7 @@ from starlette.testclient import TestClient
 from tests.conftest import TEXT, opinionated
 from tests.serve.conftest import LIMITS
 from tests.serve.test_completions import complete
+from tests.serve.test_extensions import texts
 from tiedgpt import Tokenizer
 from tiedgpt.data import TEMPLATES
 from tiedgpt.infer import Engine
@@ -22,7 +23,7 @@ TEXTS = ["the cat", "", "naïve 日本"]
 def peer(tmp_path_factory):
     """A tokenizer in transformers that begins each text with its end-of-text token."""
     directory = tmp_path_factory.mktemp("beginning")
-    tokenizer = Tokenizer.train([TEXT], 300)
+    tokenizer = Tokenizer.train([TEXT], 300).with_special_tokens(["<|part|>"])
     rust = tokenizers.Tokenizer.from_str(tokenizer.to_json())
     rust.post_processor = tokenizers.processors.TemplateProcessing(
         single="<|endoftext|> $A", special_tokens=[("<|endoftext|>", tokenizer.eos_token_id)]
@@ -80,5 +81,24 @@ def test_offsets_are_those_of_the_echo(client, prompt, more, begins):
     offsets, tokens = choice["logprobs"]["text_offset"], choice["logprobs"]["tokens"]
     assert choice["text"].startswith(prompt) and offsets[: len(begins)] == begins
     assert offsets[len(begins)] == len(prompt) and offsets == sorted(offsets)
-    for at, name in list(zip(offsets, tokens, strict=True))[1:]:
+    for at, name in zip(begins[1:], tokens[1 : len(begins)], strict=True):
         assert choice["text"].startswith(name, at)
+
+
+@pytest.mark.parametrize("path", ["/v1/completions", CHAT])
+@pytest.mark.parametrize("skips", [None, False, True])
+def test_special_tokens_are_left_out_of_a_text_as_in_transformers(client, peer, path, skips):
+    part = peer.convert_tokens_to_ids("<|part|>")
+    body = {"prompt": "the cat"} if path != CHAT else {"messages": [USER]}
+    bias = {str(id): 90 for id in (part, *peer.encode("the cat", add_special_tokens=False))}
+    body |= {"logit_bias": bias, "max_tokens": 24, "temperature": 0, "frequency_penalty": 2}
+    answer = client.post(path, json=body | {"return_token_ids": True}).json()
+    ids = answer["choices"][0]["token_ids"]
+    assert 2 <= ids.count(part) <= 20
+    expected = peer.decode(ids, skip_special_tokens=bool(skips))
+    more = {} if skips is None else {"skip_special_tokens": skips}
+    assert texts(client, path, body | more) == [(expected, "length", None)] * 2
+    stop = {"stop_token_ids": [part], "include_stop_str_in_output": True}
+    cut = ids[: ids.index(part) + 1]
+    expected = peer.decode(cut, skip_special_tokens=bool(skips))
+    assert texts(client, path, body | more | stop) == [(expected, "stop", part)] * 2

@@ -95,11 +95,13 @@ class GenerationConfig:
     stop_ids: Sequence[int] = ()
     """The text ends with the first of these ids, as with the end-of-text token."""
     include_stop: bool = False
-    """Whether the text includes the stop string that ends it."""
+    """Whether the text includes the stop string, or the stop id's text, that ends it."""
     min_new_tokens: int = 0
     """No end-of-text token, stop id or stop string in this many first tokens ends the text."""
     ignore_eos: bool = False
     """Whether the text continues after an end-of-text token, which its text does not show."""
+    skip_special_tokens: bool = False
+    """Whether the text leaves out the tokenizer's special tokens; their ids are in `ids`."""
     context_end: ContextEnd = option(
         "stop",
         "When the context is full: stop, or slide (drop the older half and continue).",
@@ -162,7 +164,7 @@ class GenerationConfig:
         if not isinstance(self.processors, Sequence) or not all(map(callable, self.processors)):
             raise _refusal("processors", "a list of functions", self.processors)
         self._set("processors", tuple(self.processors))
-        for name in ("include_stop", "ignore_eos"):
+        for name in ("include_stop", "ignore_eos", "skip_special_tokens"):
             if not isinstance(getattr(self, name), bool):
                 raise _refusal(name, "True or False", getattr(self, name))
         if self.top_k is not None and self.top_k <= 0:

@@ -216,7 +216,10 @@ class SequenceState:
         """Number of the prompt's tokens that its slot held."""
         model_ends = {model.eos_token_id, *end_ids}
         self.ends = {*(() if config.ignore_eos else model_ends), *config.stop_ids}
-        self._hidden = self.ends | model_ends
+        shown = set(config.stop_ids if config.include_stop else ())
+        self._hidden = (self.ends - shown) | model_ends
+        if config.skip_special_tokens and tokenizer is not None:
+            self._hidden |= tokenizer.special_ids
         self._stop_ids = self.ends if config.ignore_eos else self.ends - model_ends
         suppress = (self._suppress_ends,) if config.min_new_tokens else ()
         self._processors = (*config.processors, *processors, *suppress)

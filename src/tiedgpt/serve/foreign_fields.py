@@ -30,7 +30,7 @@ NEUTRAL: Mapping[str, tuple[Any, ...]] = {
     "service_tier": ("auto", "default"),
     # vLLM
     "use_beam_search": (False,), "length_penalty": (1,), "early_stopping": (False,),
-    "skip_special_tokens": (False,), "allowed_token_ids": ([],), "logprob_token_ids": ([],),
+    "allowed_token_ids": ([],), "logprob_token_ids": ([],),
     "bad_words": ([],), "documents": ([],), "return_prompt_text": (False,), "echo": (False,),
     # llama.cpp
     "typical_p": (1,), "mirostat": (0,), "dynatemp_range": (0,), "xtc_probability": (0,),
@@ -63,7 +63,6 @@ REMEDIES = {
     "moderation": "check the text yourself",
     "web_search_options": "put what the model should know into the prompt",
     "use_beam_search": "use num_beams",
-    "skip_special_tokens": "special tokens are part of the text",
     "allowed_token_ids": "use logit_bias or regex",
     "prompt_logprobs": "use echo with logprobs in /v1/completions",
     "truncate_prompt_tokens": "shorten the prompt",

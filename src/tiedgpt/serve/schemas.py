@@ -227,6 +227,7 @@ class GenerationBody(_OptionsBody):  # type: ignore[misc]
     # Beyond OpenAI's:
     stop_token_ids: Ids | None = None
     include_stop_str_in_output: bool = False
+    skip_special_tokens: bool = Field(False, description="leave them out of the text")
     ignore_eos: bool = Field(False, description="continue after the end of text or of a reply")
     min_tokens: int = Field(0, ge=0, le=MAX_TOKENS)
     return_token_ids: bool = False
@@ -250,6 +251,7 @@ class GenerationBody(_OptionsBody):  # type: ignore[misc]
             "stop_ids": [*(self.stop_token_ids or ()), *(() if self.ignore_eos else end_ids)],
             "include_stop": self.include_stop_str_in_output,
             "ignore_eos": self.ignore_eos,
+            "skip_special_tokens": self.skip_special_tokens,
             "min_new_tokens": self.min_tokens,
         }
         if self.min_tokens > options["max_new_tokens"]:

@@ -127,6 +127,11 @@ class Tokenizer(ExplainsNames):
         return tuple(self._special_ids)
 
     @property
+    def special_ids(self) -> frozenset[int]:
+        """The ids of the `special_tokens`."""
+        return frozenset(self._special_ids.values())
+
+    @property
     def vocab_size(self) -> int:
         """V, as `len(tokenizer)`."""
         return self._size
