@@ -187,11 +187,11 @@ def test_transformers_makes_the_same_ids_and_mask(name, kind, tmp_path):
     for messages in (CHAT[:2], CHAT[1:2]):
         prompt = theirs.apply_chat_template(messages, add_generation_prompt=True, return_dict=True)
         assert prompt["input_ids"] == encode_pieces(template.prompt(messages), tokenizer)[0]
-    said = [("system", "Be brief."), ("user", "say it"), ("assistant", "hello"), ("user", "and")]
-    chat = [{"role": role, "content": content} for role, content in said]
+    pairs = [("system", "Be brief."), ("user", "say it"), ("assistant", "hello"), ("user", "and")]
+    chat = [{"role": role, "content": content} for role, content in pairs]
     for messages in (chat[:1], chat[:2], chat[:3], chat[1:2], chat[1:3], chat[3:], chat):
-        found = theirs.apply_chat_template(messages, continue_final_message=True, return_dict=True)
-        assert found["input_ids"] == encode_pieces(template.continuation(messages), tokenizer)[0]
+        prompt = theirs.apply_chat_template(messages, continue_final_message=True, return_dict=True)
+        assert prompt["input_ids"] == encode_pieces(template.continuation(messages), tokenizer)[0]
     assert theirs.apply_chat_template(CHAT[:2], tokenize=False) == tokenizer.decode(
         encode_pieces(template.pieces(CHAT[:2]), tokenizer)[0]
     )

@@ -52,10 +52,10 @@ def test_min_new_tokens_and_stop_ids_choose_as_transformers(engine, twin, least,
 def test_a_stop_ids_text_is_shown_if_asked(engine):
     options = {"max_new_tokens": 20, "temperature": 0, "include_stop": True}
     stop = engine.generate([5, 6], **options).ids[3]
-    shown = engine.generate([5, 6], stop_ids=[stop], **options)
-    assert shown.text == engine.tokenizer.decode(shown.ids) and shown.ids[-1] == stop
+    done = engine.generate([5, 6], stop_ids=[stop], **options)
+    assert done.text == engine.tokenizer.decode(done.ids) and done.ids[-1] == stop
     streamed = engine.stream([5, 6], stop_ids=[stop], **options)
-    assert "".join(token.text for token in streamed) == shown.text
+    assert "".join(token.text for token in streamed) == done.text
     eos = engine.tokenizer.eos_token_id
     ended = engine.generate([5, 6], logit_bias={eos: 100}, stop_ids=[eos], **options)
     assert (ended.ids, ended.text) == ([eos], "")
@@ -63,7 +63,6 @@ def test_a_stop_ids_text_is_shown_if_asked(engine):
 
 @pytest.mark.parametrize(("least", "n_tokens"), [(0, 1), (1, 2), (3, 4), (8, 8)])
 def test_a_stop_string_in_the_first_min_new_tokens_is_text(engine, least, n_tokens):
-    """As in vLLM, whose text of 3 such tokens is "aaa", and the fourth ends it."""
     (letter,) = engine.tokenizer.encode("a")
     options = {"logit_bias": {letter: 100}, "temperature": 0, "stop": "a", "max_new_tokens": 8}
     done = engine.generate([5, 6], min_new_tokens=least, **options)

@@ -159,7 +159,7 @@ JSON_FORMAT = {"type": "json_schema", "name": "x"}
 
 
 @pytest.mark.parametrize(
-    ("fields", "param", "said"),
+    ("fields", "param", "pattern"),
     [
         ({"max_output_tokens": 500}, "max_output_tokens", "at most .* got 500"),
         ({"max_output_tokens": 4000, "context_end": "slide"}, "max_output_tokens", "at most 2,048"),
@@ -177,9 +177,9 @@ JSON_FORMAT = {"type": "json_schema", "name": "x"}
         ({"return_token_ids": True}, "return_token_ids", "logprobs"),
     ],
 )
-def test_errors_name_the_fields_that_were_sent(client, fields, param, said):
+def test_errors_name_the_fields_that_were_sent(client, fields, param, pattern):
     body = {"input": "the dog"} | fields
-    with pytest.raises(openai.BadRequestError, match=said) as caught:
+    with pytest.raises(openai.BadRequestError, match=pattern) as caught:
         client.post("/responses", body=body, cast_to=object)
     assert caught.value.param == param
 

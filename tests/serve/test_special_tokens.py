@@ -88,17 +88,17 @@ def test_offsets_are_those_of_the_echo(client, prompt, more, begins):
 @pytest.mark.parametrize("path", ["/v1/completions", CHAT])
 @pytest.mark.parametrize("skips", [None, False, True])
 def test_special_tokens_are_left_out_of_a_text_as_in_transformers(client, peer, path, skips):
-    part = peer.convert_tokens_to_ids("<|part|>")
+    special_id = peer.convert_tokens_to_ids("<|part|>")
     body = {"prompt": "the cat"} if path != CHAT else {"messages": [USER]}
-    bias = {str(id): 90 for id in (part, *peer.encode("the cat", add_special_tokens=False))}
+    bias = {str(id): 90 for id in (special_id, *peer.encode("the cat", add_special_tokens=False))}
     body |= {"logit_bias": bias, "max_tokens": 24, "temperature": 0, "frequency_penalty": 2}
     answer = client.post(path, json=body | {"return_token_ids": True}).json()
     ids = answer["choices"][0]["token_ids"]
-    assert 2 <= ids.count(part) <= 20
+    assert 2 <= ids.count(special_id) <= 20
     expected = peer.decode(ids, skip_special_tokens=bool(skips))
     more = {} if skips is None else {"skip_special_tokens": skips}
     assert texts(client, path, body | more) == [(expected, "length", None)] * 2
-    stop = {"stop_token_ids": [part], "include_stop_str_in_output": True}
-    cut = ids[: ids.index(part) + 1]
+    stop = {"stop_token_ids": [special_id], "include_stop_str_in_output": True}
+    cut = ids[: ids.index(special_id) + 1]
     expected = peer.decode(cut, skip_special_tokens=bool(skips))
-    assert texts(client, path, body | more | stop) == [(expected, "stop", part)] * 2
+    assert texts(client, path, body | more | stop) == [(expected, "stop", special_id)] * 2

@@ -310,13 +310,13 @@ class Engine:
                 "tokenizer=, template=) with one of tiedgpt.data.TEMPLATES",
             )
         is_list = isinstance(messages, Iterable) and not isinstance(messages, Mapping)
-        given = list(messages) if is_list else []
-        for message in given or [messages]:
-            fields = message if isinstance(message, Mapping) and given else {}
+        items: list[Any] = list(messages) if is_list else []
+        for message in items or [messages]:
+            fields = message if isinstance(message, Mapping) and items else {}
             if not all(isinstance(fields.get(name), str) for name in ("role", "content")):
                 example = '{"role": "user", "content": "a text"}'
                 raise UserError(f"must be a list of {example}, got {message!r}", option="messages")
-        ids, _ = encode_pieces(self.template.prompt(given), self.tokenizer)
+        ids, _ = encode_pieces(self.template.prompt(items), self.tokenizer)
         if config is None and "max_new_tokens" not in options:
             options = {
                 "max_new_tokens": max(1, self.runner.config.n_positions - len(ids))

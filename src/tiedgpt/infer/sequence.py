@@ -216,8 +216,8 @@ class SequenceState:
         """Number of the prompt's tokens that its slot held."""
         model_ends = {model.eos_token_id, *end_ids}
         self.ends = {*(() if config.ignore_eos else model_ends), *config.stop_ids}
-        shown = set(config.stop_ids if config.include_stop else ())
-        self._hidden = (self.ends - shown) | model_ends
+        visible = set(config.stop_ids if config.include_stop else ())
+        self._hidden = (self.ends - visible) | model_ends
         if config.skip_special_tokens and tokenizer is not None:
             self._hidden |= tokenizer.special_ids
         self._stop_ids = self.ends if config.ignore_eos else self.ends - model_ends

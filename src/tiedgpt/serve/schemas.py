@@ -236,8 +236,8 @@ class GenerationBody(_OptionsBody):  # type: ignore[misc]
     @property
     def length_field(self) -> str:
         """The name of the field that limits the length of this text."""
-        given = [name for name in self.length_fields if getattr(self, name) is not None]
-        return (given or self.length_fields)[0]
+        names = [name for name in self.length_fields if getattr(self, name) is not None]
+        return (names or self.length_fields)[0]
 
     def config(self, end_ids: Sequence[int] = (), **options: Any) -> GenerationConfig:
         """Return the engine's options for one text; contradictions raise `UserError`.
