@@ -326,6 +326,7 @@ def test_vocabulary_and_context_depend_on_the_text():
         ({"size": "tiny", "steps": 99}, 100_000_000, "^99 steps only: .* more --minutes, --steps"),
         ({"size": "tiny", "epochs": 1.0}, 100_000, "^49 steps only"),
         ({"size": "gpt2", "steps": 100}, 600_000, "parameters per token .* smaller --size"),
+        ({"size": "gpt2", "steps": 1000, "batch_size": 1}, 6_000_000, None),  # 0.2 epochs
         ({"minutes": 1.0}, 600_000, None),
     ],
 )

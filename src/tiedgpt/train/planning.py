@@ -632,7 +632,8 @@ def find_warnings(
         )
     if facts.text_tokens is not None and options.start is None and not options.chooses:
         ratio = config.parameter_count() / facts.text_tokens
-        if ratio > WARN_PARAMETERS_PER_TOKEN:
+        epochs = plan.steps * plan.batch_size / facts.epoch_rows
+        if ratio > WARN_PARAMETERS_PER_TOKEN and epochs > 1:
             remedy = "use a smaller --size, --size auto, or more text"
             if options.size == AUTO:  # which chooses none for --steps and --width
                 remedy = "give a smaller --size, or more text"
