@@ -171,6 +171,10 @@ REFUSED = {
         ("moderation", {"model": "m"}, "yourself"), ("prompt", "a", "/v1/completions"),
         ("messages", [USER | {"tool_calls": [TOOL]}], "tools"),
         ("messages", [USER | {"content": [{"type": "image_url"}]}], "text"),
+        ("messages", [USER, {"object": "chat.completion", "choices": [{"message": USER}]}],
+         r"^messages\.1 .*choices\[0\]\.message"),
+        ("messages", [USER, {"index": 0, "message": USER}], r"^messages\.1 .*the message alone"),
+        ("messages", [{"role": "user", "text": "a"}], r"^messages\.0 .*content"),
     ],
     "/v1/embeddings": [("dimensions", 31, "32")],
     "/v1/responses": [
@@ -179,6 +183,8 @@ REFUSED = {
         ("truncation", "auto", "shorten"), ("input", 5, "messages"), ("n", 2, "1"),
         ("input", [{"type": "function_call_output", "call_id": "a", "output": "b"}], ""),
         ("input", [USER | {"content": [{"type": "input_image"}]}], "content.*text"),
+        ("input", [USER, {"object": "response", "created_at": 1, "output": [USER]}],
+         r"^input\.1 .*items of the answer's output"),
     ],
 }  # fmt: skip
 

@@ -47,6 +47,13 @@ MESSAGE_NEUTRAL: Mapping[str, tuple[Any, ...]] = {
     "type": ("message", "text"), "tool_calls": ([],), "reasoning_content": ("",),
 }  # fmt: skip
 """Neutral fields of a message; `"type": "message"` marks an item of /v1/responses."""
+NO_MESSAGES = {
+    "choices": "send choices[0].message of the answer",
+    "output": "send the items of the answer's output",
+    "message": "send the message alone",
+    "text": "call the text content",
+}
+"""Fields of an object without `content` that stands in a message's place, and what to do."""
 PART_LABELS = frozenset({"annotations", "logprobs", "cache_control", "prompt_cache_breakpoint"})
 """Labels of a part of a message's content."""
 

@@ -307,7 +307,14 @@ class Message(Body):
     @model_validator(mode="before")
     @classmethod
     def _content_of_assistant(cls, value: Any) -> Any:
-        """Return the fields with an empty text where an assistant's message has no content."""
+        """Return the fields with an empty text where an assistant's message has no content.
+
+        Raises ValueError for an object that is no message, such as a whole answer.
+        """
+        if isinstance(value, dict) and value.get("content") is None and "type" not in value:
+            for name, remedy in foreign_fields.NO_MESSAGES.items():
+                if value.get(name) is not None:
+                    raise ValueError(f"has no content: {remedy}")
         if isinstance(value, dict) and value.get("role") == "assistant":
             return value if value.get("content") is not None else value | {"content": ""}
         return value
