@@ -15,6 +15,7 @@ import pytest
 from tests.conftest import TEXT, opinionated, save_model
 from tiedgpt import Tokenizer
 from tiedgpt.cli.main import main
+from tiedgpt.data.templates import TEMPLATES, write_template
 
 ENVIRONMENT = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONUNBUFFERED": "1"}
 
@@ -25,12 +26,16 @@ def cats(directory, tmp_path):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("is_bare", [False, True])
-def test_the_printed_commands_work_and_sigterm_stops_the_server(cats, is_bare):
-    """Also with a key and without a tokenizer."""
+@pytest.mark.parametrize(
+    ("is_bare", "is_chat"), [(False, False), (True, False), (False, True), (True, True)]
+)
+def test_the_printed_commands_work_and_sigterm_stops_the_server(cats, is_bare, is_chat):
+    """Also with a key and without a tokenizer, and for a model of chats."""
     pytest.importorskip("fastapi")
     command = [sys.executable, "-m", "tiedgpt", "serve", str(cats), "--port", "0"]
     env = ENVIRONMENT
+    if is_chat:
+        write_template(TEMPLATES["plain"], Tokenizer.from_pretrained(cats), cats)
     if is_bare:
         for file in cats.glob("*token*"):
             file.unlink()
@@ -45,7 +50,11 @@ def test_the_printed_commands_work_and_sigterm_stops_the_server(cats, is_bare):
             (curl,) = [line for line in shown if line.startswith("curl")]
             done = subprocess.run(["sh", "-c", f"{curl.strip()} -s"], capture_output=True, env=env)
             answer = json.loads(done.stdout)
-            assert answer["object"] == "text_completion" and answer["choices"][0]["text"]
+            (choice,) = answer["choices"]
+            if is_chat and not is_bare:  # a chat needs a tokenizer
+                assert answer["object"] == "chat.completion" and choice["message"]["content"]
+            else:
+                assert answer["object"] == "text_completion" and choice["text"]
             openai_line = next(line for line in shown if "from openai" in line)
             pytest.importorskip("openai")
             done = subprocess.run([sys.executable, "-c", openai_line], capture_output=True, env=env)

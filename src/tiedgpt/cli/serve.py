@@ -12,7 +12,7 @@ import socket
 import sys
 from dataclasses import dataclass
 from importlib import import_module
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from tiedgpt.cli.console import console, fact, note
 from tiedgpt.cli.options import parse
@@ -131,6 +131,7 @@ def _serve(args: Arguments, source: str, key: str | None, listener: socket.socke
     ):
         engine.generate([0], max_new_tokens=2)  # kernels are compiled before clients come
         name = args.name or model_name(source)
+        template = chat_template(args.tokenizer or source)
         app = create_app(
             engine,
             name=name,
@@ -139,7 +140,7 @@ def _serve(args: Arguments, source: str, key: str | None, listener: socket.socke
             hosts=hosts,
             load=load,
             source=source,
-            template=chat_template(args.tokenizer or source),
+            template=template,
             beside=None if args.beside is None else source_or_newest(args.beside, task="lm"),
         )
         handler = logging.StreamHandler(sys.stderr)
@@ -151,11 +152,14 @@ def _serve(args: Arguments, source: str, key: str | None, listener: socket.socke
         for number in (signal.SIGINT, signal.SIGTERM):
             signal.signal(number, server.handle_exit)
         server.open(app, engine)
-        _show_calls(args, name, key, engine, listener.getsockname()[1])
+        is_chat = template is not None and engine.tokenizer is not None
+        _show_calls(args, name, key, engine, listener.getsockname()[1], is_chat=is_chat)
         ended.result()
 
 
-def _show_calls(args: Arguments, name: str, key: str | None, engine: Engine, port: int) -> None:
+def _show_calls(
+    args: Arguments, name: str, key: str | None, engine: Engine, port: int, *, is_chat: bool
+) -> None:
     """Print the address, the limits, and two commands that call the server."""
     host = {"0.0.0.0": "127.0.0.1", "::": "[::1]"}.get(args.host, args.host)
     host = f"[{host}]" if ":" in host and "[" not in host else host
@@ -165,14 +169,20 @@ def _show_calls(args: Arguments, name: str, key: str | None, engine: Engine, por
     fact("limits", f"{args.slots} texts at a time, {args.queue} wait; 1 MiB a request")
     if args.api_key is not None:
         fact("key", f"clients below read it from the environment variable {KEY}")
-    prompt: str | list[int] = "Once" if engine.tokenizer is not None else [0]
+    path, answer = "completions", "text"
+    request: dict[str, Any] = {"prompt": "Once" if engine.tokenizer is not None else [0]}
+    if is_chat:
+        path, answer = "chat/completions", "message.content"
+        request = {"messages": [{"role": "user", "content": "Hello"}]}
+    ((field, value),) = request.items()
     header = f' -H "Authorization: Bearer ${KEY}"' if key else ""
-    body = json.dumps({"prompt": prompt, "max_tokens": 20})
+    body = json.dumps(request | {"max_tokens": 20})
     api_key, imports = (f"os.environ[{KEY!r}]", "import os; ") if key else ("'none'", "")
     console().print(
-        f"\ncurl {url}/v1/completions{header} -H 'Content-Type: application/json' -d '{body}'\n\n"
+        f"\ncurl {url}/v1/{path}{header} -H 'Content-Type: application/json' -d '{body}'\n\n"
         f"{imports}from openai import OpenAI; print(OpenAI(base_url='{url}/v1', api_key={api_key})"
-        f".completions.create(model={name!r}, prompt={prompt!r}).choices[0].text)\n"
+        f".{path.replace('/', '.')}.create(model={name!r}, {field}={value!r})"
+        f".choices[0].{answer})\n"
     )
     sys.stdout.flush()
 
