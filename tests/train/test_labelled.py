@@ -180,6 +180,10 @@ def test_train_a_head_from_the_command_line(files, capfd, task):
     assert "validation loss" in out and "accuracy " in out
     assert f"from runs/{task}-{task}-1".split()[1] in out
     assert "examples" in err
+    answers = {"classify": "(?:animal|thing)", "choose": "choice [01]"}
+    (share,) = re.findall(rf"always {answers[task]} has an accuracy of ([\d.]+)", out)
+    assert 0.5 <= float(share) < 1
+    assert f"tiedgpt eval runs/{task}-{task}-1 LABELLED.jsonl" in out
     command_line = next(line for line in out.splitlines() if "tiedgpt classify" in line)
     assert f"runs/{task}-{task}-1" in command_line
     assert main(shlex.split(command_line.partition("tiedgpt ")[2])) == 0
@@ -226,7 +230,11 @@ def test_start_from_a_trained_gpt_takes_its_weights_tokenizer_and_shape(files, c
     [
         (["--task", "classify"], 1, "needs examples"),
         (["text.txt", "--task", "classify"], 3, r"text\.txt:1: not a JSON object"),
-        (["choose.jsonl", "--task", "classify"], 3, r"choose\.jsonl:1: the label None"),
+        (
+            ["choose.jsonl", "--task", "classify"],
+            3,
+            r"choose\.jsonl:1: no value in the field 'label'",
+        ),
         (["classify.jsonl", "--task", "classify", "--text-field", "t"], 1, "--text-field"),
         (["text.txt", "--start", "no/such/model"], 1, "no/such/model"),
         (["text.txt", "--start", "x", "--size", "small"], 1, "--size is for a fresh"),

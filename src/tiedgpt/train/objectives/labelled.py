@@ -291,11 +291,17 @@ class Labelled(Objective):
         return self.head_class.class_in_transformers(self.config)
 
     def show(self, directory: RunDirectory, data: Any, options: TrainOptions) -> Showcase:
-        """Return code that uses the head."""
+        """Return the accuracy of the commonest answer, and commands and code that use the head."""
         head, path = self.head_class.__name__, str(directory.model)
-        here = shlex.quote(str(directory.path))
+        here, labelled = shlex.quote(str(directory.path)), options.val or "LABELLED.jsonl"
+        ((answer, count),) = Counter(row.answer for row in data.validation).most_common(1)
+        name = self.labels[answer] if self.labels else f"choice {answer}"
         return Showcase(
-            commands=[f"classify {here} {self.input_example}"],
+            accuracy=f"always {name} has an accuracy of {count / len(data.validation):.4f}",
+            commands=[
+                f"classify {here} {self.input_example}",
+                f"eval {here} {shlex.quote(labelled)}",
+            ],
             python="from tiedgpt import Tokenizer\n"
             f"from tiedgpt.heads import {head}, pad\n"
             f"head = {head}.from_pretrained({path!r})\n"
