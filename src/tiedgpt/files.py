@@ -59,9 +59,14 @@ def suggest_path(path: str) -> str:
     """Return "did you mean ...?" for the path most similar to a missing one, or ""."""
     folder, name = os.path.split(path)
     with contextlib.suppress(OSError, ValueError):
-        if near := difflib.get_close_matches(name, os.listdir(folder or "."), n=1, cutoff=0.7):
-            return f"did you mean {os.path.join(folder, near[0])}?"
+        return suggest(name, os.listdir(folder or "."), folder)
     return ""
+
+
+def suggest(name: str, names: Iterable[str], folder: str = "") -> str:
+    """Return "did you mean ...?" for the most similar of other names, or ""."""
+    near = difflib.get_close_matches(name, [*names], n=1, cutoff=0.7)
+    return f"did you mean {os.path.join(folder, near[0])}?" if near and near[0] != name else ""
 
 
 @contextlib.contextmanager

@@ -45,6 +45,19 @@ def test_a_run_without_its_folder_and_an_unknown_one_are_explained(runs, capfd):
     assert "there is no run runs/qqqqqq" in err and "poems-mini-1, zh-nano-1" in err
 
 
+@pytest.mark.parametrize(
+    ("option", "name", "near"),
+    [
+        ("--tokenizer", "tokk", "tok"), ("--tokenizer", "./tokk", "./tok"),
+        ("--tokenizer", "gpt-2", "gpt2"), ("--start", "gpt-2", "gpt2"),
+    ],
+)  # fmt: skip
+def test_a_misspelt_name_is_answered_with_the_nearest_one(runs, capfd, option, name, near):
+    (runs.parent / "tok").mkdir()
+    assert main(["train", "my.txt", option, name, "--steps", "1"]) == 1
+    assert f"did you mean {near}?" in capfd.readouterr().err
+
+
 @pytest.mark.parametrize("command", ["generate {} --prompt {}", "inspect positions {} --text {}"])
 def test_a_tokenizer_that_explodes_ends_a_command_with_one_sentence(
     exploding, tmp_path, capfd, command

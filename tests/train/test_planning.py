@@ -603,6 +603,8 @@ def test_the_learning_rate_scales_with_the_width_for_adamw_and_its_root_for_muon
     ("wrong", "says"),
     [
         ({"size": "huge"}, "no size 'huge'.* there are auto, nano, tiny, little, mini"),
+        ({"size": "gpt-2"}, "no size 'gpt-2': did you mean gpt2"),
+        ({"size": "medum"}, "no size 'medum': did you mean medium"),
         ({"minutes": 1.0, "steps": 5}, "only one of"),
         ({"minutes": -1.0}, "minutes must be"),
         ({"lr": float("nan")}, "lr must be"),

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, Literal, NamedTuple
 
 from tiedgpt.core.config import PRESETS, GPTConfig
 from tiedgpt.errors import UserError
+from tiedgpt.files import suggest
 from tiedgpt.names import explains_arguments
 from tiedgpt.options import REMOVED_VALUES, argument, flag, is_option_of, option, option_of_verb
 from tiedgpt.signatures import check_fields
@@ -497,7 +498,8 @@ class TrainOptions(  # the help lists the options of the last one first
         if self.recipe == "tune" and not self.data:
             raise UserError("DATA is missing", hint="give a .jsonl file of examples, or text")
         if self.size not in (AUTO, *SIZES):
-            raise UserError(f"no size {self.size!r}", hint=f"there are {AUTO}, {', '.join(SIZES)}")
+            hint = suggest(self.size, SIZES) or f"there are {AUTO}, {', '.join(SIZES)}"
+            raise UserError(f"no size {self.size!r}", hint=hint)
         if self.optimizer != AUTO:
             find_optimizer(self.optimizer)
         if sum(getattr(self, name) is not None for name in DURATIONS) > 1:

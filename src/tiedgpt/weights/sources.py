@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from tiedgpt.errors import CorruptInputError, UserError
-from tiedgpt.files import missing_run, model_directory, read_json, reading
+from tiedgpt.files import missing_run, model_directory, read_json, reading, suggest, suggest_path
 from tiedgpt.weights.checkpoint import TIE_KEY, Checkpoint, Claim, claim_in
 from tiedgpt.weights.hub import asking_hub, is_hub_name
 from tiedgpt.weights.registry import formats, head_of, suffixes
@@ -29,6 +29,8 @@ PREDICTING = re.compile(
     r"LMHead|ForCausalLM|ForConditionalGeneration|ForMaskedLM|DoubleHeads|ForPreTraining|MTModel"
 )
 """Names of architectures that predict tokens, although they end as those of bodies do."""
+HUB_NAMES = ("openai-gpt", "gpt2", "gpt2-medium", "gpt2-large", "gpt2-xl", "distilgpt2")
+"""Well-known repositories, for hints at misspelt names."""
 CONFIGS = ("config.json", "generation_config.json")
 NO_WEIGHTS = ("training_args.bin", "optimizer.*", "scheduler.*", "rng_state*", "adapter_model.*")
 
@@ -170,10 +172,11 @@ def local_directory(
         raise no_run
     try:
         return _fetch(name, patterns, revision=revision, cache_dir=cache_dir)
-    except UserError as error:  # a bare name may also be meant for a run
-        if no_run is not None and (hint := no_run.hint or "").startswith("did you mean"):
-            raise UserError(error.message, hint=hint) from None
-        raise
+    except UserError as error:  # a bare name may also be meant for a run, or a file here
+        near = "" if no_run is None else no_run.hint or ""
+        if not near.startswith("did you mean"):
+            near = suggest_path(name) or suggest(name, HUB_NAMES)
+        raise UserError(error.message, hint=near or error.hint) from None
 
 
 def _fetch(name: str, patterns: Iterable[str] | None, **options: Any) -> Path:
