@@ -156,7 +156,7 @@ def parse_record(record: Record, roles: Collection[str]) -> ParsedRecord:
         _require_no_near_miss(record, names, PREFERENCES if example_type != "text" else ())
         return ParsedRecord(example_type, texts, unread=tuple(unread_fields(record, names)))
     read = {*SYSTEM}
-    known = {*SYSTEM, *PREFERENCES}
+    expected_names = {*SYSTEM, *PREFERENCES}
     unread = list[str]()
     messages = list[Message]()
 
@@ -181,7 +181,7 @@ def parse_record(record: Record, roles: Collection[str]) -> ParsedRecord:
             messages += side
     else:
         read |= {*ALPACA, "input", "history"}
-        known |= {"input", "history"}
+        expected_names |= {"input", "history"}
         messages += _parse_alpaca(record)
     if system := _find_system(record):
         if not messages or messages[0].role != "system":
@@ -192,7 +192,7 @@ def parse_record(record: Record, roles: Collection[str]) -> ParsedRecord:
                 f"its field {fields} and its first message, of the role 'system', differ",
                 hint="leave one of them out",
             )
-    _require_no_near_miss(record, read, known)
+    _require_no_near_miss(record, read, expected_names)
     unread += unread_fields(record, read)
     return ParsedRecord(example_type, messages=tuple(messages), unread=tuple(dict.fromkeys(unread)))
 
@@ -299,15 +299,15 @@ def _require_no_preference(record: Record) -> None:
         )
 
 
-def _require_no_near_miss(record: Record, read: Collection[str], known: Collection[str]) -> None:
+def _require_no_near_miss(record: Record, read: Collection[str], expected: Collection[str]) -> None:
     """Raise `UserError` for an unread field that spells almost a known one, such as "Weight"."""
-    bare = {name.replace("_", ""): name for name in known}
-    for name in unread_fields(record, {*read, *known}):
+    bare = {name.replace("_", ""): name for name in expected}
+    for name in unread_fields(record, {*read, *expected}):
         word = name.lower().replace("-", "_")
         near = [bare[word.replace("_", "")]] if word.replace("_", "") in bare else []
         near = near or [
             other
-            for other in get_close_matches(word, known, n=1, cutoff=0.8)
+            for other in get_close_matches(word, expected, n=1, cutoff=0.8)
             if other.count("_") == word.count("_")  # "history_id" is another word
         ]
         if near:

@@ -307,10 +307,7 @@ class Message(Body):
     @model_validator(mode="before")
     @classmethod
     def _content_of_assistant(cls, value: Any) -> Any:
-        """Return the fields with an empty text where an assistant's message has no content.
-
-        Raises ValueError for an object that is no message, such as a whole answer.
-        """
+        """Add an empty text to an assistant's message without content; refuse other objects."""
         if isinstance(value, dict) and value.get("content") is None and "type" not in value:
             for name, remedy in foreign_fields.NO_MESSAGES.items():
                 if value.get(name) is not None:
