@@ -11,8 +11,14 @@ from tiedgpt import Tokenizer
 from tiedgpt.cli.main import main
 from tiedgpt.data.corpus import documents
 from tiedgpt.data.encode import encode_corpus, plan_split
+from tiedgpt.data.examples import ExampleReader
+from tiedgpt.evaluate.texts import score_text
+from tiedgpt.heads import SequenceClassifier, pad
+from tiedgpt.heads.predictions import read_outputs
+from tiedgpt.infer import Engine
 from tiedgpt.infer.prompts import prompt_ids, split_context
 from tiedgpt.inspect import positions
+from tiedgpt.train.objectives.labelled import Classify
 
 POEM = "春眠不觉晓，处处闻啼鸟。夜来风雨声，花落知多少。"
 WORDS = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]", *dict.fromkeys(POEM)]
@@ -94,6 +100,54 @@ def test_add_bos_token_counts_for_prompts_training_texts_and_inspections(beginni
     shards = encode_corpus(split, beginning, tmp_path / "out").open_shards("val")
     assert shards.read(0, len(shards)).tolist() == [300, *cat, 299]
     assert positions(model, beginning, "the cat").ids.tolist() == [300, *cat]
+
+
+@pytest.mark.parametrize(
+    ("record", "ids", "trained"),
+    [
+        ({"text": "the cat"}, "<s>the cat<|endoftext|>", "the cat<|endoftext|>"),
+        ({"prompt": "the", "completion": " cat"}, "<s>the cat<|endoftext|>", " cat<|endoftext|>"),
+        (
+            {"prompt": "", "completion": "the cat"},
+            "<s>the cat<|endoftext|>",
+            "the cat<|endoftext|>",
+        ),
+    ],
+)
+def test_add_bos_token_begins_an_example(beginning, tmp_path, record, ids, trained):
+    (tmp_path / "a.jsonl").write_text(json.dumps(record))
+    (example,) = ExampleReader(documents([str(tmp_path / "a.jsonl")], only_records=True), beginning)
+    assert example.ids == beginning.encode(ids, allow_special=True)
+    counted = [
+        id for id, is_counted in zip(example.ids, example.counted, strict=True) if is_counted
+    ]
+    assert counted == beginning.encode(trained, allow_special=True)
+
+
+def test_add_bos_token_begins_no_chat_since_the_template_is_the_whole_text(beginning, tmp_path):
+    messages = [{"role": "user", "content": "the"}, {"role": "assistant", "content": "cat"}]
+    (tmp_path / "a.jsonl").write_text(json.dumps({"messages": messages}))
+    reader = ExampleReader(documents([str(tmp_path / "a.jsonl")], only_records=True), beginning)
+    assert next(iter(reader)).ids[0] != 300
+
+
+def test_add_bos_token_begins_the_texts_of_a_classifier_as_transformers_pipeline(beginning):
+    head = SequenceClassifier(opinionated(beginning), labels=["bad", "good"])
+    (logits, is_cut), *_ = read_outputs(head, beginning, [{"text": "the cat"}])
+    expected = head(*pad([[300, *beginning.encode("the cat")]]))[0]
+    assert torch.equal(logits, expected) and not is_cut
+    objective = Classify(head.gpt.config, beginning, labels=("bad", "good"))
+    row = objective.encode(objective.parse({"text": "the cat", "label": "good"}), 13)
+    assert row.ids == ([300, *beginning.encode("the cat")],)
+
+
+@pytest.mark.parametrize("bos", [False, True])
+def test_add_bos_token_begins_a_scored_text_once(beginning, bos):
+    engine = Engine(opinionated(beginning), tokenizer=beginning)
+    cat = beginning.encode("the cat")
+    result = score_text(engine, "the cat", bos=bos)
+    assert (result.tokens, result.windows.bos) == (len(cat), True)
+    assert -engine.score([cat], [[300]])[0].total == pytest.approx(result.nats * len(cat))
 
 
 def test_add_bos_token_is_written_into_gguf_and_read_again(beginning, tmp_path):

@@ -68,7 +68,8 @@ class Arguments(EngineOptions, FileOptions):
     )
     bos: bool = option(
         False,
-        "Put the beginning-of-text token before each text, so that the first token is scored, too.",
+        "Put the beginning-of-text token before each text, so that the first token is scored, "
+        "too. A tokenizer with add_bos_token does so anyway.",
     )
     limit: int | None = option(None, "Use only this many records of a file, or of each task.")
     save: Path | None = option(

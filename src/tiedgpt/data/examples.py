@@ -6,7 +6,8 @@ The fields of a line determine its kind (`records.py`), which is the same for al
     completion    the completion is trained, and the prompt before it is not
     messages      the replies are trained
 
-The first two end on the tokenizer's end of text, which is trained. A text file is one `text`.
+The first two begin with the tokenizer's `begin_ids` and end on its end of text, which is
+trained; a chat template is the whole text of `messages`. A text file is one `text`.
 """
 
 from __future__ import annotations
@@ -195,6 +196,9 @@ class ExampleReader:
             if prompt and prompt[0].endswith(" "):
                 self._remark("space", location)
         ids, counted = encode_pieces(pieces, self.tokenizer)
+        if self.kind != "messages":
+            begin = self.tokenizer.begin_ids
+            ids, counted = [*begin, *ids], [False] * len(begin) + counted
         if not any(counted[1:]):
             raise UserError("nothing in it is trained: it has no text, or no reply to train")
         return Example(location, ids, counted, turns, system)

@@ -39,7 +39,9 @@ class Windows:
     """Number of tokens in a window."""
     stride: int
     bos: bool
-    """Whether to read the beginning-of-text token first, so that the first token is scored, too."""
+    """Whether a beginning-of-text token is read first, so that the first token is scored, too.
+
+    It always is if the tokenizer begins texts with one (`begin_ids`)."""
 
     @classmethod
     def of(
@@ -61,7 +63,9 @@ class Windows:
             raise UserError(
                 f"must be from 1 to the context's {context}, got {stride}", option="stride"
             )
-        if bos:
+        if engine.tokenizer is not None and engine.tokenizer.begin_ids:
+            bos = True
+        elif bos:
             start_id(engine.runner.config)
         return cls(context, stride, bos)
 
@@ -190,8 +194,9 @@ def score_text(
 def score_windows(engine: Engine, texts: Iterable[str], windows: Windows) -> Iterator[WindowScore]:
     """Yield the score of each window of each text."""
     tokenizer = require_tokenizer(engine)
-    encode, byte_lengths = tokenizer.encode, tokenizer.byte_lengths()
-    beginning = [start_id(engine.runner.config)] if windows.bos else []
+    encode, byte_lengths = tokenizer.encode_document, tokenizer.byte_lengths()
+    needs_start = windows.bos and not tokenizer.begin_ids
+    beginning = [start_id(engine.runner.config)] if needs_start else []
     rows = (
         (number, *window)
         for number, text in enumerate(texts)

@@ -6,7 +6,7 @@ are padded on the right, where causal attention does not see the padding, and co
     from tiedgpt.heads import SequenceClassifier, pad
 
     model = SequenceClassifier.fresh("gpt2", labels=["bad", "good"])       # a new head, N(0, 0.02)
-    ids, lengths = pad([tokenizer.encode(text) for text in texts])         # (B, T), (B,)
+    ids, lengths = pad([tokenizer.encode_document(text) for text in texts])  # (B, T), (B,)
     model.loss(ids, lengths, labels).backward()
     model.labels[model(ids, lengths)[0].argmax()]                          # "good"
     model.save_pretrained("out")                                           # transformers loads it

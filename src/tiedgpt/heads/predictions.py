@@ -91,7 +91,7 @@ def read_outputs(
         for number, record in enumerate(records, start=1):
             try:
                 texts = read_choices(record) if is_choice else [read_text(record, "text")]
-                yield [tokenizer.encode(text) for text in texts]
+                yield [tokenizer.encode_document(text) for text in texts]
             except UserError as error:
                 raise UserError(f"record {number}: {error}; one is {fields}") from None
 

@@ -33,9 +33,8 @@ def prompt_ids(
                 "a prompt of text needs a tokenizer, and there is none with the model",
                 hint="name one (--tokenizer, or Engine(..., tokenizer=)), or give ids",
             )
-        ids = tokenizer.encode(prompt, allow_special=allow_special)
-        begin = [] if continues else tokenizer.begin_ids
-        ids = ids if ids[: len(begin)] == begin else [*begin, *ids]
+        encode = tokenizer.encode if continues else tokenizer.encode_document
+        ids = encode(prompt, allow_special=allow_special)
     elif not _is_list(prompt):
         raise UserError(f"a prompt must be text or ids, got {prompt!r}")
     else:

@@ -93,7 +93,7 @@ def open_input(model: Model, tokenizer: Any, text: Text, *, least: int = 1) -> I
     gpt, tokenizer = open_model(model, tokenizer, needed=isinstance(text, str))
     if isinstance(text, str):
         assert tokenizer is not None
-        text = [*tokenizer.begin_ids, *tokenizer.encode(text)]
+        text = tokenizer.encode_document(text)
     try:
         ids = np.asarray(text.cpu() if isinstance(text, Tensor) else text)
     except ValueError:  # lists of different lengths

@@ -150,7 +150,7 @@ class Tokenizer(ExplainsNames):
         raise TypeError("'Tokenizer' object is not callable: use tokenizer.encode(text)")
 
     def encode(self, text: str, *, allow_special: bool = False) -> list[int]:
-        """`text` -> ids, without a token before or after it (see `begin_ids`).
+        """`text` -> ids, without a token before or after it (see `encode_document`).
 
         Unless `allow_special`, "<|endoftext|>" in the text is ordinary text. GPT-1's vocabulary has
         `<unk>` for characters that it lacks. Raises UserError if the text is not valid Unicode or
@@ -161,6 +161,14 @@ class Tokenizer(ExplainsNames):
             return self._codec.encode_special(text)
         ids = self._codec.encode(text)
         return ids if isinstance(ids, list) else ids.tolist()
+
+    def encode_document(self, text: str, *, allow_special: bool = False) -> list[int]:
+        """`text` -> ids, after `begin_ids` unless the text itself begins with them.
+
+        Models read prompts, training texts and scored texts so; the options are those of `encode`.
+        """
+        ids, begin = self.encode(text, allow_special=allow_special), self.begin_ids
+        return ids if ids[: len(begin)] == begin else [*begin, *ids]
 
     def _may_have_special(self, text: str) -> bool:
         """Whether a special token is in the text, possibly only once the text is normalized."""
@@ -282,7 +290,8 @@ class Tokenizer(ExplainsNames):
     def begin_ids(self) -> list[int]:
         """Ids that texts begin with by the tokenizer's own rule (`add_bos_token`): one or none.
 
-        `encode` leaves them out; prompts and training texts begin with them.
+        `encode` leaves them out; with `encode_document`, all texts begin with them, except those of
+        a chat template, which has its own rule.
         """
         token = begin_token(self._rust)
         id = None if token is None else self._rust.token_to_id(token)

@@ -141,7 +141,7 @@ class Labelled(Objective):
     def encode(self, example: Example, context: int) -> Row | None:
         """Return an example's ids and answer; None if a choice has no token to predict."""
         window = slice(-context, None) if self.keeps_end else slice(context)
-        texts = [self.tokenizer.encode(text) for text in example.texts]
+        texts = [self.tokenizer.encode_document(text) for text in example.texts]
         ids = tuple(text[window] for text in texts)
         answer = example.answer
         if answer is None:
@@ -404,7 +404,7 @@ class Classify(Labelled):
     read_fields = ("text", "label")
     head_class = SequenceClassifier
     input_example = '"a text"'
-    use = 'head.labels[head(*pad([tokenizer.encode("a text")])).argmax()]'
+    use = 'head.labels[head(*pad([tokenizer.encode_document("a text")])).argmax()]'
 
     @staticmethod
     def parse(record: Mapping[str, Any]) -> Example:
@@ -433,7 +433,10 @@ class Choose(Labelled):
     head_class = MultipleChoice
     keeps_end = keeps_head = True
     input_example = '"a text" --choices "one end" "another end"'
-    use = 'head(*(x[None] for x in pad([tokenizer.encode(t) for t in ("a b", "a c")]))).argmax()'
+    use = (
+        'rows = [tokenizer.encode_document(text) for text in ("a b", "a c")]\n'
+        "head(*(x[None] for x in pad(rows))).argmax()"
+    )
 
     @staticmethod
     def parse(record: Mapping[str, Any]) -> Example:

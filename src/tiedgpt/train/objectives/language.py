@@ -148,7 +148,7 @@ class LanguageModelling(Objective):
         """Return the prompt of samples, continued by the model."""
         engine = Engine(self.merge(model), tokenizer=self.tokenizer, slots=1)
         room = max(1, self.config.n_positions - SAMPLE_TOKENS)
-        prompt = self.tokenizer.encode(self.sample_prompt)[-room:]
+        prompt = self.tokenizer.encode_document(self.sample_prompt)[-room:]
         completion = engine.generate(
             prompt or [self.config.bos_token_id or 0],
             max_new_tokens=SAMPLE_TOKENS,
