@@ -240,10 +240,14 @@ def _add_tokens(rust: tokenizers.Tokenizer, settings: Settings, directory: Path)
                 f"{file}: gives {token.content!r} the id {id}, but after the vocabulary it is "
                 f"{rust.token_to_id(token.content)}; correct or remove the file"
             )
-    contents |= {token.content for token in tokens.values()}
+    present = {token.content: token for token in rust.get_added_tokens_decoder().values()}
+    of_class = {token_of(settings, key) for key in TOKEN_NAMES}
     for token in _named_tokens(settings, directory):
-        if token.content not in contents and rust.token_to_id(token.content) is not None:
+        if token.content not in present and rust.token_to_id(token.content) is not None:
             rust.add_tokens([token])
+        elif token.content in of_class & present.keys() and not present[token.content].special:
+            present[token.content].special = True
+            rust.add_tokens([present[token.content]])
 
 
 def _named_tokens(settings: Settings, directory: Path) -> Iterator[AddedToken]:
