@@ -292,6 +292,40 @@ def test_a_name_in_the_settings_makes_a_token_special(bpe, tmp_path, place, name
     assert "<pad>" in Tokenizer.from_pretrained(tmp_path).special_tokens
 
 
+def wordpiece(folder: Path, **named: object) -> Tokenizer:
+    """Write a vocabulary that holds "<|endoftext|>" as an ordinary token."""
+    words = [*VOCABULARY, "<", "|", ">", "end", "##of", "##text", "##|", "##>", "<|endoftext|>"]
+    (folder / "vocab.txt").write_text("\n".join(words), encoding="utf-8")
+    write(folder / "tokenizer_config.json", tokenizer_class="BertTokenizer", **named)
+    return Tokenizer.from_pretrained(folder)
+
+
+@pytest.mark.parametrize(
+    "named",
+    [
+        {},
+        {"eos_token": "[SEP]"},
+        {"eos_token": {"__type": "AddedToken", "content": "[SEP]", "normalized": True}},
+        {"bos_token": "[CLS]", "eos_token": "[SEP]"},
+        {"sep_token": {"__type": "AddedToken", "content": "THE", "normalized": True}},
+    ],
+)
+def test_a_saved_wordpiece_has_the_same_ids_and_ends(tmp_path, named):
+    tokenizer = wordpiece(tmp_path, **named)
+    tokenizer.save_pretrained(tmp_path / "again")
+    again = Tokenizer.from_pretrained(tmp_path / "again")
+    assert (again.bos_token_id, again.eos_token_id) == (
+        tokenizer.bos_token_id,
+        tokenizer.eos_token_id,
+    )
+    peer = transformers.AutoTokenizer.from_pretrained(tmp_path)
+    for text in ("the cat<|endoftext|>the", "[SEP] the [CLS]", "THE the"):
+        expected = peer(text, add_special_tokens=False)["input_ids"]
+        assert tokenizer.encode(text, allow_special=True) == expected
+        assert again.encode(text, allow_special=True) == expected
+        assert again.encode(text) == tokenizer.encode(text)
+
+
 def test_a_tokenizer_that_begins_texts_says_with_which_token(bpe, tmp_path):
     write_pair(rust_of(bpe), tmp_path)
     for begins in (True, False):

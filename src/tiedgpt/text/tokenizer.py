@@ -265,8 +265,8 @@ class Tokenizer(ExplainsNames):
             config["add_prefix_space"] = True  # transformers before 5 sets what this says
         config["tokenizer_class"] = "PreTrainedTokenizerFast"
         config["clean_up_tokenization_spaces"] = False
-        named = {"bos_token": self.bos_token_id, "eos_token": self.eos_token_id}
-        config |= {key: self._rust.id_to_token(id) for key, id in named.items() if id is not None}
+        if END_OF_TEXT in self._special_ids:  # a name would make an ordinary token special
+            config = dict.fromkeys(("bos_token", "eos_token"), END_OF_TEXT) | config
         if self.kind == "bpe" and "eos_token" in config:  # as GPT-2's own; CTranslate2 needs one
             config["unk_token"] = config.get("unk_token") or config["eos_token"]
         return config
