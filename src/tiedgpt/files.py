@@ -259,8 +259,9 @@ def read_json_lines(
     `UserError`.
 
     Raises:
-        CorruptInputError: a line is not a JSON object of valid Unicode.
+        CorruptInputError: a line is not a JSON object of valid Unicode, or gives a field twice.
     """
+    decoder = json.JSONDecoder(object_pairs_hook=_unique)
     for number, line in enumerate(lines, start=1):
         if number == 1:
             line = line.removeprefix(b"\xef\xbb\xbf")  # the byte order mark
@@ -268,7 +269,7 @@ def read_json_lines(
             continue
         location = f"{name}:{number}"
         try:
-            record = json.loads(decode(line))
+            record = decoder.decode(decode(line))
             if not isinstance(record, dict):
                 raise ValueError(f"got a JSON {type(record).__name__}")
             if b"\\u" in line:  # escapes may spell half a surrogate pair, which is not Unicode
@@ -285,6 +286,16 @@ def read_json_lines(
             on_bad(bad)
         else:
             yield location, record
+
+
+def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    """Return the object of these fields; raise `UserError` for one that is given twice."""
+    record = dict(pairs)
+    if len(record) < len(pairs):
+        names = [name for name, _ in pairs]
+        twice = next(name for name in names if names.count(name) > 1)
+        raise UserError(f"the field {twice[:80]!r} is given twice", hint="keep one of them")
+    return record
 
 
 def split_lines(text: str) -> list[str]:

@@ -376,3 +376,18 @@ def test_an_encoding_can_be_named(write, tmp_path):
         with pytest.raises(CorruptInputError) as error:
             list(documents([path], encoding=encoding))
         assert error.value.message.endswith(says)
+
+
+@pytest.mark.parametrize(
+    ("line", "field"),
+    [
+        ('{"text": "a", "text": "b"}', "text"),
+        ('{"messages": [{"role": "user", "content": "a", "content": "b"}]}', "content"),
+        ('{"text": "a", "meta": {"weight": 0, "weight": 1}}', "weight"),
+    ],
+)
+def test_a_field_that_is_given_twice_is_refused_with_its_line(write, line, field):
+    path = write("a.jsonl", '{"text": "x"}\n' + line)
+    with pytest.raises(CorruptInputError, match=f"a.jsonl:2: .*'{field}'.*twice") as refused:
+        list(documents([path], only_records=True).records("a record"))
+    assert "keep one" in refused.value.hint
