@@ -22,7 +22,7 @@ from tiedgpt.train.objective import Pretrained
 from tiedgpt.train.objectives import open_objective
 from tiedgpt.train.options import TrainOptions
 from tiedgpt.train.run import make_plan, prepare_fresh
-from tiedgpt.train.storage import RunDirectory
+from tiedgpt.train.storage import RunDirectory, find_tune_start
 from tiedgpt.tune import load_adapter, lora, save_adapter
 from tiedgpt.weights.checkpoint import StoredTensor
 
@@ -353,3 +353,8 @@ def test_a_template_of_another_program_is_refused_by_name(place, folder, capsys)
     assert main(command) == 1
     assert "foreign templates are not executed" in " ".join(capsys.readouterr().err.split())
     assert main([*command, "--template", "plain"]) == 0
+
+
+def test_a_recorded_run_without_a_start_model_is_passed_over(tmp_path):
+    (tmp_path / "run.toml").write_text('[options]\nrecipe = "tune"\n')
+    assert find_tune_start(TrainOptions(data=("a.jsonl",), recipe="tune"), [tmp_path]) is None

@@ -305,7 +305,7 @@ def find_tune_start(options: TrainOptions, runs: Iterable[Path]) -> str | None:
     for record in sorted(records, key=os.path.getmtime, reverse=True):
         tables = _tables(RunDirectory(record.parent))
         then = tables.get("options", {})
-        if then.get("recipe") == "tune":
+        if then.get("recipe") == "tune" and "start" in then:
             same = replace(options, start=then["start"])
             if not same.differences(then) or compare_duration(same, tables):
                 return str(then["start"])
