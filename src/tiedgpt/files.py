@@ -289,7 +289,7 @@ def read_json_lines(
 
 
 def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    """Return the object of these fields; raise `UserError` for one that is given twice."""
+    """Return the object of a list of fields; raise `UserError` for a repeated name."""
     record = dict(pairs)
     if len(record) < len(pairs):
         names = [name for name, _ in pairs]

@@ -134,5 +134,8 @@ def test_directions_of_another_shape_are_refused(arguments, says):
 
 
 def test_only_a_gpt_is_steered():
-    with pytest.raises(UserError, match="model as GPT, got Linear"), steer(torch.nn.Linear(2, 2), 0, [1]):
+    with (
+        pytest.raises(UserError, match="model as GPT, got Linear"),
+        steer(torch.nn.Linear(2, 2), 0, [1]),
+    ):
         pass

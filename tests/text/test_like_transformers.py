@@ -278,13 +278,13 @@ def test_damaged_settings_are_named(bpe, tmp_path, content, message):
         Tokenizer.from_pretrained(tmp_path)
 
 
-@pytest.mark.parametrize("place", ["tokenizer.json", "added_tokens_decoder"])
+@pytest.mark.parametrize("source", ["tokenizer.json", "added_tokens_decoder"])
 @pytest.mark.parametrize("name", ["pad_token", "eos_token", "cls_token"])
-def test_a_name_in_the_settings_makes_a_token_special(bpe, tmp_path, place, name):
+def test_a_name_in_the_settings_makes_a_token_special(bpe, tmp_path, source, name):
     rust, token = rust_of(bpe), {"content": "<pad>", "special": False, "normalized": True}
     settings = {name: "<pad>"}
     rust.add_tokens([tokenizers.AddedToken(**token)])
-    if place == "added_tokens_decoder":
+    if source == "added_tokens_decoder":
         settings |= {"added_tokens_decoder": {str(rust.token_to_id("<pad>")): token}}
     rust.save(str(tmp_path / "tokenizer.json"))
     write(tmp_path / "tokenizer_config.json", tokenizer_class="PreTrainedTokenizerFast", **settings)

@@ -171,8 +171,9 @@ def _holds_model(key: object, value: object) -> bool:
 
 
 def _holds_matrix(value: object) -> bool:
-    is_mapping = isinstance(value, Mapping)
-    return is_mapping and any(tensor.ndim > 1 for tensor in _tensors_in(value).values())
+    if not isinstance(value, Mapping):
+        return False
+    return any(tensor.ndim > 1 for tensor in _tensors_in(value).values())
 
 
 def _tensors_in(value: Mapping[Any, Any]) -> dict[Any, Tensor]:
