@@ -24,6 +24,7 @@ from tiedgpt.cli.source import (
 )
 from tiedgpt.errors import TiedGPTError, UserError
 from tiedgpt.files import format_count, replacing
+from tiedgpt.infer.generation_config import MAX_THREADS, require_positive
 from tiedgpt.options import argument, option
 from tiedgpt.runtime import count_cores
 from tiedgpt.train.options import FileOptions
@@ -100,6 +101,8 @@ def run(arguments: list[str]) -> None:
         raise UserError(f"--limit must be at least 1, got {args.limit}")
     if args.save is not None and args.save.exists():
         raise UserError(f"--save {args.save} exists", hint="name another file, or delete it")
+    if args.threads is not None:
+        require_positive("threads", args.threads, MAX_THREADS)
     _evaluate(args)
 
 
