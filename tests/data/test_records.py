@@ -164,6 +164,8 @@ REFUSED = {
     "weight 0.5": (marked(weight=0.5), ["weight", "0.5", "0 or 1"]),
     "weight 2": (marked(weight=2), ["weight", "2", "0 or 1"]),
     "weight of text": (marked(weight="0"), ["weight", "'0'", "0 or 1"]),
+    "weight of 400 digits": (marked(weight=10**400), ["weight", "1000", "0 or 1"]),
+    "role of 9,000 letters": ({"messages": [USER | {"role": "r" * 9000}]}, ["rrr", "user"]),
     "train 0": (marked(train=0), ["'train'", "true or false"]),
     "marks that disagree": (marked(weight=0, train=True), ["'weight'", "'train'"]),
     "train_detail": (marked(train_detail=[{"begin_offset": 0}]), ["train_detail"]),
@@ -297,10 +299,15 @@ def test_a_record_trains_what_its_program_means(show, case, name):
 def test_a_record_that_cannot_be_honoured_is_refused_with_a_remedy(show, case):
     record, words = REFUSED[case]
     code, _, err = show(record)
-    assert code == 3 and "a.jsonl:1" in err
+    assert code == 3 and "a.jsonl:1" in err and len(err) < 700
     for word in words:
         assert word in err
     assert ("--skip-bad" in err) == ("of the kinds" not in err)
+
+
+def test_a_field_without_a_name_is_counted(show):
+    code, facts, _ = show({"text": "hi", "": 7})
+    assert code == 0 and facts["unread"] == {"(no name)": 1}
 
 
 def test_other_fields_are_no_near_misses(show):

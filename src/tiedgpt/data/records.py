@@ -18,6 +18,7 @@ from collections import Counter
 from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from difflib import get_close_matches
+from reprlib import repr as short
 from typing import Any, Literal
 
 from tiedgpt.errors import UserError
@@ -102,7 +103,9 @@ class UnreadFields(Counter[str]):
 
 def unread_fields(record: Record, read: Collection[str]) -> Iterator[str]:
     """Return the names of a record's other fields that hold something."""
-    return (str(name) for name in record if name not in read and _holds(record, name))
+    return (
+        str(name) or "(no name)" for name in record if name not in read and _holds(record, name)
+    )
 
 
 def find_type(record: Record) -> ExampleType:
@@ -224,7 +227,7 @@ def _find_role(name: str, roles: Collection[str]) -> str:
     role = name if name in roles else ROLES.get(name.lower(), name.lower())
     if role not in roles:
         others = (other for other in ROLES if ROLES[other] in roles)
-        raise UserError(f"no role {name!r}: the roles are {', '.join([*roles, *others])}")
+        raise UserError(f"no role {short(name)}: the roles are {', '.join([*roles, *others])}")
     return role
 
 
@@ -237,7 +240,9 @@ def _join(message: Record, name: str) -> str:
     for item in content:
         if not isinstance(item, dict) or item.get("type") != "text":
             got = item.get("type") if isinstance(item, dict) else type(item).__name__
-            raise UserError(f"a part of {name!r} is of the type {got!r}, and only text is read")
+            raise UserError(
+                f"a part of {name!r} is of the type {short(got)}, and only text is read"
+            )
         texts.append(_string(item, "text"))
     return "".join(texts)
 
@@ -248,12 +253,12 @@ def _is_trained(message: Record) -> bool | None:
     for name in MARKS:
         if (value := message.get(name)) is not None:
             if not isinstance(value, bool):
-                raise UserError(f"{name!r} must be true or false, got {value!r}")
+                raise UserError(f"{name!r} must be true or false, got {short(value)}")
             marks[name] = value
     if (weight := message.get("weight")) is not None:
         if weight not in (0, 1):
             raise UserError(
-                f"'weight' must be 0 or 1, got {weight!r}: a message is trained or it is not"
+                f"'weight' must be 0 or 1, got {short(weight)}: a message is trained or it is not"
             )
         marks["weight"] = bool(weight)
     if len({*marks.values()}) > 1:
