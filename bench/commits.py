@@ -1,7 +1,7 @@
 """Two checkouts in turn, to see whether a change costs speed.
 
     git worktree add ../old COMMIT
-    python bench/commits.py ../old [--only load train recipe start generate] [--rounds 9]
+    python bench/commits.py ../old [--only load train recipe start generate serve] [--rounds 9]
 
 A checkout has a process for each group of works, which is started anew three times, because a
 process may be 1.5 times as slow as the next. A round asks both checkouts for the same work, in
@@ -25,6 +25,7 @@ import time
 from argparse import ArgumentParser
 from collections import defaultdict
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import nullcontext
 from itertools import count
 from pathlib import Path
@@ -99,7 +100,35 @@ def generate_works(models: Path) -> dict[str, Work]:
     return works
 
 
-GROUPS = {"load": load_works, "train": train_works, "generate": generate_works}
+def serve_works(models: Path) -> dict[str, Work]:
+    """Return requests to the application, which is called without a socket."""
+    from starlette.testclient import TestClient
+
+    from tiedgpt.infer import Engine
+    from tiedgpt.serve.app import create_app
+
+    app = create_app(Engine(models / "5M", precision="int8", slots=8), name="5M")
+    clients = [TestClient(app, base_url="http://127.0.0.1") for _ in range(8)]
+
+    def ask(client: TestClient, max_tokens: int, *, stream: bool = True) -> None:
+        body = {"prompt": [1, 2, 3], "max_tokens": max_tokens, "stream": stream, "temperature": 0}
+        assert client.post("/v1/completions", json=body).status_code == 200
+
+    def ask_eight_times() -> None:
+        with ThreadPoolExecutor(8) as pool:
+            list(pool.map(lambda client: ask(client, 64), clients))
+
+    return {
+        "20 streams of 1 token": lambda: [ask(clients[0], 1) for _ in range(20)],
+        "20 answers of 1 token": lambda: [ask(clients[0], 1, stream=False) for _ in range(20)],
+        "a stream of 120 tokens": lambda: ask(clients[0], 120),
+        "8 streams of 64 tokens": ask_eight_times,
+    }
+
+
+GROUPS = {
+    "load": load_works, "train": train_works, "generate": generate_works, "serve": serve_works,
+}  # fmt: skip
 
 
 def serve(group: str, models: Path) -> None:
