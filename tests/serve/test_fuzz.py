@@ -71,6 +71,12 @@ def test_odd_addresses_are_answered_or_refused(client, number, tail, query):
     assert response.status_code < 500, (path, tail, query)
 
 
+def test_a_page_with_a_newline_behind_its_name_is_missing(client):
+    paths = [route.path for route in client.app.routes if "GET" in getattr(route, "methods", ())]
+    for path in (path for path in paths if "{" not in path):
+        assert client.get(f"{path}%0A").status_code in (200, 404), path
+
+
 @pytest.fixture(scope="module")
 def chatting(engine):
     app = create_app(engine, name="tiny", limits=LIMITS, template=TEMPLATES["plain"])

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from fastapi import FastAPI, Request
 from fastapi.responses import Response
+from starlette.exceptions import HTTPException
 
 import tiedgpt
 from tiedgpt.errors import UserError
@@ -205,6 +206,8 @@ def _add_page(
 
     async def file(request: Request) -> Response:
         path = request.scope["path"]
+        if path not in files:  # a route also matches its path with a newline behind it
+            raise HTTPException(404)
         return _cached_response(request, files[path], media_type(path))
 
     for name in files:
