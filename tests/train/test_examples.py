@@ -60,7 +60,7 @@ def test_choices_follow_their_text_and_only_the_right_one_has_a_language_loss():
             "no string in the field 'text'; the record has 'txt'",
         ),
         ("classify", {"text": " ", "label": "x"}, "'text' is empty"),
-        ("classify", {"text": "a"}, "label None"),
+        ("classify", {"text": "a"}, "no value in the field 'label'"),
         ("classify", {"text": "a", "label": True}, "label True"),
         ("classify", {"text": "a\ud800", "label": "x"}, "surrogates not allowed"),
         ("choose", {"text": "a", "choices": ["b"], "answer": 0}, "nothing to choose"),
