@@ -41,7 +41,7 @@ RESPONSES_LABELS = frozenset({"reasoning", "max_tool_calls", "context_management
 RESPONSES_NEUTRAL: Mapping[str, tuple[Any, ...]] = {
     **NEUTRAL, "background": (False,), "truncation": ("disabled",)
 }  # fmt: skip
-"""Further ones of /v1/responses."""
+"""Further labels and neutral fields of /v1/responses."""
 MESSAGE_LABELS = frozenset({"id", "status", "phase", "name", "annotations"})
 MESSAGE_NEUTRAL: Mapping[str, tuple[Any, ...]] = {
     "type": ("message", "text"), "tool_calls": ([],), "reasoning_content": ("",),

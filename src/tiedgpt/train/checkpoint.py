@@ -216,8 +216,8 @@ def describe_origin(config: GPTConfig, tokenizer: Path) -> dict[str, Any]:
 def require_unchanged(run: RunDirectory, config: GPTConfig, plan: Plan) -> None:
     """Raise `CorruptInputError` if run.toml or the tokenizer changed since the newest checkpoint.
 
-    A plan that begins later than the checkpoint's (`since`) is a new one, and may differ. Of a run
-    whose checkpoints have no config and no tokenizer yet, only the plan is compared.
+    A plan that begins later than the checkpoint's (`since`) is a new one, and may differ. A
+    checkpoint without a config and a tokenizer is compared by its plan only.
     """
     path, state = _read_newest_state(run.checkpoints)
     if path is None:
