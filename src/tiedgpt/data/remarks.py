@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from tiedgpt.data.records import UnreadFields, describe_kind
+from tiedgpt.files import format_count
 from tiedgpt.text.bpe import END_OF_TEXT
 
 STDIN = "-"
@@ -78,7 +79,7 @@ class Remarks:
         if len(separated) > 3:
             separated = {f"{len(separated):,} files have": sum(separated.values())}
         notes += [
-            f"{name} {count:,} document{'s' * (count != 1)}, separated by {END_OF_TEXT}; "
+            f"{name} {format_count(count, 'document')}, separated by {END_OF_TEXT}; "
             "--keep-end-of-text treats it as ordinary text"
             for name, count in separated.items()
         ]
@@ -91,7 +92,7 @@ class Remarks:
             reasons[f"as {format_endings(self.unread)} is not read"] = self.unread
         for reason, paths in reasons.items():
             names = ", ".join(sorted(paths)[:3]) + ", ..." * (len(paths) > 3)
-            files = f"{len(paths):,} file{'s' * (len(paths) > 1)}"
+            files = format_count(len(paths), "file")
             notes += [f"left out {files}, {reason}: {names}"] if paths else []
         notes += [
             f"{name} has {'1 row' if count == 1 else f'{count:,} rows'} of several lines, inside "

@@ -317,10 +317,9 @@ class Engine:
                 example = '{"role": "user", "content": "a text"}'
                 raise UserError(f"must be a list of {example}, got {message!r}", option="messages")
         ids, _ = encode_pieces(self.template.prompt(items), self.tokenizer)
-        if config is None and "max_new_tokens" not in options:
-            options = {
-                "max_new_tokens": max(1, self.runner.config.n_positions - len(ids))
-            } | options
+        if config is None:
+            room = max(1, self.runner.config.n_positions - len(ids))
+            options = {"max_new_tokens": room} | options
         config = with_options(config, options)
         ends = () if config.ignore_eos else self.template.end_ids(self.tokenizer)
         return ids, with_options(config, {"stop_ids": (*config.stop_ids, *ends)})
