@@ -29,23 +29,24 @@ from typing import Any
 import torch
 
 from tiedgpt.runtime import find_device
-from tiedgpt.train import fast_training
 from tiedgpt.train.distributed import Processes
+from tiedgpt.train.dry_run import prepare_fresh
 from tiedgpt.train.events import Ended
 from tiedgpt.train.loop import Trainer
-from tiedgpt.train.options import TrainOptions
-from tiedgpt.train.planning import (
+from tiedgpt.train.plan.draft import draft_plan
+from tiedgpt.train.plan.options import TrainOptions
+from tiedgpt.train.plan.plan import plan_run
+from tiedgpt.train.plan.size import (
     MAX_AUTO_EPOCHS,
     apply_size,
     candidate_sizes,
-    draft_plan,
     expected_loss,
-    plan_run,
     with_choices,
 )
-from tiedgpt.train.run import prepare_fresh
-from tiedgpt.train.speed import measure_machine, measure_speed, resize
-from tiedgpt.train.storage import RunDirectory
+from tiedgpt.train.speed import measure_machine, measure_speed
+from tiedgpt.train.store.directory import RunDirectory
+from tiedgpt.train.store.run import Run
+from tiedgpt.train.tasks.language import LanguageModelling
 
 MEASURED_SECONDS = 2.0
 
@@ -79,13 +80,11 @@ def trained(options: TrainOptions, run: RunDirectory, scratch: Path) -> float:
         fresh = RunDirectory(Path(place))
         for name in ("data", "tokenizer"):
             os.symlink(run.path / name, fresh.path / name)
-        pair = prepare_fresh(options, fresh)
-        machine, _ = measure_machine(
-            options, *pair, Processes(find_device()), accelerate=fast_training
-        )
-        config, plan = plan_run(options, pair[0].config, pair[1], machine)
-        pair = resize(*pair, config)
-        *_, ended = Trainer(fresh, *pair, plan, find_device(), accelerate=fast_training).run()
+        task = LanguageModelling(options)
+        prepared = prepare_fresh(task, fresh)
+        machine, _ = measure_machine(prepared, Processes(find_device()))
+        config, plan = plan_run(options, prepared.config, prepared.facts, machine)
+        *_, ended = Trainer(task, prepared.data(config), Run(fresh, config, plan)).run()
     assert isinstance(ended, Ended)
     return ended.metrics["val_bits_per_byte"]
 
@@ -94,24 +93,24 @@ def choice(name: str, minutes: float, speeds: dict[str, float], scratch: Path) -
     """Return the chosen size, and the final scores of it and its neighbours."""
     options = TrainOptions(data=data(name, scratch), minutes=minutes)
     run = RunDirectory(scratch / name)
-    run.path.mkdir(exist_ok=True)
-    objective, text = prepare_fresh(options, run)
+    prepared = prepare_fresh(LanguageModelling(options), run)
+    text = prepared.facts
     text_tokens = text.text_tokens
     assert text_tokens is not None
     processes = Processes(find_device())
-    machine, _ = measure_machine(options, objective, text, processes)
+    machine, _ = measure_machine(prepared, processes)
     expected, asked = {}, {}
     for size in candidate_sizes(text_tokens):
         whole = with_choices(
             replace(options, dropout=0.0), size, float("inf"), text_tokens, machine
         )
         if size not in speeds:
-            config, sized_facts = apply_size(whole, objective.config, text)
+            config, sized_facts = apply_size(whole, prepared.config, text)
             plan = draft_plan(whole, config, sized_facts, machine)
-            speeds[size], _ = measure_speed(
-                *resize(objective, text, config), plan, processes, MEASURED_SECONDS,
-                accelerate=fast_training,
-            )  # fmt: skip
+            measured = measure_speed(
+                prepared.task, config, prepared.data(config), plan, processes, MEASURED_SECONDS
+            )
+            speeds[size] = measured.tokens_per_second
         tokens = min(60 * minutes * speeds[size], MAX_AUTO_EPOCHS * text_tokens)
         expected[size] = expected_loss(size, tokens, text_tokens)
         sized = with_choices(options, size, tokens, text_tokens, machine)

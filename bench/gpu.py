@@ -31,8 +31,8 @@ import torch  # noqa: E402
 
 from tiedgpt import GPT, GPTConfig  # noqa: E402
 from tiedgpt.runtime import find_device  # noqa: E402
-from tiedgpt.train.machine import model_flops, peak_flops  # noqa: E402
-from tiedgpt.train.options import SIZES  # noqa: E402
+from tiedgpt.train.plan.sizes import SIZES  # noqa: E402
+from tiedgpt.train.step.measures import model_flops, peak_flops  # noqa: E402
 from train import nanogpt  # noqa: E402
 
 PROMPT, NEW_TOKENS, LONG_PROMPT = 64, 128, 900
@@ -42,22 +42,22 @@ Step = Callable[[torch.Tensor, torch.Tensor], None]
 
 def ours(config: GPTConfig, device: torch.device, optimizer: str, compile: str, rows: int) -> Step:
     """Return our training step as `tiedgpt train` runs it, in bf16."""
-    from tiedgpt.train import fast_training
-    from tiedgpt.train.optim.groups import optimizers, parameter_groups
-    from tiedgpt.train.planning import Plan
-    from tiedgpt.train.step import prepare_blocks, train_step
+    from tiedgpt.train.plan.values import Plan
+    from tiedgpt.train.step.blocks import training_layers
+    from tiedgpt.train.step.optim.groups import optimizers, parameter_groups
+    from tiedgpt.train.step.step import train_step
 
     plan = Plan(
         steps=1, batch_size=rows, micro_batch=rows, optimizer=optimizer, lr=1e-4, warmup=0,
         weight_decay=0.1, grad_clip=1.0, dtype="bf16", seed=0, eval_every=1, eval_batches=1,
         save_every=1, compile=compile,
     )  # fmt: skip
-    model = prepare_blocks(GPT(config).to(device).train(), plan)
+    model = GPT(config).to(device).train()
     groups = parameter_groups(model, matrices=optimizer, weight_decay=0.1)
     updates = optimizers(groups, lr=1e-4)
 
     def step(ids: torch.Tensor, targets: torch.Tensor) -> None:
-        with fast_training(model):
+        with training_layers(model, plan):
             train_step(model, updates, (ids.numpy(), targets.numpy()), plan)
 
     return step

@@ -29,13 +29,13 @@ import torch
 
 from tiedgpt.cli.main import main as tiedgpt
 from tiedgpt.data import python_documentation
-from tiedgpt.runtime import find_device
-from tiedgpt.train import fast_training
+from tiedgpt.train.dry_run import make_plan, prepare_fresh
 from tiedgpt.train.events import Ended
 from tiedgpt.train.loop import Trainer
-from tiedgpt.train.options import TrainOptions
-from tiedgpt.train.run import make_plan, prepare_fresh
-from tiedgpt.train.storage import RunDirectory
+from tiedgpt.train.plan.options import TuneOptions
+from tiedgpt.train.store.directory import RunDirectory
+from tiedgpt.train.store.run import Run
+from tiedgpt.train.tasks.task import open_task
 
 FUNCTION = re.compile(r"^ *(\w+\(.*\))\n +([A-Z][^\n]{15,150}?\.)(?= |\n)", re.M)
 LIBRARY = "python module "
@@ -63,15 +63,13 @@ def write_data(directory: Path) -> tuple[Path, Path]:
 
 def tuned(path: Path, **options: Any) -> tuple[float, int, int]:
     """Tune; return the loss in nats on all held out, the parameters trained, and all of them."""
-    asked = TrainOptions(recipe="tune", **options)
-    path.mkdir(parents=True)
+    asked = TuneOptions(**options)
     run = RunDirectory(path)
-    objective, data = prepare_fresh(asked, run)
-    device = find_device()
-    plan = make_plan(asked, objective, data, device)
-    (*_, ended) = Trainer(run, objective, data, plan, device, accelerate=fast_training).run()
+    prepared = prepare_fresh(open_task(asked), run)
+    config, data = prepared.config, prepared.data(prepared.config)
+    (*_, ended) = Trainer(prepared.task, data, Run(run, config, make_plan(prepared))).run()
     assert isinstance(ended, Ended)
-    total = objective.config.parameter_count()
+    total = config.parameter_count()
     trained = data.n_trained or total
     nats = ended.score.nats
     say(f"{path.parent.name}, {path.name}: {nats:.4f} nats, {trained:,} of {total:,} trained")

@@ -27,7 +27,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from tiedgpt.core.loss import chunk_rows, chunked_cross_entropy
-from tiedgpt.train.fast.loss import one_pass_cross_entropy
+from tiedgpt.train.step.fast.loss import one_pass_cross_entropy
 
 VOCAB, WIDTH = 50257, 768
 

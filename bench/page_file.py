@@ -27,7 +27,7 @@ from typing import Any
 
 from tiedgpt import GPT, GPTConfig, Tokenizer
 from tiedgpt.serve.export import export
-from tiedgpt.train.options import SIZES
+from tiedgpt.train.plan.sizes import SIZES
 from turns import cores, keep, processor, show
 
 TEXT = "The matrix that reads a token is the matrix that predicts a token."

@@ -40,18 +40,19 @@ from tiedgpt.plots.panel import Line, Panel, usual_most
 from tiedgpt.plots.training import reached
 from tiedgpt.runtime import find_device
 from tiedgpt.train import fast_training
-from tiedgpt.train.dataset import Data
+from tiedgpt.train.dry_run import make_plan, prepare_fresh
 from tiedgpt.train.events import Ended, Evaluated, Stepped
 from tiedgpt.train.loop import Trainer
-from tiedgpt.train.objective import Objective
-from tiedgpt.train.optim.groups import optimizers, parameter_groups
-from tiedgpt.train.options import SIZES, TrainOptions
-from tiedgpt.train.planning import Plan
-from tiedgpt.train.run import make_plan, prepare_fresh
-from tiedgpt.train.step import train_step
-from tiedgpt.train.storage import RunDirectory
+from tiedgpt.train.plan.options import TrainOptions
+from tiedgpt.train.plan.sizes import SIZES
+from tiedgpt.train.plan.values import Plan
+from tiedgpt.train.step.optim.groups import optimizers, parameter_groups
+from tiedgpt.train.step.step import train_step
+from tiedgpt.train.store.directory import RunDirectory
+from tiedgpt.train.store.run import Run
+from tiedgpt.train.tasks.language import LanguageModelling
+from tiedgpt.train.tasks.preparation import Prepared
 
-Pair = tuple[Objective, Data]
 MOST_EPOCHS = 4
 POINTS = 20
 CURVE_TOKENS = 16_384
@@ -60,7 +61,7 @@ FURTHER_RATES = 3
 
 
 @dataclass
-class Run:
+class Result:
     """A finished training and its result."""
 
     recipe: str
@@ -98,14 +99,15 @@ peer = partial(recipe, "adamw", "cosine", share=1.0)
 ours = partial(recipe, "muon", "linear")
 
 
-def trained(pair: Pair, plan: Plan, share: float, scratch: str) -> Run:
+def trained(prepared: Prepared, plan: Plan, share: float, scratch: str) -> Result:
     """Train by the loop of `tiedgpt train`, in a directory that is thrown away."""
-    made = Run(f"{plan.optimizer}, {plan.schedule}", plan.seed, plan.lr, share, plan.steps)
+    made = Result(f"{plan.optimizer}, {plan.schedule}", plan.seed, plan.lr, share, plan.steps)
     with tempfile.TemporaryDirectory(dir=scratch) as place:
         try:
             for event in Trainer(
-                RunDirectory(Path(place)), *pair, plan, find_device(), accelerate=fast_training
-            ).run():
+                prepared.task, prepared.data(prepared.config),
+                Run(RunDirectory(Path(place)), prepared.config, plan),
+            ).run():  # fmt: skip
                 match event:
                     case Stepped():
                         made.seconds += (event.units - made.tokens) / event.units_per_second
@@ -126,29 +128,29 @@ def trained(pair: Pair, plan: Plan, share: float, scratch: str) -> Run:
     return made
 
 
-def tuned(pair: Pair, base: Plan, rates: list[float], seed: int, scratch: str):
+def tuned(prepared: Prepared, base: Plan, rates: list[float], seed: int, scratch: str):
     """Return a peer's runs, the best first; a best at the edge is looked beyond."""
-    runs = [trained(pair, peer(base, lr=lr, seed=seed), 1.0, scratch) for lr in sorted(rates)]
+    runs = [trained(prepared, peer(base, lr=lr, seed=seed), 1.0, scratch) for lr in sorted(rates)]
     for _ in range(FURTHER_RATES):
         best = min(runs, key=lambda run: run.final)
         if best is runs[-1]:
-            runs.append(trained(pair, peer(base, lr=2 * best.lr, seed=seed), 1.0, scratch))
+            runs.append(trained(prepared, peer(base, lr=2 * best.lr, seed=seed), 1.0, scratch))
         elif best is runs[0]:
-            runs.insert(0, trained(pair, peer(base, lr=best.lr / 2, seed=seed), 1.0, scratch))
+            runs.insert(0, trained(prepared, peer(base, lr=best.lr / 2, seed=seed), 1.0, scratch))
         else:
             break
     return sorted(runs, key=lambda run: run.final)
 
 
-def in_turn(pair: Pair, plans: dict[str, Plan], rounds: int) -> dict[str, list[float]]:
+def in_turn(prepared: Prepared, plans: dict[str, Plan], rounds: int) -> dict[str, list[float]]:
     """Return the seconds of steps that the recipes do one after the other."""
-    objective, data = pair
+    data = prepared.data(prepared.config)
     first = next(iter(plans.values()))
     batch_of = data.batches(first.batch_size, first.seed)
     steppers = {}
     for name, plan in plans.items():
         torch.manual_seed(0)
-        model = objective.build().to(find_device()).train()
+        model = prepared.task.build(prepared.config, data).to(find_device()).train()
         groups = parameter_groups(model, matrices=plan.optimizer, weight_decay=plan.weight_decay)
         rules = optimizers(groups, lr=1e-5)
         steppers[name] = model, partial(train_step, model, rules, plan=plan)
@@ -164,7 +166,7 @@ def in_turn(pair: Pair, plans: dict[str, Plan], rounds: int) -> dict[str, list[f
     return {name: times[2:] for name, times in seconds.items()}
 
 
-def compared(theirs: Run, runs: list[Run]) -> dict[str, Any]:
+def compared(theirs: Result, runs: list[Result]) -> dict[str, Any]:
     """Return what ours needed to be as good as the peer, of one seed."""
     enough = [run for run in runs if run.final <= theirs.final]
     found: dict[str, Any] = {
@@ -210,15 +212,16 @@ def main() -> None:
     args = parser.parse_args()
     if not 0 < args.epochs <= MOST_EPOCHS:
         parser.error(f"--epochs {args.epochs} is not above 0 and at most {MOST_EPOCHS}")
-    device = find_device()
     with tempfile.TemporaryDirectory() as scratch:
         options = TrainOptions(size=args.size, steps=1)
         run = RunDirectory(Path(scratch) / "data")
-        objective, data = pair = prepare_fresh(options, run)
+        prepared = prepare_fresh(LanguageModelling(options), run)
+        data = prepared.facts
         assert data.text_tokens is not None
         row_tokens = (options.batch_size or SIZES[args.size].batch_size) * data.row_tokens
         steps = max(POINTS, int(args.epochs * data.text_tokens / row_tokens))
-        base = make_plan(replace(options, steps=steps), *pair, device)
+        whole_task = LanguageModelling(replace(options, steps=steps))
+        base = make_plan(replace(prepared, task=whole_task))
         rows = -(-CURVE_TOKENS // data.row_tokens)
         base = replace(base, eval_batches=-(-rows // base.micro_batch))
         default = SIZES[args.size].lr
@@ -226,7 +229,7 @@ def main() -> None:
             "ours": ours(base, lr=default, seed=0, share=1.0),
             "peer": peer(base, lr=args.rates[0], seed=0),
         }
-        times = in_turn(pair, plans, 30)
+        times = in_turn(prepared, plans, 30)
         step = {name: statistics.median(seconds) for name, seconds in times.items()}
         peers = len(args.rates) + len(args.seeds) - 1
         whole = peers * step["peer"] + len(args.seeds) * sum(args.shares) * step["ours"]
@@ -245,19 +248,19 @@ def main() -> None:
             with path.open("a") as file:
                 file.write(json.dumps(same | line) + "\n")
 
-        peers_of_first = tuned(pair, base, args.rates, args.seeds[0], scratch)
+        peers_of_first = tuned(prepared, base, args.rates, args.seeds[0], scratch)
         for each in peers_of_first:
             note(each.line())
         per_seed, drawn = [], None
         for seed in args.seeds:
             theirs = peers_of_first[0]
             if seed != args.seeds[0]:
-                theirs = trained(pair, peer(base, lr=theirs.lr, seed=seed), 1.0, scratch)
+                theirs = trained(prepared, peer(base, lr=theirs.lr, seed=seed), 1.0, scratch)
                 note(theirs.line())
             runs = []
             for share in sorted(args.shares):
                 plan = ours(base, lr=default, seed=seed, share=share)
-                runs.append(trained(pair, plan, share, scratch))
+                runs.append(trained(prepared, plan, share, scratch))
                 note(runs[-1].line())
             per_seed.append(compared(theirs, runs))
             drawn = drawn or [
@@ -266,9 +269,9 @@ def main() -> None:
             ]
     draw(path.with_name(f"{path.stem}-{args.size}.png"), args.size, drawn or [])
     result = {
-        "machine": f"{platform.machine()}, {os.cpu_count()} cores, {device}",
+        "machine": f"{platform.machine()}, {os.cpu_count()} cores, {find_device()}",
         "torch": torch.__version__,
-        "model": f"{args.size}, {objective.config.parameter_count():,} parameters, {base.dtype}",
+        "model": f"{args.size}, {prepared.config.parameter_count():,} parameters, {base.dtype}",
         "tokens of the peer": steps * row_tokens,
         "epochs of the peer": round(steps * row_tokens / data.text_tokens, 2),
         "peer's rates": {f"{run.lr:g}": round(run.final, 4) for run in peers_of_first},

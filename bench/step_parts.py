@@ -20,9 +20,9 @@ from torch import nn
 
 from tiedgpt.core.layers import MLP, Attention
 from tiedgpt.core.model import GPT
-from tiedgpt.train.fast import SUBSTITUTES, loss
-from tiedgpt.train.options import SIZES
-from tiedgpt.train.step import keep_memory
+from tiedgpt.train.plan.sizes import SIZES
+from tiedgpt.train.step.blocks import keep_memory
+from tiedgpt.train.step.fast import SUBSTITUTES, loss
 from train import NO_DROPOUT, batch, once, ours, shape
 
 SOFTMAX = "softmax kernel"

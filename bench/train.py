@@ -31,7 +31,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from tiedgpt import GPT, GPTConfig
-from tiedgpt.train.options import SIZES
+from tiedgpt.train.plan.sizes import SIZES
 
 Step = Callable[[Tensor, Tensor], None]
 NO_DROPOUT = {"embd_pdrop": 0.0, "attn_pdrop": 0.0, "resid_pdrop": 0.0}
@@ -118,9 +118,9 @@ def ours(
 ) -> Step:
     """Our own training step, as `tiedgpt train --optimizer adamw` runs it."""
     from tiedgpt.train import fast_training
-    from tiedgpt.train.optim.groups import optimizers, parameter_groups
-    from tiedgpt.train.planning import Plan
-    from tiedgpt.train.step import train_step
+    from tiedgpt.train.plan.values import Plan
+    from tiedgpt.train.step.optim.groups import optimizers, parameter_groups
+    from tiedgpt.train.step.step import train_step
 
     model = GPT(config).to(device).train()
     if compiled:

@@ -25,9 +25,9 @@ from torch import Tensor
 
 from tiedgpt import GPT, GPTConfig
 from tiedgpt.train import fast_training
-from tiedgpt.train.optim import muon
-from tiedgpt.train.optim.groups import Optimizers, optimizers, parameter_groups
-from tiedgpt.train.options import SIZES
+from tiedgpt.train.plan.sizes import SIZES
+from tiedgpt.train.step.optim import muon
+from tiedgpt.train.step.optim.groups import Optimizers, optimizers, parameter_groups
 
 CONTEXT, ROWS, WARMUP = 128, 16, 100
 Share = Callable[[float], int]

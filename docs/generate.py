@@ -33,8 +33,8 @@ MODULES = {
     "tiedgpt.inspect": " ".join([*INSPECTIONS, "steer"]),
     "tiedgpt.tune": "lora merge freeze save_adapter load_adapter",
     "tiedgpt.train": "train Trainer fast_training",
-    "tiedgpt.train.dataset": "Data",
-    "tiedgpt.train.objective": "Objective",
+    "tiedgpt.train.tasks.rows": "Data Rows Sources",
+    "tiedgpt.train.tasks.task": "Task",
     "tiedgpt.heads": "Head SequenceClassifier MultipleChoice "
     "FeatureExtractor pad open_head predict",
     "tiedgpt.data": "plan_preparation prepare_data verify_data",

@@ -11,7 +11,7 @@ adds the teacher's forward pass. docs/measurements.md has the results.
 """
 
 import sys
-from dataclasses import dataclass, fields, replace
+from dataclasses import replace
 from pathlib import Path
 
 import torch
@@ -19,18 +19,17 @@ from torch.nn import functional as F
 
 from small_model import small_model
 from tiedgpt import GPT
-from tiedgpt.runtime import find_device
-from tiedgpt.train import Trainer, TrainOptions, fast_training
+from tiedgpt.train import Trainer, TrainOptions
+from tiedgpt.train.dry_run import make_plan, prepare_fresh
 from tiedgpt.train.events import Ended
-from tiedgpt.train.objectives.language import LanguageModelling
-from tiedgpt.train.run import make_plan, prepare_fresh
-from tiedgpt.train.storage import RunDirectory
+from tiedgpt.train.store.directory import RunDirectory
+from tiedgpt.train.store.run import Run
+from tiedgpt.train.tasks.language import LanguageModelling
 
 SHARE = 0.9
 """Share of the teacher in the loss."""
 
 
-@dataclass(eq=False, kw_only=True)
 class Distilled(LanguageModelling):
     """Predict the next token of a text as a teacher does."""
 
@@ -52,20 +51,20 @@ if __name__ == "__main__":
         sys.exit(print(__doc__))
     *given, steps = sys.argv[1:] if len(sys.argv) in (2, 4) else [*sys.argv[1:], "300"]
     teacher_run, text = given or (small_model(), "diary.txt")
-    options = TrainOptions(data=(text,), tokenizer=teacher_run, size="nano", steps=int(steps))
     teacher = GPT.from_pretrained(Path(teacher_run) / "model").eval()
-    options = replace(options, context=teacher.config.n_positions)
-    for name in ("alone", "distilled"):
-        run = RunDirectory(Path("runs") / name)
-        run.path.mkdir(parents=True, exist_ok=True)
-        objective, data = prepare_fresh(options, run)
+    options = TrainOptions(
+        data=(text,), tokenizer=teacher_run, size="nano", steps=int(steps),
+        context=teacher.config.n_positions,
+    )  # fmt: skip
+    for task in (LanguageModelling(options), Distilled(options)):
+        task.teacher = teacher
+        directory = RunDirectory(Path("runs") / type(task).__name__)
+        prepared = prepare_fresh(task, directory)
         if not given:
-            objective.config = replace(objective.config, n_embd=teacher.config.n_embd // 4)
-        if name == "distilled":
-            values = {field.name: getattr(objective, field.name) for field in fields(objective)}
-            objective = Distilled(**values, teacher=teacher)
-        plan = make_plan(options, objective, data, find_device())
-        trainer = Trainer(run, objective, data, plan, find_device(), accelerate=fast_training)
-        for event in trainer.run():
+            narrow = replace(prepared.config, n_embd=teacher.config.n_embd // 4)
+            prepared = replace(prepared, config=narrow)
+        run = Run(directory, prepared.config, make_plan(prepared))
+        for event in Trainer(task, prepared.data(run.config), run).run():
             if isinstance(event, Ended):
-                print(f"{name:<10} {event.score.nats:.4f} nats a token on held-out text")
+                name, nats = type(task).__name__, event.score.nats
+                print(f"{name:<18} {nats:.4f} nats a token on held-out text")

@@ -8,24 +8,24 @@ GPT2ForTokenClassification.
 """
 
 import sys
-from collections.abc import Iterable
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import numpy as np
-import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
 from tiedgpt import GPT, GPTConfig, Tokenizer
 from tiedgpt.heads import Head, pad
 from tiedgpt.train import Trainer
-from tiedgpt.train.dataset import Data
 from tiedgpt.train.events import Ended, Evaluated
-from tiedgpt.train.objective import Arrays, Objective
-from tiedgpt.train.planning import Plan
-from tiedgpt.train.storage import RunDirectory
+from tiedgpt.train.plan.values import Plan
+from tiedgpt.train.step.loss import Arrays
+from tiedgpt.train.store.directory import RunDirectory
+from tiedgpt.train.store.run import Run
+from tiedgpt.train.tasks.labelled import LabelScore
+from tiedgpt.train.tasks.rows import Data
+from tiedgpt.train.tasks.task import Task
 
 TAGS = ["O", "PERSON", "PLACE", "TIME"]
 WORDS = {  # April, June and Paris have two tags: the words before them decide
@@ -64,35 +64,26 @@ class Tagger(Head):
         return {"id2label": {str(n): tag for n, tag in enumerate(TAGS)}}
 
 
-@dataclass
-class Score:
-    """The result of an evaluation."""
+class Tagging(Task):
+    """Train a Tagger; `Tagging(TrainOptions(start="gpt2"))` begins with the weights of GPT-2."""
 
-    nats: float
-    accuracy: float
+    keeps_head = False
 
-
-class Tagging(Objective):
-    """Train a Tagger; `start=Pretrained("gpt2", keep_head=False)` begins with its weights."""
-
-    def build(self) -> Tagger:
+    def build(self, config: GPTConfig, data: Data) -> Tagger:
         """Return a fresh model."""
-        return Tagger(GPT(self.config))
+        return Tagger(GPT(config))
 
-    @torch.no_grad()
-    def score(self, model: Tagger, batches: Iterable[Arrays], autocast: Any) -> Score:
-        """Score sentences by their loss, and by the share of right tags."""
-        model.eval()
-        losses, right = [], []
-        for ids, tags in (map(torch.from_numpy, batch) for batch in batches):
-            losses.append(float(model.loss(ids, tags)))
-            right.append(float((model(ids).argmax(-1) == tags)[tags != -100].float().mean()))
-        model.train()
-        return Score(float(np.mean(losses)), float(np.mean(right)))
+    def measure(self, model: Tagger, data: Data, batch: tuple[Tensor, ...]) -> list[float]:
+        """Return the loss, the number of right tags, and the number of tags."""
+        ids, tags = batch
+        counted = tags != -100
+        right, n = (model(ids).argmax(-1) == tags)[counted].sum(), counted.sum()
+        return [float(model.loss(ids, tags) * n), float(right), float(n)]
 
-    def metrics(self, score: Score) -> dict[str, float]:
-        """Return the values for metrics.jsonl."""
-        return {"val_loss": score.nats, "val_accuracy": score.accuracy}
+    def score(self, data: Data, sums: list[float]) -> LabelScore:
+        """Return the mean loss and the share of right tags."""
+        loss, right, n = sums
+        return LabelScore(loss / n, right / n)
 
 
 def make_batch(tokenizer: Tokenizer, seed: tuple[int, ...], n: int) -> Arrays:
@@ -127,16 +118,16 @@ if __name__ == "__main__":
         weight_decay=0.1, grad_clip=1.0, dtype="fp32", seed=0, eval_every=max(1, steps // 5),
         eval_batches=1, save_every=max(1, steps // 5),
     )  # fmt: skip
-    run = RunDirectory(Path("runs/tagger"))
-    run.path.mkdir(parents=True, exist_ok=True)
+    directory = RunDirectory(Path("runs/tagger"))
+    directory.path.mkdir(parents=True, exist_ok=True)
     data = Data(  # the batch of a step is a pure function of the seed and the step
         batches=lambda n, seed: lambda step: make_batch(tokenizer, (seed, step), n),
         held_out=lambda n, n_batches: [make_batch(tokenizer, (10**9,), 64)],
+        tokenizer=tokenizer,
         unit="sentences",
     )
-    trainer = Trainer(run, Tagging(config, tokenizer), data, plan, torch.device("cpu"))
-    for event in trainer.run():
+    for event in Trainer(Tagging(), data, Run(directory, config, plan)).run():
         if isinstance(event, (Evaluated, Ended)) and event.score is not None:
             loss, accuracy = event.score.nats, event.score.accuracy
             print(f"step {event.step:>5}  loss {loss:.4f}  accuracy {accuracy:.0%}")
-    print(f"saved in {run.model}")
+    print(f"saved in {directory.model}")

@@ -12,7 +12,7 @@ The figure needs tiedgpt[plot].
 """
 
 import sys
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -31,18 +31,20 @@ from tiedgpt.data import (
     python_documentation,
 )
 from tiedgpt.evaluate.intervals import ratio_interval
-from tiedgpt.evaluate.perplexity import score
+from tiedgpt.evaluate.perplexity import measure_text
 from tiedgpt.inspect import gradient_split
 from tiedgpt.plots.figure import save_figure
 from tiedgpt.plots.panel import Line, Panel
 from tiedgpt.tie import untie
-from tiedgpt.train import Trainer, fast_training
-from tiedgpt.train.dataset import Data
+from tiedgpt.train import Trainer
 from tiedgpt.train.events import Evaluated
-from tiedgpt.train.metrics import read_history
-from tiedgpt.train.objective import Arrays, Objective
-from tiedgpt.train.planning import Plan
-from tiedgpt.train.storage import RunDirectory
+from tiedgpt.train.plan.values import Plan
+from tiedgpt.train.step.loss import Arrays
+from tiedgpt.train.store.directory import RunDirectory
+from tiedgpt.train.store.metrics import read_history
+from tiedgpt.train.store.run import Run
+from tiedgpt.train.tasks.rows import Data
+from tiedgpt.train.tasks.task import Score, Task
 
 OUT = Path("runs/tied-vs-untied")
 SEEDS = 0, 1, 2
@@ -50,35 +52,33 @@ MODELS = "tied", "untied", "untied, of equal size"
 BATCH, CONTEXT, GROUPS = 16, 128, 10
 
 
-@dataclass
-class Comparison:
+@dataclass(frozen=True)
+class Comparison(Score):
     """A validation loss, and how much of W's gradient comes from predicting."""
 
-    nats: float
     predict_share: float
 
 
-class CompareTie(Objective):
+class CompareTie(Task):
     """Language modelling on prepared shards, with a tied or an untied model."""
 
-    def build(self) -> GPT:
+    def build(self, config: GPTConfig, data: Data) -> GPT:
         """Return a fresh model; untied, it begins as a copy of the tied one."""
-        gpt = GPT(replace(self.config, tie_word_embeddings=True))
-        if not self.config.tie_word_embeddings:
+        gpt = GPT(replace(config, tie_word_embeddings=True))
+        if not config.tie_word_embeddings:
             untie(gpt)
         return gpt
 
-    def score(self, model: Any, batches: Iterable[Arrays], autocast: Any) -> Comparison:
-        """Score validation text, and split W's gradient on a few windows of it."""
-        windows: list[Any] = list(batches)
-        nats = score(model, windows, self.tokenizer.byte_lengths()).nats
-        splits = [gradient_split(model, None, ids[0]) for ids, _ in windows[:2]]
-        parts = [split.norm_predict / (split.norm_read + split.norm_predict) for split in splits]
-        return Comparison(nats, float(np.mean(parts)))
+    def measure(self, model: GPT, data: Data, batch: tuple[torch.Tensor, ...]) -> list[float]:
+        """Return the loss and the tokens, and for a window the share of W's gradient."""
+        nats, n, _ = measure_text(model, batch, data.byte_lengths)
+        split = gradient_split(model, None, batch[0][0])
+        return [nats, n, split.norm_predict / (split.norm_read + split.norm_predict), 1]
 
-    def metrics(self, score: Comparison) -> dict[str, float]:
-        """Return the values for metrics.jsonl."""
-        return {"val_loss": score.nats, "val_predict_share": score.predict_share}
+    def score(self, data: Data, sums: Sequence[float]) -> Comparison:
+        """Return the mean loss of a token, and the mean share of the windows."""
+        nats, tokens, share, windows = sums
+        return Comparison(nats / tokens, share / windows)
 
 
 def prepare_text(files: list[str]) -> Tokenizer:
@@ -93,7 +93,7 @@ def prepare_text(files: list[str]) -> Tokenizer:
     return tokenizer
 
 
-def open_data() -> Data:
+def open_data(tokenizer: Tokenizer) -> Data:
     """Return the text as rows; the batch of a step is a pure function of the seed and the step."""
     train, val = (Shards.in_directory(OUT / "data", side) for side in ("train", "val"))
 
@@ -104,6 +104,7 @@ def open_data() -> Data:
     return Data(
         batches=lambda n, seed: Batches(train, batch_size=n, n_positions=CONTEXT, seed=seed).batch,
         held_out=held_out,
+        tokenizer=tokenizer,
         unit="tokens",
         row_units=CONTEXT,
         row_tokens=CONTEXT,
@@ -139,9 +140,8 @@ def train(name: str, config: GPTConfig, tokenizer: Tokenizer, seed: int, steps: 
         warmup=max(1, steps // 4), weight_decay=0.0, grad_clip=1.0, dtype="fp32", seed=seed,
         eval_every=often, eval_batches=4, save_every=often, keep="last",
     )  # fmt: skip
-    objective, device = CompareTie(config, tokenizer), torch.device("cpu")
-    trainer = Trainer(run, objective, open_data(), plan, device, accelerate=fast_training)
-    for event in trainer.run():
+    data = open_data(tokenizer)
+    for event in Trainer(CompareTie(), data, Run(run, config, plan)).run():
         if isinstance(event, Evaluated):
             print(f"{run.path.name}  step {event.step:>5}  loss {event.score.nats:.4f}", flush=True)
     return run.path

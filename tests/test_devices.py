@@ -16,7 +16,7 @@ from tiedgpt.infer import Engine
 from tiedgpt.inspect.registry import INSPECTIONS
 from tiedgpt.tie import prune, resize_vocab, untie
 from tiedgpt.train import fast_training
-from tiedgpt.train.optim.groups import optimizers, parameter_groups
+from tiedgpt.train.step.optim.groups import optimizers, parameter_groups
 from tiedgpt.tune import lora, merge
 from tiedgpt.weights.formats.packed.calibration import calibrate
 
@@ -31,8 +31,9 @@ ON_THE_DEFAULT_DEVICE = {"core/model.py"}
 ON_THE_CPU = {
     "infer/torch_session.py": "its",
     "inspect/inputs.py": "(tensor.float() if narrow else tensor)",
-    "train/fast/threads.py": "(flat.view(torch.uint16) if flat.dtype == torch.bfloat16 else flat)",
-    "train/objectives/labelled.py": "ids lengths tensor.cpu()",
+    "train/step/fast/threads.py": "(flat.view(torch.uint16) if flat.dtype == torch.bfloat16 "
+    "else flat)",
+    "train/tasks/labelled.py": "ids lengths tensor.cpu()",
     "weights/checkpoint.py": "block",
     "weights/formats/gguf/writer.py": "numbers convert_tensor(name, tensor, DTYPES[qtype.name])"
     ".flatten().view(torch.uint8)",

@@ -1,6 +1,7 @@
 """Imports go strictly down, and quick commands import no torch."""
 
 import ast
+import graphlib
 import subprocess
 import sys
 from pathlib import Path
@@ -14,7 +15,7 @@ LAYERS = {
     "errors": -2, "names": -2, "options": -2, "signatures": -1, "files": -1, "runtime": -1,
     "core": 0, "text": 1, "weights": 2, "data": 2,
     "heads": 3, "tie": 3, "plots": 3, "infer": 3, "tune": 4, "inspect": 4, "evaluate": 4,
-    "train": 5, "serve": 6, "lessons": 6, "cli": 7,
+    "train": 5, "serve": 6, "lessons": 6, "cli": 7, "__main__": 8,
 }  # fmt: skip
 DOORS = {
     ("core/model.py", "from_pretrained", "tiedgpt.weights.load"),
@@ -25,50 +26,72 @@ DOORS = {
 """The ways up that people expect on a class: file, method, module."""
 
 
+def modules():
+    """Return the path of each module of the project by its name."""
+    return {
+        ".".join(("tiedgpt", *path.relative_to(SOURCE).with_suffix("").parts)).removesuffix(
+            ".__init__"
+        ): path
+        for path in SOURCE.rglob("*.py")
+    }
+
+
 def imports(tree: ast.Module):
-    """Yield (module, innermost enclosing function or None) of every import of the project."""
+    """Yield (module, imported name or None, innermost function or None) of the project's imports.
+
+    Imports inside functions and for type checkers count.
+    """
 
     def walk(node, function):
         for child in ast.iter_child_nodes(node):
             if isinstance(child, ast.ImportFrom):
                 assert child.level == 0, "imports are written whole"
-                inside = child.module == "tiedgpt"
-                names = [f"tiedgpt.{a.name}" for a in child.names] if inside else [child.module]
-                yield from ((name, function) for name in names)
+                yield from ((child.module, alias.name, function) for alias in child.names)
             elif isinstance(child, ast.Import):
-                yield from ((alias.name, function) for alias in child.names)
+                yield from ((alias.name, None, function) for alias in child.names)
             inner = child.name if isinstance(child, ast.FunctionDef) else function
             yield from walk(child, inner)
 
-    for module, function in walk(tree, None):
-        if module.startswith("tiedgpt.") and module != "tiedgpt.__version__":
-            yield module, function
+    for module, name, function in walk(tree, None):
+        if module.split(".")[0] == "tiedgpt" and name != "__version__":
+            yield module, name, function
 
 
-def files():
-    paths = [*SOURCE.rglob("*.py"), *SOURCE.rglob("*.pyi")]
-    return [path for path in paths if len(path.relative_to(SOURCE).parts) > 1]
+def arrows():
+    """Yield (importing module, imported module, the import as in `DOORS`), without the package."""
+    paths = modules()
+    for here, path in paths.items():
+        place = path.relative_to(SOURCE).as_posix()
+        for module, name, function in imports(ast.parse(path.read_text())):
+            there = f"{module}.{name}" if f"{module}.{name}" in paths else module
+            if "tiedgpt" not in (here, there) and here != there:
+                yield here, there, (place, function, there)
 
 
-def test_imports_go_strictly_down():
+def test_imports_go_strictly_down_between_folders():
     wrong, doors = [], set()
-    for path in files():
-        place = path.relative_to(SOURCE)
-        here = place.parts[0]
-        for module, function in imports(ast.parse(path.read_text())):
-            there = module.split(".")[1]
-            if there == here or LAYERS[there] < LAYERS[here]:
-                continue
-            door = (place.as_posix(), function, module)
-            doors.add(door)
-            if door not in DOORS:
-                wrong.append(f"{place} imports {module}")
+    for here, there, door in arrows():
+        above, below = (name.split(".")[1] for name in (here, there))
+        if above == below or LAYERS.get(below, 0) < LAYERS.get(above, 0):
+            continue
+        doors.add(door)
+        if door not in DOORS:
+            wrong.append(f"{here} imports {there}")
     assert not wrong
     assert doors == DOORS, "a door that nobody uses any more should be closed"
 
 
+def test_no_file_imports_itself_through_others():
+    """Inside a folder, too, imports go down: at module level, inside functions and for types."""
+    graph = {}
+    for here, there, door in arrows():
+        if door not in DOORS:
+            graph.setdefault(here, set()).add(there)
+    graphlib.TopologicalSorter(graph).prepare()  # raises an error that shows a circle
+
+
 def test_every_folder_has_its_layer():
-    folders = {path.relative_to(SOURCE).parts[0] for path in files()}
+    folders = {path.parent.name for path in SOURCE.glob("*/__init__.py")}
     assert folders <= LAYERS.keys()
 
 

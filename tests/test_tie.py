@@ -23,8 +23,8 @@ from tests.conftest import TINY, random_gpt
 from tiedgpt import GPT, GPTConfig
 from tiedgpt.errors import CorruptInputError
 from tiedgpt.tie import audit, ledger, prune, resize_vocab, tie, untie
-from tiedgpt.train.objective import LossModule
-from tiedgpt.train.optim.groups import optimizers, parameter_groups
+from tiedgpt.train.step.loss import LossModule
+from tiedgpt.train.step.optim.groups import optimizers, parameter_groups
 from tiedgpt.tune import freeze
 from tiedgpt.weights.load import CheckpointWarning
 

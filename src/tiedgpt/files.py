@@ -26,6 +26,8 @@ except ImportError:  # not on Windows
 Parsed = TypeVar("Parsed")
 PREPARED = "prepared.json"
 """Name of the file that identifies a directory of prepared data, complete or not."""
+OPENING = "opening.json"
+"""Name of the file in a model's directory with the text that the page opens with."""
 JSON_LINES = (".jsonl", ".ndjson")
 """Endings of files with a JSON object in each line."""
 

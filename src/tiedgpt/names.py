@@ -123,6 +123,10 @@ OTHER_NAMES: dict[str, dict[str, str]] = {
 """Maps a package, class or function to a table from another library's name to the answer."""
 
 
+ALIASES = {"TuneOptions": "TrainOptions"}
+"""Maps a class to the one whose table it shares."""
+
+
 def lazy_names(package: str) -> tuple[Callable[[str], Any], Callable[[], list[str]]]:
     """Return a package's `__getattr__` and `__dir__` for public names imported at first use.
 
@@ -182,7 +186,7 @@ class ExplainsNames:
 def explains_arguments(called: Called) -> Called:
     """Return a function or dataclass whose `TypeError` for an argument names the one to use."""
     function: Any = called.__init__ if isinstance(called, type) else called  # type: ignore[misc]
-    names = OTHER_NAMES[called.__name__]
+    names = OTHER_NAMES[ALIASES.get(called.__name__, called.__name__)]
 
     @functools.wraps(function)
     def explained(*arguments: Any, **options: Any) -> Any:

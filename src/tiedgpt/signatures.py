@@ -40,6 +40,7 @@ REMEDIES = {
     "Split": "plan_split(documents([...])) makes one",
     "Tensor": "torch.tensor([tokenizer.encode(text)]) makes ids (B, T)",
     "Tokenizer": "Tokenizer.from_pretrained(source) loads one",
+    "RunOptions": 'write TrainOptions(data=("my.txt",), steps=100)',
     "TrainOptions": 'write TrainOptions(data=("my.txt",), steps=100)',
     "list": "write a list, such as [first, second]",
     "path": "give a path, such as 'runs/my-1'",

@@ -21,7 +21,7 @@ from tiedgpt.cli.show_training import Display
 from tiedgpt.cli.train import RunArguments
 from tiedgpt.errors import UserError
 from tiedgpt.train.events import Ended, Replanned
-from tiedgpt.train.planning import Plan
+from tiedgpt.train.plan.values import Plan
 
 QUICK = ["--steps", "4", "--context", "16", "--batch-size", "2", "--size", "tiny"]
 

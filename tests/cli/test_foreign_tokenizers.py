@@ -1,6 +1,7 @@
 """Models with tokenizers of other programs, from the command line: every verb, or one sentence."""
 
 import json
+from types import SimpleNamespace
 
 import pytest
 import tokenizers
@@ -18,7 +19,8 @@ from tiedgpt.heads.predictions import read_outputs
 from tiedgpt.infer import Engine
 from tiedgpt.infer.prompts import prompt_ids, split_context
 from tiedgpt.inspect import positions
-from tiedgpt.train.objectives.labelled import Classify
+from tiedgpt.train.tasks.examples import LabelRows
+from tiedgpt.train.tasks.labelled import Classify
 
 POEM = "春眠不觉晓，处处闻啼鸟。夜来风雨声，花落知多少。"
 WORDS = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]", *dict.fromkeys(POEM)]
@@ -136,8 +138,9 @@ def test_add_bos_token_begins_the_texts_of_a_classifier_as_transformers_pipeline
     (logits, is_cut), *_ = read_outputs(head, beginning, [{"text": "the cat"}])
     expected = head(*pad([[300, *beginning.encode("the cat")]]))[0]
     assert torch.equal(logits, expected) and not is_cut
-    objective = Classify(head.gpt.config, beginning, labels=("bad", "good"))
-    row = objective.encode(objective.parse({"text": "the cat", "label": "good"}), 13)
+    task = Classify()
+    rows = LabelRows(SimpleNamespace(task=task, labels=("bad", "good")), beginning)
+    row = rows.encode(task.parse({"text": "the cat", "label": "good"}), 13)
     assert row.ids == ([300, *beginning.encode("the cat")],)
 
 

@@ -28,8 +28,8 @@ from tiedgpt.core.embedding import TiedEmbedding
 from tiedgpt.core.loss import chunked_cross_entropy
 from tiedgpt.errors import UserError
 from tiedgpt.train import fast_training
-from tiedgpt.train.fast import loss as fast_loss_module
-from tiedgpt.train.fast.loss import one_pass_cross_entropy
+from tiedgpt.train.step.fast import loss as fast_loss_module
+from tiedgpt.train.step.fast.loss import one_pass_cross_entropy
 
 CONFIG = GPTConfig(
     vocab_size=53, n_positions=16, n_embd=16, n_layer=2, n_head=2,

@@ -7,7 +7,7 @@ import pytest
 from tiedgpt import GPT, GPTConfig
 from tiedgpt.core.config import PRESETS
 from tiedgpt.errors import UserError
-from tiedgpt.train.options import SIZES
+from tiedgpt.train.plan.sizes import SIZES
 
 COUNTS = {
     "gpt1": 116_534_784,

@@ -5,6 +5,7 @@ import numpy as np
 import pytest
 
 from tiedgpt.data import Counts, Document, Shards, encode_corpus, open_encoded, plan_split
+from tiedgpt.data.encode import encode_documents
 from tiedgpt.errors import CorruptInputError, NoRoomError, UserError
 
 CORPUS = [Document("a", "hé"), Document("b", "word " * 4), Document("c", "other " * 3)]
@@ -32,12 +33,8 @@ def test_a_tokenizer_without_an_end_of_text_joins_the_documents(tmp_path, tokeni
 
 
 def test_progress_counts_characters_and_the_directory_appears_when_complete(tmp_path, tokenizer):
-    calls = []
-
-    def progress(*call):
-        calls.append((*call, (tmp_path / "data").exists()))
-
-    encode_corpus(SPLIT, tokenizer, tmp_path / "data", progress=progress)
+    steps = encode_documents(SPLIT, tokenizer, tmp_path / "data")
+    calls = [(*progress, (tmp_path / "data").exists()) for progress in steps]
     assert calls == [(done, 44, False) for done in (2, 22, 40, 43, 44)]
     assert [path.name for path in tmp_path.iterdir()] == ["data"]
     assert sorted(path.name for path in (tmp_path / "data").iterdir()) == [
@@ -49,12 +46,10 @@ def test_progress_counts_characters_and_the_directory_appears_when_complete(tmp_
 
 @pytest.mark.parametrize("error", [NoRoomError("full"), KeyboardInterrupt()])
 def test_a_failed_attempt_leaves_nothing(tmp_path, tokenizer, error):
-    def fail(done, total):
-        if done > 20:
-            raise error
-
+    steps = encode_documents(plan_split(CORPUS), tokenizer, tmp_path / "data")
+    next(steps)
     with pytest.raises(type(error)):
-        encode_corpus(plan_split(CORPUS), tokenizer, tmp_path / "data", progress=fail)
+        steps.throw(error)
     assert list(tmp_path.iterdir()) == []
 
 

@@ -15,8 +15,9 @@ from tests.conftest import TEXT
 from tiedgpt import GPT
 from tiedgpt.train import TrainOptions, train
 from tiedgpt.train.events import Ended, Planned, Replanned, Stepped
-from tiedgpt.train.planning import Machine, estimate_memory
-from tiedgpt.train.storage import RunDirectory
+from tiedgpt.train.plan.memory import estimate_memory
+from tiedgpt.train.plan.values import Machine
+from tiedgpt.train.store.directory import RunDirectory
 
 SMALL = {"size": "tiny", "batch_size": 4, "context": 16, "vocab_size": 300}
 
@@ -103,7 +104,7 @@ def test_a_micro_batch_that_does_not_fit_is_halved(text, tmp_path, gpu):
     planned = next(event for event in events if isinstance(event, Planned))
     machine = Machine(tokens_per_second=lambda *_: 1.0, device=str(gpu))
     needs = [
-        sum(estimate_memory(planned.objective.config, plan, planned.data, machine).values())
+        sum(estimate_memory(planned.config, plan, planned.data, machine).values())
         for plan in (planned.plan, replace(planned.plan, micro_batch=32))
     ]
     total = torch.cuda.get_device_properties(gpu).total_memory

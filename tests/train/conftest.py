@@ -1,11 +1,12 @@
 """The one small run that the tests of training share: `Trial`, and `trial` that makes it."""
 
 import dataclasses
+import functools
 import json
 import re
 import shutil
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -15,18 +16,25 @@ import torch
 from tiedgpt import GPT
 from tiedgpt.core.config import GPTConfig
 from tiedgpt.data import documents, encode_corpus, plan_split
+from tiedgpt.evaluate.perplexity import totals
 from tiedgpt.text import Tokenizer
-from tiedgpt.train import Trainer, fast_training
-from tiedgpt.train.checkpoint import list_checkpoints
-from tiedgpt.train.dataset import Data, open_text
+from tiedgpt.train import Trainer
+from tiedgpt.train.distributed import Processes
+from tiedgpt.train.dry_run import make_plan
 from tiedgpt.train.events import Event, Skipped, Stepped
-from tiedgpt.train.objective import OWN_LOSS, Loss, Objective
-from tiedgpt.train.objectives.language import LanguageModelling
-from tiedgpt.train.options import TrainOptions
-from tiedgpt.train.planning import Plan
-from tiedgpt.train.run import make_plan
-from tiedgpt.train.step import train_step
-from tiedgpt.train.storage import RunDirectory, make_record, read_plan
+from tiedgpt.train.loop import Clock
+from tiedgpt.train.plan.options import TrainOptions
+from tiedgpt.train.plan.values import Plan
+from tiedgpt.train.step.loss import OWN_LOSS, Loss
+from tiedgpt.train.step.step import train_step
+from tiedgpt.train.store.checkpoint import list_checkpoints
+from tiedgpt.train.store.directory import RunDirectory, make_record, read_plan
+from tiedgpt.train.store.run import Run
+from tiedgpt.train.tasks.language import LanguageModelling
+from tiedgpt.train.tasks.preparation import Prepared
+from tiedgpt.train.tasks.rows import Data, Rows
+from tiedgpt.train.tasks.task import Task
+from tiedgpt.train.tasks.texts import TextRows
 
 TEXT = "".join(f"line {n}: the {n % 7} cats sat on {n % 5} mats.\n" for n in range(400))
 CPU = torch.device("cpu")
@@ -47,40 +55,76 @@ class GivenScores(LanguageModelling):
 
     losses: Iterator[float]
 
-    def score(self, model, batches, autocast):
-        batches = list(batches)
-        score = super().score(model, batches, autocast)
-        return dataclasses.replace(score, nats=next(self.losses)) if len(batches) == 2 else score
+    def score(self, data, sums):
+        score, n_tokens = super().score(data, sums), sums[1]
+        is_part = n_tokens == 2 * PLAN.micro_batch * CONFIG.n_positions
+        return dataclasses.replace(score, nats=next(self.losses)) if is_part else score
+
+
+class Cut(Rows):
+    """Rows that are cut already."""
+
+    def __init__(self, data: Data) -> None:
+        self.data = data
+
+    def at(self, context: int) -> Data:
+        return self.data
 
 
 @dataclasses.dataclass
 class Trial:
-    """A run: its directory, objective, data and plan, and its results."""
+    """A run: its directory, task, data, config and plan, and its results."""
 
     run: RunDirectory
-    objective: Objective
+    task: Task
     data: Data
+    config: GPTConfig
     plan: Plan
     clock: Callable[[], float] = time.perf_counter
+
+    def build(self) -> Any:
+        """Return the model with fresh weights."""
+        return self.task.build(self.config, self.data)
+
+    def score(self, model: Any, batch_size: int, n_batches: int | None = None) -> Any:
+        """Return the score of a model on held-out batches, or all."""
+        measure = functools.partial(self.task.measure, model, self.data)
+        batches = self.data.held_out(batch_size, n_batches)
+        return self.task.score(self.data, totals(model, batches, measure, autocast=None))
+
+    def prepared(self, options: TrainOptions) -> Prepared:
+        """Return the task by other options, with these data."""
+        return Prepared(type(self.task)(options), self.config, Cut(self.data))
 
     def change(self, **plan: Any) -> "Trial":
         """Return the same with other numbers in its plan."""
         return dataclasses.replace(self, plan=dataclasses.replace(self.plan, **plan))
 
     def train(
-        self, stop_after: int | None = None, losses: Iterable[float] | None = None, **options: Any
+        self,
+        stop_after: int | None = None,
+        losses: Iterable[float] | None = None,
+        track: Callable[[Mapping[str, Any]], object] = lambda line: None,
+        **options: Any,
     ) -> list[Event]:
-        """Train, up to a step, with these validation losses; return the events."""
-        events, done, objective = [], [0], self.objective
+        """Train, up to a step, with these validation losses; return the events.
+
+        `track` receives the lines of metrics.jsonl.
+        """
+        events, done, task = [], [0], self.task
         if losses is not None:
-            objective = GivenScores(objective.config, objective.tokenizer)
-            objective.losses = iter(losses)
+            task = GivenScores()
+            task.losses = iter(losses)
+        clock = Clock(self.clock, options.pop("deadline", None))
         trainer = Trainer(
-            self.run, objective, self.data, self.plan, CPU, accelerate=fast_training,
-            **{"stop_requested": lambda: done[0] == stop_after, "clock": self.clock} | options,
+            task, self.data, Run(self.run, self.config, self.plan),
+            options.pop("processes", Processes(CPU)),
+            **{"stop_requested": lambda: done[0] == stop_after, "clock": clock} | options,
         )  # fmt: skip
         for event in trainer.run():
             events.append(event)
+            if line := getattr(event, "line", {}):
+                track(line)
             if isinstance(event, Stepped | Skipped):
                 done[0] = event.step
         return events
@@ -115,13 +159,12 @@ class Trial:
 
     def make_plan(self, options: TrainOptions, **changes: Any) -> Plan:
         """Return the plan of options for this run."""
-        options = dataclasses.replace(options, **changes)
-        return make_plan(options, self.objective, self.data, CPU)
+        return make_plan(self.prepared(dataclasses.replace(options, **changes)), Processes(CPU))
 
     def write_record(self, options: TrainOptions, **plan: Any) -> None:
         """Write run.toml."""
         made = dataclasses.replace(self.plan, **plan)
-        self.run.write_record(make_record(options, self.objective.config, made, {}))
+        self.run.write_record(make_record(options, self.config, made, {}))
 
 
 def assert_same(one: Trial, other: Trial, files: Iterable[str] = ()) -> None:
@@ -176,8 +219,8 @@ def metrics(run: Path) -> list[dict]:
 def open_trial(path: Path, config: GPTConfig = CONFIG, plan: Plan = PLAN) -> Trial:
     """Return a language model on the shards that lie in a run's directory."""
     run = RunDirectory(path)
-    data = open_text(run.data, CHARACTERS, config.n_positions)
-    return Trial(run, LanguageModelling(config, CHARACTERS), data, plan)
+    data = TextRows(run.data, CHARACTERS, is_fresh=True).at(config.n_positions)
+    return Trial(run, LanguageModelling(), data, config, plan)
 
 
 def reopen_trial(path: Path) -> Trial:

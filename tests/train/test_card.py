@@ -9,8 +9,8 @@ import pytest
 from tests.train.conftest import TEXT
 from tiedgpt.cli.main import main
 from tiedgpt.train import TrainOptions, train
-from tiedgpt.train.metrics import read_history
-from tiedgpt.train.storage import RunDirectory
+from tiedgpt.train.store.directory import RunDirectory
+from tiedgpt.train.store.metrics import read_history
 from tiedgpt.weights.formats.transformers.writer import OUR_CARD
 
 

@@ -13,8 +13,8 @@ from tests.train.conftest import metrics
 from tiedgpt.errors import CorruptInputError
 from tiedgpt.train import TrainOptions, train
 from tiedgpt.train.events import Ended, Stepped
-from tiedgpt.train.planning import halve_micro_batch
-from tiedgpt.train.storage import RunDirectory, read_plan
+from tiedgpt.train.plan.memory import halve_micro_batch
+from tiedgpt.train.store.directory import RunDirectory, read_plan
 
 STOPPED_AT = 5
 

@@ -3,6 +3,7 @@
 import gzip
 import json
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pyarrow as pa
@@ -14,24 +15,19 @@ from tiedgpt import GPT, GPTConfig
 from tiedgpt.cli.main import main
 from tiedgpt.errors import CorruptInputError, UserError
 from tiedgpt.text import Tokenizer
-from tiedgpt.train.objectives import OBJECTIVES, load_objective
-from tiedgpt.train.objectives.labelled import LabelSources
+from tiedgpt.train.tasks.examples import LabelRows, LabelSources
+from tiedgpt.train.tasks.registry import TASKS
+from tiedgpt.train.tasks.task import load_task
 
-LABELLED = {name: load_objective(OBJECTIVES[name].home) for name in ("classify", "choose")}
+LABELLED = {name: load_task(TASKS[name].home) for name in ("classify", "choose")}
 CHAR = Tokenizer.characters(["abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ ?!.,\né日本"])
 
 
-def open_kind(kind, *, tokenizer=CHAR, labels=()):
-    """Return the objective of a kind of examples."""
-    shape = {"n_positions": 99, "n_embd": 8, "n_layer": 1, "n_head": 1}
-    config = GPTConfig(vocab_size=len(tokenizer), **shape)
-    return LABELLED[kind](config, tokenizer, labels=tuple(labels))
-
-
-def encode(kind, record, *, context=99, **more):
+def encode(kind, record, *, context=99, labels=()):
     """Return the row of an example."""
-    objective = open_kind(kind, **more)
-    return objective.encode(objective.parse(record), context)
+    task = LABELLED[kind]()
+    rows = LabelRows(SimpleNamespace(task=task, labels=tuple(labels)), CHAR)
+    return rows.encode(task.parse(record), context)
 
 
 def test_a_long_text_to_classify_is_truncated_at_its_end():
@@ -43,7 +39,7 @@ def test_choices_follow_their_text_and_only_the_right_one_has_a_language_loss():
     row = encode("choose", {"text": "ab", "choices": ["c", " dd"], "answer": 1})
     assert [CHAR.decode(ids) for ids in row.ids] == ["ab c", "ab dd"]
     other = encode("choose", {"text": "a", "choices": ["b", "c", "d"], "answer": 0})
-    ids, lengths, targets, answers = open_kind("choose").collate([row, other])
+    ids, lengths, targets, answers = LABELLED["choose"]().collate([row, other])
     assert ids.shape == targets.shape == (2, 3, 5)
     assert lengths.tolist() == [[4, 5, 0], [3, 3, 3]] and answers.tolist() == [1, 0]
     assert (targets[0, 0] == -100).all() and (targets[1, 1:] == -100).all()
@@ -77,7 +73,7 @@ def test_a_wrong_line_is_refused_with_file_line_and_reason(tmp_path, task, recor
     file = tmp_path / "lines.jsonl"
     file.write_text(f"{json.dumps(good)}\n\n{json.dumps(record)}\n")
     with pytest.raises(CorruptInputError, match=r"lines\.jsonl:3: ") as error:
-        LabelSources(LABELLED[task], [str(file)])
+        LabelSources(LABELLED[task](), [str(file)])
     assert says in str(error.value) and LABELLED[task].fields in str(error.value)
 
 
@@ -101,10 +97,10 @@ def test_files_without_enough_labels_are_refused(tmp_path, text, kind, says):
     file = tmp_path / "x.jsonl"
     file.write_bytes(text if isinstance(text, bytes) else text.encode())
     with pytest.raises(kind) as error:
-        LabelSources(LABELLED["classify"], [str(file)])
+        LabelSources(LABELLED["classify"](), [str(file)])
     assert says in str(error.value)
     with pytest.raises(UserError, match=r"missing\.jsonl"):
-        LabelSources(LABELLED["classify"], [str(tmp_path / "missing.jsonl")])
+        LabelSources(LABELLED["classify"](), [str(tmp_path / "missing.jsonl")])
 
 
 ROWS = [{"text": f"t{n}é", "label": str(n % 2), "id": str(n), "note": ""} for n in range(20)]
@@ -126,7 +122,7 @@ def test_labelled_records_of_any_file_are_the_same_and_unread_fields_named(
     file.write_bytes(gzip.compress(data) if name.endswith(".gz") else data)
     if name == "a.parquet":
         pq.write_table(pa.Table.from_pylist(ROWS), file)
-    sources = LabelSources(LABELLED["classify"], [str(file)], encoding=encoding)
+    sources = LabelSources(LABELLED["classify"](), [str(file)], encoding=encoding)
     examples = sorted((*sources.train, *sources.held_out), key=lambda e: int(e.texts[0][1:-1]))
     assert [(*e.texts, *e.labels) for e in examples] == [(r["text"], r["label"]) for r in ROWS]
     assert sources.notes == ["1 field was not read: id (20 lines)"]
@@ -134,12 +130,12 @@ def test_labelled_records_of_any_file_are_the_same_and_unread_fields_named(
 
 def test_a_tenth_is_held_out_by_content_and_equal_lines_stay_together(tmp_path):
     records = [{"text": f"text {n % 50}", "label": n % 2} for n in range(200)]
-    whole = LabelSources(LABELLED["classify"], [write_lines(tmp_path / "a.jsonl", records)])
+    whole = LabelSources(LABELLED["classify"](), [write_lines(tmp_path / "a.jsonl", records)])
     assert len(whole.held_out) == 20 and len(whole.train) == 180
     texts = [{example.texts for example in side} for side in (whole.train, whole.held_out)]
     assert not texts[0] & texts[1]
     turned = write_lines(tmp_path / "b.jsonl", records[::-1])
-    again = LabelSources(LABELLED["classify"], [turned])
+    again = LabelSources(LABELLED["classify"](), [turned])
     assert {example.texts for example in again.held_out} == texts[1]
     assert again.digest() != whole.digest()
 
@@ -147,16 +143,16 @@ def test_a_tenth_is_held_out_by_content_and_equal_lines_stay_together(tmp_path):
 def test_a_validation_file_is_used_whole_and_never_trained_on(tmp_path):
     train = write_lines(tmp_path / "a.jsonl", [{"text": f"t{n}", "label": n % 2} for n in range(9)])
     val = write_lines(tmp_path / "b.jsonl", [{"text": "t3", "label": 1}, {"text": "v", "label": 0}])
-    found = LabelSources(LABELLED["classify"], [train], val)
+    found = LabelSources(LABELLED["classify"](), [train], val)
     assert len(found.train) == 8 and len(found.held_out) == 2
     odd = write_lines(tmp_path / "c.jsonl", [{"text": "v", "label": "new"}])
     with pytest.raises(UserError, match=r"c\.jsonl:1: no example to train on has the label 'new'"):
-        LabelSources(LABELLED["classify"], [train], odd)
+        LabelSources(LABELLED["classify"](), [train], odd)
 
 
 def test_numeric_labels_are_ordered_by_value(tmp_path):
     records = [{"text": f"t{n}", "label": n % 12} for n in range(240)]
-    found = LabelSources(LABELLED["classify"], [write_lines(tmp_path / "a.jsonl", records)])
+    found = LabelSources(LABELLED["classify"](), [write_lines(tmp_path / "a.jsonl", records)])
     assert found.labels == tuple(str(n) for n in range(12))
 
 

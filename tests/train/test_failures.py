@@ -11,7 +11,7 @@ import pytest
 from tests.train.conftest import metrics
 from tests.train.trials import KILLED, Command, Fault, left, operations
 from tiedgpt.errors import CorruptInputError
-from tiedgpt.train.checkpoint import list_checkpoints, verify
+from tiedgpt.train.store.checkpoint import list_checkpoints, verify
 
 
 def fail_at(ready: Path, whole: Path, fault: Fault) -> int:

@@ -13,7 +13,7 @@ from tiedgpt.cli.main import main
 from tiedgpt.data import read_template
 from tiedgpt.data.templates import encode_pieces
 from tiedgpt.infer import Engine
-from tiedgpt.train.metrics import read_metrics
+from tiedgpt.train.store.metrics import read_metrics
 
 COLOURS = "red green blue white black grey brown pink gold cyan".split()
 THINGS = (

@@ -6,7 +6,7 @@ import math
 import pytest
 
 from tiedgpt.errors import UserError
-from tiedgpt.train.metrics import parse_history, read_history
+from tiedgpt.train.store.metrics import parse_history, read_history
 
 
 def step(n, **more):

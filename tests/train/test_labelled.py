@@ -17,14 +17,14 @@ from tiedgpt.cli.main import main
 from tiedgpt.errors import UserError
 from tiedgpt.heads import MultipleChoice, SequenceClassifier, pad
 from tiedgpt.train.events import Ended, Evaluated
-from tiedgpt.train.objective import ModelSetup
-from tiedgpt.train.objectives import OBJECTIVES, ObjectiveRecord, load_objective
-from tiedgpt.train.objectives.labelled import LabelScore, LabelSources
-from tiedgpt.train.optim.groups import parameter_groups
-from tiedgpt.train.options import TrainOptions
-from tiedgpt.train.storage import RunDirectory
+from tiedgpt.train.plan.options import TrainOptions
+from tiedgpt.train.step.optim.groups import parameter_groups
+from tiedgpt.train.store.directory import RunDirectory
+from tiedgpt.train.tasks.labelled import LabelScore
+from tiedgpt.train.tasks.registry import TASKS, TaskRecord
+from tiedgpt.train.tasks.task import load_task
 
-LABELLED = {name: load_objective(OBJECTIVES[name].home) for name in ("classify", "choose")}
+LABELLED = {name: load_task(TASKS[name].home) for name in ("classify", "choose")}
 ANIMALS, THINGS = ("cat", "dog", "cow", "owl"), ("cup", "hat", "box", "pen")
 
 
@@ -43,14 +43,13 @@ def open_run(path, kind, *, n=240, context=None, plan=None, **sizes):
     """Return a run on examples of a kind."""
     path.mkdir(exist_ok=True)
     lines = write_lines(path.with_name(f"{kind}.jsonl"), (record(kind, k) for k in range(n)))
-    sources = LabelSources(LABELLED[kind], [lines])
+    task = LABELLED[kind](TrainOptions(task=kind, data=(lines,)))
+    sources = task.read()
     tokenizer = Tokenizer.characters(sources.texts()[1])
     shape = {"n_positions": 48, "n_embd": 32, "n_layer": 2, "n_head": 2} | sizes
     config = GPTConfig(vocab_size=len(tokenizer), **shape, eos_token_id=tokenizer.eos_token_id)
-    options = TrainOptions(task=kind, data=(lines,), context=context)
-    setup = ModelSetup(config, tokenizer)
-    pair = LABELLED[kind].make(sources, RunDirectory(path), options, setup)
-    return Trial(RunDirectory(path), *pair, plan or PLAN)
+    data = sources.rows(tokenizer, path / "data").at(context or config.n_positions)
+    return Trial(RunDirectory(path), task, data, config, plan or PLAN)
 
 
 @pytest.fixture
@@ -102,9 +101,9 @@ def test_a_resumed_run_equals_an_uninterrupted_one(make, task):
 @pytest.mark.parametrize("task", LABELLED)
 def test_micro_batches_add_up_to_the_gradient_of_the_batch(make, task):
     run = make(task, n=40)
-    model = run.objective.build().eval()
+    model = run.build().eval()
     batch = run.data.batches(8, 0)(0)
-    whole, summed = (gradients(model, batch, size, run.objective, batch_size=8) for size in (8, 3))
+    whole, summed = (gradients(model, batch, size, run.task, batch_size=8) for size in (8, 3))
     torch.testing.assert_close(summed, whole, atol=1e-6, rtol=1e-4)
 
 
@@ -125,11 +124,11 @@ def test_an_epoch_visits_every_example_once(make):
 @pytest.mark.parametrize("task", LABELLED)
 def test_the_evaluation_is_the_loss_of_the_whole_validation_set(make, task):
     run = make(task, n=70)
-    model = run.objective.build()
+    model = run.build()
     (arrays,) = run.data.held_out(100, None)
     whole = float(model.eval().loss(*map(torch.from_numpy, arrays)).detach())
     model.train()
-    score = run.objective.score(model, run.data.held_out(2, None), None)
+    score = run.score(model, 2)
     assert score.nats == pytest.approx(whole, rel=1e-5)
     assert len(run.data.validation) == len(arrays[0]) == 7
     assert model.training
@@ -150,11 +149,8 @@ def test_every_parameter_of_a_head_is_in_exactly_one_group(tiny, kind):
 
 def test_examples_that_do_not_fit_are_cut_or_dropped_and_counted(make, tmp_path):
     assert any("cut 54 of 54" in note for note in make("classify", n=60, context=12).data.notes)
-    run = make("choose", n=20)
-    choices = [{"text": "a", "choices": ["b", "c"], "answer": 0}] * 2  # "a b": three characters
-    examples = [run.objective.parse(record) for record in choices]
     with pytest.raises(UserError, match=r"context of 1 token\b"):
-        run.objective.encode_examples(examples, examples, 1)
+        make("choose", n=20, context=1)
 
 
 # The command line
@@ -257,8 +253,8 @@ def test_bad_input_gets_one_line_and_its_exit_code(files, capfd, arguments, code
 
 
 def test_a_new_task_is_one_record(monkeypatch):
-    monkeypatch.setitem(OBJECTIVES, "sort", ObjectiveRecord(home="sorting:Sort"))
-    assert TrainOptions(task="sort", data=("a.jsonl",)).objective_record.home == "sorting:Sort"
+    monkeypatch.setitem(TASKS, "sort", TaskRecord(home="sorting:Sort"))
+    assert TrainOptions(task="sort", data=("a.jsonl",)).task_record.home == "sorting:Sort"
     with pytest.raises(UserError, match="use lm, classify, choose, sort"):
         TrainOptions(task="swim", data=("a.jsonl",))
 

@@ -7,6 +7,7 @@ import os
 import re
 import sys
 import tomllib
+from contextlib import nullcontext
 
 import numpy as np
 import pytest
@@ -14,32 +15,33 @@ import torch
 import torch.nn.functional as F
 from torch.autograd import profiler
 
-from tests.train.conftest import CONFIG, CPU, PLAN, assert_resumes
+from tests.train.conftest import CHARACTERS, CONFIG, CPU, PLAN, assert_resumes
 from tiedgpt import GPT, GPTConfig
 from tiedgpt.cli.main import main
 from tiedgpt.errors import NoRoomError
 from tiedgpt.heads import MultipleChoice, SequenceClassifier
 from tiedgpt.train import train
 from tiedgpt.train.distributed import Processes
+from tiedgpt.train.dry_run import DryRun, dry_run
 from tiedgpt.train.events import Note, Replanned, Stepped
-from tiedgpt.train.machine import (
-    GradientNorms,
-    cpu_threads,
-    describe,
-    measure_load,
-    model_flops,
-    peak_flops,
-    peak_memory,
-    used_memory,
+from tiedgpt.train.machine import cpu_threads, measure_load, used_memory
+from tiedgpt.train.plan.memory import estimate_memory
+from tiedgpt.train.plan.options import TrainOptions
+from tiedgpt.train.plan.values import Machine
+from tiedgpt.train.speed import Measurement, SpeedMeasurement, measure_machine, take_part
+from tiedgpt.train.step.blocks import keep_memory
+from tiedgpt.train.step.measures import GradientNorms, model_flops, peak_flops, peak_memory
+from tiedgpt.train.step.optim.groups import make_optimizers
+from tiedgpt.train.step.step import train_step
+from tiedgpt.train.store.directory import (
+    RunDirectory,
+    describe_machine,
+    format_toml,
+    make_record,
+    read_plan,
 )
-from tiedgpt.train.objectives.language import LanguageModelling
-from tiedgpt.train.optim.groups import make_optimizers
-from tiedgpt.train.options import TrainOptions
-from tiedgpt.train.planning import Machine, estimate_memory
-from tiedgpt.train.run import dry_run
-from tiedgpt.train.speed import SpeedMeasurement, measure_machine, take_part
-from tiedgpt.train.step import keep_memory, train_step
-from tiedgpt.train.storage import RunDirectory, format_toml, make_record, read_plan
+from tiedgpt.train.tasks.language import LanguageModelling
+from tiedgpt.train.tasks.texts import TextRows
 
 
 def measure_peak(step, path):
@@ -63,18 +65,18 @@ def test_the_estimate_is_within_a_quarter_of_what_a_step_allocates(trial, tmp_pa
     plan = dataclasses.replace(run.plan, batch_size=8, micro_batch=8, optimizer="adamw")
 
     def two_steps():
-        model = run.objective.build().train()
-        _, optimizers = make_optimizers(run.objective, model, plan)
+        model = run.build().train()
+        _, optimizers = make_optimizers(model, plan)
         for _ in range(2):
             batch = run.data.batches(8, 0)(0)
-            train_step(model, optimizers, batch, plan, objective=run.objective)
+            train_step(model, optimizers, batch, plan, objective=run.task)
 
-    machine, _ = measure_machine(TrainOptions(), run.objective, run.data, Processes(CPU))
-    parts = estimate_memory(run.objective.config, plan, run.data, machine)
+    machine, _ = measure_machine(run.prepared(TrainOptions()), Processes(CPU))
+    parts = estimate_memory(run.config, plan, run.data, machine)
     expected = sum(parts.values()) - parts["allocator"]
     assert measure_peak(two_steps, tmp_path / "trace.json") == pytest.approx(expected, rel=0.25)
     again = dataclasses.replace(plan, recompute="blocks")
-    recomputed = estimate_memory(run.objective.config, again, run.data, machine)
+    recomputed = estimate_memory(run.config, again, run.data, machine)
     assert sum(recomputed.values()) < sum(parts.values())
 
 
@@ -85,7 +87,7 @@ def test_minutes_become_steps_by_a_measurement(trial):
 
 def test_a_busy_machine_trains_with_the_faster_number_of_threads():
     def measure(config, plan):
-        return {1: 900.0}.get(torch.get_num_threads(), 300.0)
+        return Measurement({1: 900.0}.get(torch.get_num_threads(), 300.0))
 
     speed = SpeedMeasurement(measure, load=6.4, compares_threads=True)
     with cpu_threads(2):
@@ -98,7 +100,7 @@ def test_a_busy_machine_trains_with_the_faster_number_of_threads():
 
 def test_the_speed_of_a_plan_is_measured_once():
     numbers = itertools.count()
-    speed = SpeedMeasurement(lambda config, plan: float(next(numbers)), load=None)
+    speed = SpeedMeasurement(lambda config, plan: Measurement(next(numbers)), load=None)
     plans = PLAN, dataclasses.replace(PLAN, batch_size=1, micro_batch=1), PLAN
     assert [speed(CONFIG, plan) for plan in plans] == [0.0, 1.0, 0.0]
 
@@ -108,14 +110,12 @@ def test_all_processes_count_the_seconds_of_compiling_of_the_first(trial, monkey
         def broadcast(self, value):
             return 7.0 if isinstance(value, float) else super().broadcast(value)
 
-    monkeypatch.setattr("tiedgpt.train.speed.prepare_blocks", lambda model, plan: model)
+    monkeypatch.setattr("tiedgpt.train.speed.training_layers", lambda model, plan: nullcontext())
     run = trial()
-    machine, speed = measure_machine(
-        TrainOptions(minutes=0.01), run.objective, run.data, Second(CPU)
-    )
+    machine, speed = measure_machine(run.prepared(TrainOptions(minutes=0.01)), Second(CPU))
     seconds = []
     for compile in ("off", "on"):
-        speed(run.objective.config, dataclasses.replace(run.plan, compile=compile))
+        speed(run.config, dataclasses.replace(run.plan, compile=compile))
         seconds.append(machine.compile_seconds())
     assert seconds == [30.0, 7.0]
 
@@ -162,7 +162,7 @@ class LittleRoom(LanguageModelling):
 
 def test_the_micro_batch_is_halved_when_a_device_is_out_of_memory(trial):
     run = trial(micro_batch=4)
-    run.objective = LittleRoom(run.objective.config, run.objective.tokenizer)
+    run.task = LittleRoom()
     events = run.train()
     (halved,) = (event for event in events if isinstance(event, Replanned))
     assert halved.plan.micro_batch == 2 and "no room for 4 sequences" in halved.notes[0]
@@ -180,14 +180,14 @@ def test_a_row_that_does_not_fit_is_an_error(trial):
             raise torch.OutOfMemoryError("out of memory")
 
     run = trial(micro_batch=2)
-    run.objective = NoRoom(run.objective.config, run.objective.tokenizer)
+    run.task = NoRoom()
     with pytest.raises(NoRoomError, match="no room for 1 sequence at"):
         run.train()
 
 
 def test_run_toml_is_read_back_as_it_was_written(options, trial):
     run = trial()
-    plan, config = run.make_plan(options), run.objective.config
+    plan, config = run.make_plan(options), run.config
     text = format_toml(make_record(options, config, plan, {"train_text": {"tokens": 5}}))
     tables = tomllib.loads(text)
     assert read_plan(tables) == (config, plan)
@@ -292,7 +292,7 @@ def test_flops_follow_the_convention():
 def test_the_machine_has_a_name_peak_flops_and_memory():
     assert 1e8 < peak_flops(CPU, "fp32") < 1e15
     assert 1e7 < peak_memory(CPU) < 1e13
-    assert describe()["processor"] and describe()["cores"] >= 1
+    assert describe_machine()["processor"] and describe_machine()["cores"] >= 1
 
 
 def test_a_resumed_run_measures_what_an_uninterrupted_one_does(trial):
@@ -326,21 +326,27 @@ def test_a_dry_run_prints_the_plan_and_leaves_nothing(text_file, folder, capsys)
     assert not [*folder.iterdir()]
 
 
+def dry_runs(options, **changes):
+    """Return the plans of a dry run."""
+    events = dry_run(dataclasses.replace(options, **changes))
+    return [event for event in events if isinstance(event, DryRun)]
+
+
 def test_a_dry_run_shows_memory_and_steps_before_the_speed_is_measured(options):
-    first, last = dry_run(dataclasses.replace(options, batch_size=None))
+    first, last = dry_runs(options, batch_size=None)
     assert first.plan == last.plan and first.has_steps and first.plan.steps == 6
     assert first.tokens_per_second is None and last.tokens_per_second > 0
-    first, last = dry_run(dataclasses.replace(options, steps=None, minutes=1.0))
+    first, last = dry_runs(options, steps=None, minutes=1.0)
     assert not first.has_steps and last.has_steps and last.plan.minutes == 1.0
     assert first.plan.micro_batch == last.plan.micro_batch
-    (chosen,) = dry_run(dataclasses.replace(options, size="auto", steps=None, minutes=0.05))
+    (chosen,) = dry_runs(options, size="auto", steps=None, minutes=0.05)
     assert chosen.has_steps and chosen.plan.size != "auto"
 
 
 @pytest.mark.parametrize("duration", [{"steps": 6}, {"steps": None, "minutes": 0.05}])
 def test_a_dry_run_on_a_gpu_has_one_plan_since_the_speed_decides_it(options, duration, monkeypatch):
     monkeypatch.setattr(Machine, "is_gpu", True)
-    (plan,) = dry_run(dataclasses.replace(options, **duration))
+    (plan,) = dry_runs(options, **duration)
     assert plan.has_steps and plan.tokens_per_second > 0
 
 
@@ -368,8 +374,8 @@ PARTS = (
 def test_a_step_of_many_operations_is_measured_in_part(trial, rows, shape, expected):
     """`rows` is the number of rows of 16 tokens that the limit allows, in eighths."""
     run = trial(config={"n_positions": 256, "n_layer": shape[1]})
-    model = run.objective.build()
-    data = run.data.with_context(shape[2])
+    model = run.build()
+    data = TextRows(run.run.data, CHARACTERS, is_fresh=False).at(shape[2])
     n = sum(p.numel() for p in model.parameters()) - 256 * 16
     per_token = 6 * n + 12 * 2 * 16 * shape[2]
     block = 12 * 16 * 16 + 13 * 16
@@ -379,18 +385,18 @@ def test_a_step_of_many_operations_is_measured_in_part(trial, rows, shape, expec
     n_passes = 4 * shape[2] * per_token / (expected[0] * expected[2] * taken_per_token)
     assert taken.n_passes == pytest.approx(n_passes)
     assert bool(taken.text) == (expected != shape)
-    _, optimizers = make_optimizers(run.objective, model, run.plan)
+    _, optimizers = make_optimizers(model, run.plan)
     counts = [taken.count_updates(optimizer) for optimizer in optimizers]
     sizes = [
         sum(p.numel() for group in o.param_groups for p in group["params"]) for o in optimizers
     ]
-    total = sum(p.numel() for p in run.objective.build().parameters())
+    total = sum(p.numel() for p in run.build().parameters())
     assert sum(count * size for count, size in zip(counts, sizes, strict=True)) == total
 
 
 def test_processes_that_share_a_step_measure_whole_rows_of_whole_models(trial):
     run = trial()
-    model = run.objective.build()
+    model = run.build()
     taken = take_part(model, run.data, run.plan, 1.0, least_rows=2)
     assert (taken.rows, len(model.h), taken.n_tokens, taken.n_passes) == (2, 2, 16, 2.0)
 
@@ -426,7 +432,7 @@ def test_more_adapters_than_the_width_name_the_option(trial, tmp_path, text_file
     run = trial()
     run.train()
     source = str(run.run.model)
-    run.objective.tokenizer.save_pretrained(source)
+    CHARACTERS.save_pretrained(source)
     command = ["tune", str(text_file), "--from", source, "--lora", "99999"]
     assert main([*command, "--out", str(tmp_path / "tuned")]) == 1
     said = capsys.readouterr().err

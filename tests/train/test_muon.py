@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch.overrides import TorchFunctionMode
 
-from tiedgpt.train.optim.muon import Muon, newton_schulz
+from tiedgpt.train.step.optim.muon import Muon, newton_schulz
 
 SHAPES = [(24, 8), (8, 24), (8, 8), (12, 8), (24, 8), (40, 8)]
 

@@ -8,8 +8,8 @@ import torch
 from tests.conftest import opinionated
 from tiedgpt import Tokenizer
 from tiedgpt.data import ShardWriter
-from tiedgpt.train.objectives.language import write_opening
-from tiedgpt.train.storage import OPENING
+from tiedgpt.files import OPENING
+from tiedgpt.train.tasks.published_text import write_opening
 
 SENTENCES = (
     "The old gardener watered the roses every morning before breakfast.",

@@ -7,8 +7,8 @@ from safetensors.torch import load_file
 from tests.train.conftest import assert_resumes
 from tiedgpt import GPT
 from tiedgpt.errors import UserError
-from tiedgpt.train.optim import OPTIMIZERS, OptimizerSpec, scale_lr_to_width
-from tiedgpt.train.optim.groups import optimizers, parameter_groups
+from tiedgpt.train.step.optim import OPTIMIZERS, OptimizerSpec, scale_lr_to_width
+from tiedgpt.train.step.optim.groups import optimizers, parameter_groups
 
 
 @pytest.mark.parametrize("tied", [True, False])

@@ -1,9 +1,8 @@
-"""Objectives of user files: DPO with adapters on a frozen GPT, and incomplete objectives."""
+"""Tasks of user files: DPO with adapters on a frozen GPT, and incomplete tasks."""
 
 import dataclasses
 import re
 from dataclasses import dataclass
-from inspect import ismethod
 
 import numpy as np
 import pytest
@@ -16,11 +15,11 @@ from torch.nn.utils import parametrize
 from tests.train.conftest import PLAN, Trial, assert_resumes, gradients
 from tiedgpt import GPT, GPTConfig
 from tiedgpt.cli.main import main
-from tiedgpt.train.dataset import Data
 from tiedgpt.train.events import Evaluated, Started
-from tiedgpt.train.objective import Objective
-from tiedgpt.train.objectives import load_objective
-from tiedgpt.train.storage import RunDirectory
+from tiedgpt.train.store.directory import RunDirectory
+from tiedgpt.train.tasks.publisher import Publisher
+from tiedgpt.train.tasks.rows import Data
+from tiedgpt.train.tasks.task import Score, Task, load_task
 
 CONFIG = GPTConfig(vocab_size=13, n_positions=12, n_embd=16, n_layer=2, n_head=2, resid_pdrop=0.1)
 BETA = 0.5
@@ -38,9 +37,8 @@ class Adapter(nn.Module):
         return weight + self.B @ self.A
 
 
-@dataclass
-class Margin:
-    nats: float
+@dataclass(frozen=True)
+class Margin(Score):
     right: float
 
 
@@ -50,10 +48,12 @@ def logprob(model, ids):
     return logits.gather(-1, ids[:, 1:, None]).squeeze(-1).sum(-1)
 
 
-class Preferences(Objective):
+class Preferences(Task):
     """Prefer rows that count up to rows that do not (Rafailov et al. 2023, eq. 7)."""
 
-    def build(self):
+    saves_frozen = False
+
+    def build(self, config, data):
         model = base().requires_grad_(False)
         for block in model.h:
             for linear in (block.attn.c_attn, block.mlp.c_fc):
@@ -66,24 +66,24 @@ class Preferences(Objective):
         margin = logprob(model, chosen) - logprob(model, rejected) - reference
         return -F.logsigmoid(BETA * margin).mean()
 
-    @torch.no_grad()
-    def score(self, model, batches, autocast):
-        training = model.training
-        (batch,) = (tuple(map(torch.from_numpy, each)) for each in batches)
-        nats = float(self.loss(model.eval(), batch))
-        right = (logprob(model, batch[0]) > logprob(model, batch[1])).float().mean()
-        model.train(training)
-        return Margin(nats, float(right))
+    def measure(self, model, data, batch):
+        right = logprob(model, batch[0]) > logprob(model, batch[1])
+        return float(self.loss(model, batch)) * len(right), float(right.sum()), len(right)
 
-    def metrics(self, score):
-        return {"val_loss": score.nats, "val_right": score.right}
+    def score(self, data, sums):
+        loss, right, n = sums
+        return Margin(loss / n, right / n)
 
-    def state_to_save(self, model):
-        return {name: p for name, p in model.named_parameters() if p.requires_grad}
+    def publisher(self, config, data):
+        return AdapterPublisher(config, data.tokenizer, "Preferences")
+
+
+class AdapterPublisher(Publisher):
+    """Write the adapters alone."""
 
     def publish(self, model, directory):
         directory.mkdir(exist_ok=True)
-        state = {name: p.detach() for name, p in self.state_to_save(model).items()}
+        state = {n: p.detach() for n, p in model.named_parameters() if p.requires_grad}
         torch.save(state, directory / "adapter.pt")
 
 
@@ -120,7 +120,7 @@ def adapting(tmp_path):
     def make(name):
         (tmp_path / name).mkdir()
         plan = dataclasses.replace(PLAN, steps=30, lr=3e-2, eval_every=10, save_every=10)
-        return Trial(RunDirectory(tmp_path / name), Preferences(CONFIG), PAIRS, plan)
+        return Trial(RunDirectory(tmp_path / name), Preferences(), PAIRS, CONFIG, plan)
 
     return make
 
@@ -144,29 +144,24 @@ def test_an_objective_in_another_file_trains_saves_and_resumes(adapting):
 
 
 def test_micro_batches_step_like_the_whole_batch(adapting):
-    objective = adapting("run").objective
-    model, batch = objective.build().eval(), PAIRS.batches(4, 3)(0)
-    whole, *others = (gradients(model, batch, size, objective) for size in (4, 3, 1))
+    run = adapting("run")
+    model, batch = run.build().eval(), PAIRS.batches(4, 3)(0)
+    whole, *others = (gradients(model, batch, size, run.task) for size in (4, 3, 1))
     for other in others:
         torch.testing.assert_close(other, whole, atol=1e-6, rtol=1e-4)
 
 
 SCRIPT = """
 import hashlib
-from dataclasses import dataclass
 from pathlib import Path
 
-import numpy as np
-import torch
-
 from tiedgpt import GPT
-from tiedgpt.evaluate.perplexity import totals
 from tiedgpt.heads import pad
-from tiedgpt.train.dataset import Data, Sources
-from tiedgpt.train.objective import Objective
+from tiedgpt.train.tasks.rows import Data, Rows, Sources
+from tiedgpt.train.tasks.task import Score, Task
 
 
-class Lines(Sources):
+class Lines(Sources, Rows):
     def __init__(self, paths):
         self.lines = [line for path in paths for line in Path(path).read_text().splitlines()]
 
@@ -176,46 +171,42 @@ class Lines(Sources):
     def texts(self):
         return self.lines, self.lines
 
+    def rows(self, tokenizer, directory):
+        self.tokenizer_of_rows = tokenizer
+        return self
 
-@dataclass
-class Score:
-    nats: float
+    def at(self, context):
+        ids = pad([self.tokenizer_of_rows.encode(line) for line in self.lines])[0].numpy()
+        rows = ids[:, :-1], ids[:, 1:]
+        return Data(
+            batches=lambda n, seed: lambda step: tuple(array[:n] for array in rows),
+            held_out=lambda n, n_batches: [rows],
+            tokenizer=self.tokenizer_of_rows,
+        )
 
 
-class NotAnObjective:
+class NotATask:
     def build(self): ...
 
 
-class Partial(Objective):
-    def score(self, model, batches, autocast): ...
+class Partial(Task):
+    def score(self, data, sums): ...
 
 
-class Unreadable(Objective):
-    def build(self):
-        return GPT(self.config)
+class Unreadable(Task):
+    def build(self, config, data):
+        return GPT(config)
 
-    def score(self, model, batches, autocast):
-        loss, n = totals(
-            model, batches, lambda batch: [float(model.loss(*batch)), 1], autocast=autocast
-        )
-        return Score(loss / n)
+    def measure(self, model, data, batch):
+        return [float(model.loss(*batch)), 1]
 
-
-class Unprepared(Unreadable):
-    @classmethod
-    def open(cls, options):
-        return Lines(options.data)
+    def score(self, data, sums):
+        return Score(sums[0] / sums[1])
 
 
-class Own(Unprepared):
-    @classmethod
-    def make(cls, sources, run, options, setup):
-        ids = pad([setup.tokenizer.encode(line) for line in sources.lines])[0].numpy()
-        rows = ids[:, :-1], ids[:, 1:]
-        return cls(*setup), Data(
-            batches=lambda n, seed: lambda step: tuple(array[:n] for array in rows),
-            held_out=lambda n, n_batches: [rows],
-        )
+class Own(Unreadable):
+    def read(self):
+        return Lines(self.options.data)
 
 
 class NeverFinite(Own):
@@ -226,7 +217,7 @@ class NeverFinite(Own):
 class EndsInfinite(Own):
     calls = 1  # a resumed run has done a step
 
-    def begin(self, model):
+    def begin(self, model, data):
         self.calls = 0
 
     def loss(self, model, batch):
@@ -270,10 +261,9 @@ def assert_refused(train_own, tmp_path):
     [
         ("own_lins:Own", "own_lins"),
         ("own_lines:Owm", "Owm"),
-        ("own_lines:NotAnObjective", "subclass of Objective"),
+        ("own_lines:NotATask", "subclass of Task"),
         ("own_lines:Partial", "build"),
-        ("own_lines:Unreadable", r"open\(options\)"),
-        ("own_lines:Unprepared", r"make\(sources, run, options, setup\)"),
+        ("own_lines:Unreadable", r"read\(self\)"),
         ("raising:Own", "division by zero, in line 2 of .*raising.py"),
         ("unparsed:Own", "unparsed.py, line 1"),
     ],
@@ -287,43 +277,40 @@ def test_an_incomplete_objective_gets_an_error_that_names_what_is_missing(
 
 
 def with_data(**changes):
-    """Return a function that changes the data in the result of `make`."""
-    return lambda pair: (pair[0], dataclasses.replace(pair[1], **changes))
+    """Return a function that changes the data of the rows that `read` returns."""
+
+    def change(sources):
+        cut = sources.at
+        sources.at = lambda context: dataclasses.replace(cut(context), **changes)
+        return sources
+
+    return change
 
 
 @pytest.mark.parametrize(
     "method, change, says",
     [
-        ("open", lambda sources: None, "None"),
-        ("make", lambda pair: None, "None"),
-        ("make", lambda pair: (pair[0], "lines"), "tuple"),
         (
-            "make",
+            "read",
             with_data(batches=lambda n, seed: lambda step: (torch.ones(n, 2),)),
             "arrays, not a Tensor",
         ),
-        ("make", with_data(batches=None), "batches is a function, not None"),
-        ("make", with_data(held_out=[]), "held_out is a function, not a list"),
-        ("make", with_data(held_out=lambda n, n_batches: []), "held-out batch"),
+        ("read", with_data(held_out=lambda n, n_batches: []), "held-out batch"),
         ("build", lambda model: None, "None"),
         ("build", lambda model: nn.Linear(2, 2), "Linear"),
         ("loss", lambda loss: loss.expand(2), r"scalar .*\(2,\)"),
         ("loss", lambda loss: loss.detach(), "gradient"),
-        ("loss", lambda loss: (loss, loss), "n_targets.* tuple"),
-        ("n_targets", lambda counts: 5, "tuple of integers.* int"),
+        ("n_targets", lambda counts: 5, "tuple of 1 integers.* int"),
+        ("n_targets", lambda counts: (5, 5), "tuple of 1 integers.* tuple"),
         ("score", lambda score: None, "nats .* None"),
         ("score", lambda score: 3.0, "nats .* float"),
-        ("score", lambda score: dataclasses.replace(score, nats=torch.ones(())), "nats .* Score"),
+        ("score", lambda score: dataclasses.replace(score, nats=torch.ones(())), "nats .* Tensor"),
     ],
 )
 def test_a_method_with_another_result_is_named(assert_refused, monkeypatch, method, change, says):
-    own = load_objective("own_lines:Own")
-    original = getattr(own, method)  # of `open` and `make`, bound to the class
-
-    def changed(*inputs):
-        return change(original(*inputs))
-
-    monkeypatch.setattr(own, method, staticmethod(changed) if ismethod(original) else changed)
+    own = load_task("own_lines:Own")
+    original = getattr(own, method)
+    monkeypatch.setattr(own, method, lambda *inputs: change(original(*inputs)))
     assert_refused("own_lines:Own", rf"Own\.{method} must return .*{says}")
 
 

@@ -19,11 +19,11 @@ from tiedgpt.errors import EXIT_INTERRUPTED, DivergedError, UserError
 from tiedgpt.heads import SequenceClassifier
 from tiedgpt.train.distributed import Processes, Shards, is_launched, join_processes
 from tiedgpt.train.events import Ended
-from tiedgpt.train.objective import Loss
-from tiedgpt.train.optim.groups import optimizers, parameter_groups
-from tiedgpt.train.planning import Plan
-from tiedgpt.train.step import train_step
-from tiedgpt.train.storage import RunDirectory
+from tiedgpt.train.plan.values import Plan
+from tiedgpt.train.step.loss import Loss
+from tiedgpt.train.step.optim.groups import optimizers, parameter_groups
+from tiedgpt.train.step.step import train_step
+from tiedgpt.train.store.directory import RunDirectory
 
 PLAN = Plan(
     steps=6, batch_size=5, micro_batch=1, optimizer="adamw", lr=1e-3, warmup=1, weight_decay=0.1,

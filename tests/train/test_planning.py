@@ -9,26 +9,22 @@ import pytest
 from tests.train.conftest import PLAN
 from tiedgpt import GPTConfig
 from tiedgpt.errors import CorruptInputError, NoRoomError, UserError
-from tiedgpt.train.optim import scale_lr_to_width
-from tiedgpt.train.options import SIZES, TrainOptions, parse_bytes
-from tiedgpt.train.planning import (
+from tiedgpt.train.plan.groups import parse_bytes
+from tiedgpt.train.plan.memory import describe_memory, estimate_memory, halve_micro_batch
+from tiedgpt.train.plan.options import TrainOptions, TuneOptions
+from tiedgpt.train.plan.plan import find_warnings, plan_run
+from tiedgpt.train.plan.size import (
     CANDIDATE_SIZES,
     MAX_AUTO_EPOCHS,
-    Facts,
-    Machine,
     choose_context,
     choose_vocabulary_size,
-    count_final_rows,
-    count_steps,
-    describe_memory,
     effective_tokens,
-    estimate_memory,
     expected_loss,
-    find_warnings,
-    halve_micro_batch,
-    plan_run,
-    replan,
 )
+from tiedgpt.train.plan.sizes import SIZES
+from tiedgpt.train.plan.time import count_final_rows, count_steps, replan
+from tiedgpt.train.plan.values import Facts, Machine
+from tiedgpt.train.step.optim import scale_lr_to_width
 
 SPEEDS = {"nano": 45_000, "tiny": 25_000, "little": 16_500, "mini": 5_100, "small": 1_300}
 """Tokens per second of two cores, as measured."""
@@ -340,9 +336,9 @@ def test_batches_and_models_too_large_for_the_data_have_a_warning(asked, tokens,
 
 @pytest.mark.parametrize(("changes", "is_warned"), [({}, False), ({"steps": 40}, True)])
 def test_few_steps_have_a_warning_only_on_request(changes, is_warned):
-    options = TrainOptions(data=("x.jsonl",), recipe="tune", start="gpt2", **changes)
+    options = TuneOptions(data=("x.jsonl",), start="gpt2", **changes)
     facts = dataclasses.replace(text(3_000), unit="examples", n_examples=2, epoch_rows=2)
-    config, planned = plan(options, facts=facts)
+    config, planned = plan(options, facts=facts, config=SMALL)
     assert planned.steps < 100
     warnings = find_warnings(options, config, facts, machine(), planned)
     assert any("steps only" in line for line in warnings) == is_warned
@@ -515,7 +511,7 @@ def test_the_number_of_steps_comes_from_steps_epochs_or_minutes(asked, steps):
 def test_few_examples_are_tuned_on_for_at_least_300_steps(examples, steps, says):
     facts = Facts(unit="tokens", row_units=64, row_tokens=64, epoch_rows=examples,
                   n_examples=examples, n_held_out=examples // 20)  # fmt: skip
-    options = TrainOptions(recipe="tune", data=("x",), start="m")
+    options = TuneOptions(data=("x",), start="m")
     _, made = plan(options, config=SMALL, facts=facts)
     assert made.reason.startswith(says) and made.steps >= steps
     assert made.can_end_early == (examples > 1000)

@@ -1,6 +1,7 @@
 """Training on prepared directories, and on large texts, which training prepares itself."""
 
 import hashlib
+import itertools
 import os
 from collections.abc import Iterator
 from pathlib import Path
@@ -13,8 +14,9 @@ from tiedgpt.cli.main import main
 from tiedgpt.data import plan_preparation, prepare_data
 from tiedgpt.data import prepare as preparation
 from tiedgpt.errors import CorruptInputError, UserError
-from tiedgpt.train import TrainOptions, dataset, train
-from tiedgpt.train.events import AlreadyFinished, Ended
+from tiedgpt.train import TrainOptions, train
+from tiedgpt.train.events import AlreadyFinished, Encoded, Ended
+from tiedgpt.train.tasks import texts
 
 TEXTS = [f"Document {n} says that {n} times {n} is {n * n}." for n in range(400)]
 TINY = {"size": "nano", "context": 16, "batch_size": 2, "steps": 2, "dtype": "fp32"}
@@ -29,7 +31,7 @@ def text(folder, monkeypatch) -> Path:
 @pytest.fixture
 def large(text, monkeypatch) -> Iterator[Path]:
     """The same text, which counts as large."""
-    for module in (preparation, dataset):
+    for module in (preparation, texts):
         monkeypatch.setattr(module, "LARGE_BYTES", 1)
     cores = os.sched_getaffinity(0)
     os.sched_setaffinity(0, {min(cores)})
@@ -97,16 +99,11 @@ def test_a_large_text_is_prepared_in_the_run_and_identified_by_its_date(large, t
 
 def interrupt(run_: str, *data: object, **options) -> None:
     """Begin a run, and interrupt it after the third part."""
-
-    def progress(done: int, total: int) -> None:
-        calls.append(done)
-        if len(calls) == 4:
-            raise KeyboardInterrupt
-
-    calls: list[int] = []
     chosen = TrainOptions(data=tuple(map(str, data)), **TINY | options)
-    with pytest.raises(KeyboardInterrupt):
-        list(train(chosen, run_, progress=progress))
+    events = train(chosen, run_)
+    encoded = (event for event in events if isinstance(event, Encoded))
+    assert len([*itertools.islice(encoded, 4)]) == 4
+    events.close()
 
 
 def test_an_interrupted_preparation_continues_with_the_same_options(large, tmp_path):
@@ -123,7 +120,7 @@ def test_an_interrupted_preparation_continues_with_the_same_options(large, tmp_p
     assert Tokenizer.from_pretrained("other/data/tokenizer").kind == "char"
     interrupt("small", large)
     Path("small.txt").write_text("\n".join(TEXTS))
-    dataset.LARGE_BYTES = 10**9
+    texts.LARGE_BYTES = 10**9
     assert isinstance(run("small", "small.txt"), Ended)
     data = tmp_path / "small" / "data"
     assert (data / "manifest.json").exists() and not (data / "prepared.json").exists()

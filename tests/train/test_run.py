@@ -18,10 +18,10 @@ from tiedgpt.cli.train import set_on_signals
 from tiedgpt.errors import CorruptInputError, UserError
 from tiedgpt.infer import Engine
 from tiedgpt.train import TrainOptions, train
-from tiedgpt.train.checkpoint import list_checkpoints
-from tiedgpt.train.dataset import TextSources
-from tiedgpt.train.events import AlreadyFinished, Ended, Planned, Started, Stepped
-from tiedgpt.train.storage import RunDirectory
+from tiedgpt.train.events import AlreadyFinished, Ended, Planned, Scored, Started, Stepped
+from tiedgpt.train.store.checkpoint import list_checkpoints
+from tiedgpt.train.store.directory import RunDirectory
+from tiedgpt.train.tasks.texts import TextSources
 
 
 @pytest.fixture
@@ -47,10 +47,11 @@ def test_a_training_yields_its_plan_its_steps_and_its_end_and_leaves_a_model(tmp
 
 
 def test_the_final_score_takes_a_share_of_the_time_unless_told_to_score_all(tmp_path, options):
-    batches = []
-    *_, ended = train(options, tmp_path / "run", scoring=lambda *count: batches.append(count))
+    *events, ended = train(options, tmp_path / "run")
     assert ended.scored == 4 * 2 * 16  # at least four micro-batches
-    assert batches == [(0, 4), (1, 4), (2, 4), (3, 4)]
+    assert [event for event in events if isinstance(event, Scored)] == [
+        Scored(n, 4) for n in (1, 2, 3, 4)
+    ]
     *_, ended = train(replace(options, score="all"), tmp_path / "all")
     held_out = RunDirectory(tmp_path / "all").read_record()["val_text"]["tokens"]
     assert ended.scored is None and held_out > 1000
@@ -65,10 +66,10 @@ def test_a_stopped_training_leaves_a_model_and_resumes_to_the_same_bytes(
         pass
     steps, batches = [], []
     for event in train(
-        options, parts, stop_requested=lambda: (len(steps), len(batches)) == (n_steps, n_scored),
-        scoring=lambda *count: batches.append(count),
-    ):  # fmt: skip
+        options, parts, stop_requested=lambda: (len(steps), len(batches)) == (n_steps, n_scored)
+    ):
         steps.extend([event] if isinstance(event, Stepped) else [])
+        batches.extend([event] if isinstance(event, Scored) else [])
     assert isinstance(event, Ended) and not event.finished and event.step == n_steps
     assert len(batches) == n_scored and not RunDirectory(parts).is_finished()
     assert Engine(parts / "model").generate("line", max_new_tokens=3).text

@@ -12,9 +12,10 @@ from safetensors.torch import load_file
 from tests.train.conftest import TEXT, metrics
 from tiedgpt.cli.main import main
 from tiedgpt.cli.source import source_or_newest
-from tiedgpt.train.metrics import read_history
-from tiedgpt.train.options import TrainOptions
-from tiedgpt.train.storage import RunDirectory, can_generate, compare_duration, find_run
+from tiedgpt.train.plan.options import TrainOptions
+from tiedgpt.train.store.directory import RunDirectory
+from tiedgpt.train.store.metrics import read_history
+from tiedgpt.train.store.runs import can_generate, compare_duration, find_run
 
 QUICK = ("--size", "tiny", "--width", "32", "--tokenizer", "char", "--context", "16")
 QUICK += ("--batch-size", "2", "--dtype", "fp32")

@@ -13,10 +13,10 @@ from tests.train.conftest import CPU, DROPOUT, metrics, reopen_trial
 from tests.train.test_parallel import copy_run, go_on, together
 from tests.train.trials import KILLED, Fault, left, operations
 from tiedgpt.errors import EXIT_INTERRUPTED, NoRoomError
-from tiedgpt.train.checkpoint import list_checkpoints, verify
 from tiedgpt.train.distributed import join_processes
 from tiedgpt.train.events import Ended
-from tiedgpt.train.storage import RunDirectory
+from tiedgpt.train.store.checkpoint import list_checkpoints, verify
+from tiedgpt.train.store.directory import RunDirectory
 
 PARTS = 4
 """Operations at which a checkpoint is killed."""

@@ -1,6 +1,5 @@
 """Texts that are hardly texts, from the command to the published weights."""
 
-import dataclasses
 import json
 import random
 import re
@@ -9,12 +8,12 @@ from pathlib import Path
 
 import pytest
 
-from tests.train.conftest import reopen_trial
+from tests.train.conftest import CHARACTERS, reopen_trial
 from tiedgpt import Tokenizer
 from tiedgpt.cli.main import main
 from tiedgpt.data import documents, encode_corpus, plan_split
 from tiedgpt.errors import UserError
-from tiedgpt.train.dataset import open_text
+from tiedgpt.train.tasks.texts import TextRows
 
 
 @pytest.mark.parametrize(
@@ -46,8 +45,7 @@ def test_a_small_text_publishes_the_weights_with_the_best_validation(n_bytes, fo
     assert len(scored) >= 4 and min(scored) < scored[-1]
     run = reopen_trial(Path("run"))
     part, held = (
-        run.objective.score(run.model(), run.data.held_out(run.plan.micro_batch, n), None).nats
-        for n in (run.plan.eval_batches, None)
+        run.score(run.model(), run.plan.micro_batch, n).nats for n in (run.plan.eval_batches, None)
     )
     assert part == pytest.approx(min(scored), abs=1e-5)
     assert held == pytest.approx(last["val_loss"], abs=1e-5)
@@ -69,15 +67,17 @@ def test_prompts_of_samples_are_held_out_lines_or_words(tmp_path, text, prompts)
     (tmp_path / "text.txt").write_text(text * 40)
     tokenizer = Tokenizer.characters([text])
     encode_corpus(plan_split(documents([str(tmp_path / "text.txt")])), tokenizer, tmp_path / "data")
-    data = open_text(tmp_path / "data", tokenizer, 16)
-    first, second = sorted(data.find_prompts(tokenizer))
+    data = TextRows(tmp_path / "data", tokenizer, is_fresh=False).at(16)
+    first, second = sorted(data.find_prompts())
     assert first == prompts[0] and second.startswith(prompts[1]) and len(second) <= 24
     assert tokenizer.encode(second)  # all of its characters are in the vocabulary
 
 
 def test_a_validation_text_of_one_token_is_refused(trial):
     with pytest.raises(UserError, match="validation text has 1 token,"):
-        dataclasses.replace(trial().data, validation=["one token"]).require_enough()
+        rows = TextRows(trial().run.data, CHARACTERS, is_fresh=False)
+        rows.validation = ["one token"]
+        rows.at(16)
 
 
 def test_one_of_a_thing_is_no_plural(folder, capfd):

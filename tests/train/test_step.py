@@ -11,12 +11,15 @@ from torch import nn
 from tests.conftest import kept_for_backward
 from tests.train.conftest import CPU, DROPOUT, PLAN, assert_same, gradients
 from tiedgpt import GPT, GPTConfig
+from tiedgpt.core.layers import Block
 from tiedgpt.errors import DivergedError
-from tiedgpt.train import step
 from tiedgpt.train.distributed import Processes
 from tiedgpt.train.events import Started
-from tiedgpt.train.objective import Loss
-from tiedgpt.train.step import prepare_blocks, train_step
+from tiedgpt.train.step import blocks
+from tiedgpt.train.step.blocks import RecomputedBlock
+from tiedgpt.train.step.loss import Loss
+from tiedgpt.train.step.step import train_step
+from tiedgpt.train.step.substitute import substitute
 
 CONFIG = GPTConfig(vocab_size=90, n_positions=160, n_embd=32, n_layer=3, n_head=2)
 SAME = {"embd_pdrop": 0.0, "attn_pdrop": 0.0, "resid_pdrop": 0.0}
@@ -58,8 +61,8 @@ def test_each_process_computes_as_many_micro_batches_with_targets():
     assert shares == pytest.approx([0, 0, 0, 2 / 3, 2 / 3, 2 / 3])
 
 
-def recompute_blocks(model):
-    prepare_blocks(model, dataclasses.replace(PLAN, recompute="blocks"))
+def recomputed_blocks(model):
+    return substitute(model, {Block: RecomputedBlock})
 
 
 def gradients_and_draw(model, dtype):
@@ -78,26 +81,27 @@ def gradients_and_draw(model, dtype):
 def test_recomputed_blocks_have_the_same_gradients_bit_for_bit(dtype, changes):
     model = GPT(dataclasses.replace(CONFIG, **changes)).train()
     names, kept = list(model.state_dict()), gradients_and_draw(model, dtype)
-    recompute_blocks(model)
-    assert all(map(torch.equal, gradients_and_draw(model, dtype), kept))
-    assert list(model.state_dict()) == names
-    assert "recomputed in backward" in repr(model)
+    with recomputed_blocks(model):
+        assert all(map(torch.equal, gradients_and_draw(model, dtype), kept))
+        assert list(model.state_dict()) == names
+        assert "RecomputedBlock" in repr(model)
+    assert {type(block) for block in model.h} == {Block}
 
 
 def test_recomputed_blocks_save_little_for_backward():
     model = GPT(dataclasses.replace(CONFIG, **SAME)).train()
     ids = torch.randint(90, (2, 160))
     before = kept_for_backward(model, lambda: model.body(ids))
-    recompute_blocks(model)
-    assert kept_for_backward(model, lambda: model.body(ids)) < before / 5
+    with recomputed_blocks(model):
+        assert kept_for_backward(model, lambda: model.body(ids)) < before / 5
 
 
 def test_a_model_with_recomputed_blocks_generates_and_copies():
     model = GPT(CONFIG).eval()
     ids = torch.randint(90, (1, 7))
     before = model(ids)
-    recompute_blocks(model)
-    with torch.no_grad():
+    with recomputed_blocks(model), torch.no_grad():
+        assert torch.equal(model(ids), before)
         assert torch.equal(copy.deepcopy(model)(ids), before)
 
 
@@ -110,7 +114,7 @@ def test_a_run_with_recomputed_blocks_has_the_same_result(trial):
 
 def test_a_missing_compiler_is_named(monkeypatch, trial, options):
     monkeypatch.setenv("CXX", "no-such-compiler")
-    reason = step.find_missing(CPU)
+    reason = blocks.find_missing(CPU)
     assert reason == "no C++ compiler is here (no-such-compiler): install one or set CXX"
     assert trial().make_plan(options, compile="on").compile == "off"
 
@@ -124,11 +128,11 @@ def test_freed_memory_is_kept_as_far_as_the_c_library_allows(most, sizes):
 
     def set_malloc(option, value):
         asked.append((option, value))
-        return value <= most or option == step.M_TRIM_THRESHOLD
+        return value <= most or option == blocks.M_TRIM_THRESHOLD
 
-    step.keep_memory(set_malloc)
-    mapped = [(step.M_MMAP_THRESHOLD, size) for size in sizes]
-    assert asked == [*mapped, *[(step.M_TRIM_THRESHOLD, 2**31 - 1)] * (most > 0)]
+    blocks.keep_memory(set_malloc)
+    mapped = [(blocks.M_MMAP_THRESHOLD, size) for size in sizes]
+    assert asked == [*mapped, *[(blocks.M_TRIM_THRESHOLD, 2**31 - 1)] * (most > 0)]
 
 
 @pytest.mark.slow
@@ -149,6 +153,6 @@ def test_each_shape_is_compiled_once(monkeypatch):
         return 2 * x
 
     monkeypatch.setattr(torch, "compile", lambda function, dynamic: function)
-    forms = [step.compile_for_shape(twice, torch.Size((4, n, 8))) for n in (16, 32)]
+    forms = [blocks.compile_for_shape(twice, torch.Size((4, n, 8))) for n in (16, 32)]
     assert forms[0].__code__ != forms[1].__code__ and forms[0](3) == forms[1](3) == 6
-    assert step.compile_for_shape(twice, torch.Size((4, 16, 8))) is forms[0]
+    assert blocks.compile_for_shape(twice, torch.Size((4, 16, 8))) is forms[0]

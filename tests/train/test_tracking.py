@@ -8,7 +8,7 @@ import pytest
 
 from tiedgpt.errors import UserError
 from tiedgpt.train.events import Ended
-from tiedgpt.train.metrics import TrackerName, Tracking, open_tracker, split_line
+from tiedgpt.train.store.metrics import TrackerName, Tracking, open_tracker, split_line
 
 
 class Fake:

@@ -9,11 +9,12 @@ from safetensors.torch import load_file
 from tests.train.conftest import PLAN, assert_resumes, assert_same, open_trial
 from tiedgpt.errors import CorruptInputError, DivergedError, UserError
 from tiedgpt.infer import Engine
-from tiedgpt.train.checkpoint import list_checkpoints, verify
 from tiedgpt.train.events import Ended, Evaluated, Replanned, Skipped, Started, Stepped
-from tiedgpt.train.objectives.language import LanguageModelling
-from tiedgpt.train.planning import prolong
-from tiedgpt.train.storage import RunDirectory, plan_tables, read_plan
+from tiedgpt.train.plan.time import prolong
+from tiedgpt.train.store.checkpoint import list_checkpoints, verify
+from tiedgpt.train.store.directory import RunDirectory, plan_tables, read_plan
+from tiedgpt.train.tasks.language import LanguageModelling
+from tiedgpt.train.tasks.published_text import TextPublisher
 
 
 def test_training_lowers_the_loss_and_leaves_a_model_that_generates(trial):
@@ -54,14 +55,14 @@ def test_without_a_good_checkpoint_training_does_not_silently_restart(trial):
 
 def break_steps(run, *steps):
     """Replace the loss of these steps, counted from 1, by NaN."""
-    batches, loss, now = run.data.batches, run.objective.loss, [0]
+    batches, loss, now = run.data.batches, run.task.loss, [0]
 
     def watch(batch_size, seed):
         batch_of = batches(batch_size, seed)
         return lambda step: (now.__setitem__(0, step + 1), batch_of(step))[1]
 
     run.data = dataclasses.replace(run.data, batches=watch)
-    run.objective.loss = lambda model, part: (
+    run.task.loss = lambda model, part: (
         loss(model, part) * (float("nan") if now[0] in steps and model.training else 1.0)
     )
     return run
@@ -119,7 +120,7 @@ def test_weights_that_are_not_finite_are_named_and_never_saved(
     trial, when, step, weight, says, kept
 ):
     run, calls = trial(), []
-    loss = run.objective.loss
+    loss = run.task.loss
 
     def spoil(model, batch):
         calls.append(1)
@@ -128,7 +129,7 @@ def test_weights_that_are_not_finite_are_named_and_never_saved(
             model.get_parameter(weight).data.flatten()[0] = float("nan")
         return loss(model, batch) if result is None else result
 
-    run.objective.loss = spoil
+    run.task.loss = spoil
     with pytest.raises(DivergedError, match=says):
         run.train()
     assert len(list_checkpoints(run.run.checkpoints)) == kept
@@ -308,9 +309,10 @@ def test_a_slow_replanned_run_trains_its_whole_warmup(trial):
 def test_a_run_ends_well_if_the_best_weights_are_lost(trial):
     run = trial(eval_every=2)
     lost = run.run.checkpoints / "step-000002" / "model.safetensors"
-    lines = []
-    track = {"track": lambda line: lines.append(line["step"] == 6 and lost.write_bytes(b"gone"))}
-    assert "of step 2, are lost" in run.train(losses=[2.0, 2.1, 2.2], **track)[-1].notes[0]
+    ended = run.train(
+        losses=[2.0, 2.1, 2.2], track=lambda line: line["step"] == 6 and lost.write_bytes(b"gone")
+    )[-1]
+    assert "of step 2, are lost" in ended.notes[0]
     assert run.run.is_finished()
 
 
@@ -331,18 +333,24 @@ def test_a_foreign_directory_is_refused_as_a_run(tmp_path):
             pass
 
 
-class KilledInPublish(LanguageModelling):
-    """A language model whose run is killed before the model is written."""
+class KilledInPublish(TextPublisher):
+    """A publisher whose run is killed before the model is written."""
 
     def publish(self, model, directory):
         raise KeyboardInterrupt
 
 
+class KilledInTheEnd(LanguageModelling):
+    """A language model with that publisher."""
+
+    def publisher(self, config, data):
+        return KilledInPublish(config, data, self.options)
+
+
 def test_a_run_killed_while_it_publishes_is_not_finished(locked):
     locked.train(stop_after=3)  # publishes the model of step 3
-    objective = KilledInPublish(locked.objective.config, locked.objective.tokenizer)
     with pytest.raises(KeyboardInterrupt):
-        dataclasses.replace(locked, objective=objective).train()
+        dataclasses.replace(locked, task=KilledInTheEnd()).train()
     assert not locked.run.is_finished()
     locked.train()
     assert locked.run.is_finished()

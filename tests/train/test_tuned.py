@@ -18,11 +18,12 @@ from tiedgpt.cli.main import main
 from tiedgpt.data import read_template
 from tiedgpt.infer import Engine
 from tiedgpt.train.distributed import Processes, join_processes
-from tiedgpt.train.objective import Pretrained
-from tiedgpt.train.objectives import open_objective
-from tiedgpt.train.options import TrainOptions
-from tiedgpt.train.run import make_plan, prepare_fresh
-from tiedgpt.train.storage import RunDirectory, find_tune_start
+from tiedgpt.train.dry_run import make_plan, prepare_fresh
+from tiedgpt.train.plan.options import TuneOptions
+from tiedgpt.train.store.directory import RunDirectory
+from tiedgpt.train.store.runs import find_tune_start
+from tiedgpt.train.tasks.replies import reply_to
+from tiedgpt.train.tasks.task import Pretrained, open_task
 from tiedgpt.tune import load_adapter, lora, save_adapter
 from tiedgpt.weights.checkpoint import StoredTensor
 
@@ -60,7 +61,7 @@ def options(place):
     def make(kind, **more):
         given = {"steps": 8, "lr": 1e-2, "dtype": "fp32"} | more
         data = (str(place / f"{kind}.jsonl"),)
-        return TrainOptions(recipe="tune", data=data, start=str(place / "base"), **given)
+        return TuneOptions(data=data, start=str(place / "base"), **given)
 
     return make
 
@@ -75,8 +76,9 @@ def open_run(path, options, processes=None):
     """Return the run of these options."""
     run = RunDirectory(path)
     run.path.mkdir(exist_ok=True)
-    pair = prepare_fresh(options, run)
-    return Trial(run, *pair, make_plan(options, *pair, CPU, processes=processes))
+    prepared = prepare_fresh(open_task(options), run)
+    data, plan = prepared.data(prepared.config), make_plan(prepared, processes or Processes(CPU))
+    return Trial(run, prepared.task, data, prepared.config, plan)
 
 
 REPLIES = {
@@ -88,7 +90,7 @@ REPLIES = {
 @pytest.mark.parametrize("kind", REPLIES)
 def test_the_loss_is_the_cross_entropy_of_the_replies_alone(make, kind):
     run = make(kind, batch_size=4)
-    objective, model = run.objective, run.objective.build().eval()
+    task, model = run.task, run.build().eval()
     batch = [torch.from_numpy(array) for array in run.data.batches(4, 0)(0)]
     losses, replies = [], []
     for ids, targets, first in zip(*batch, strict=True):
@@ -98,10 +100,10 @@ def test_the_loss_is_the_cross_entropy_of_the_replies_alone(make, kind):
             if kept.any():
                 logits, ended = model(ids[alone][None])[0], targets[alone][kept]
                 losses.append(F.cross_entropy(logits[kept], ended, reduction="none"))
-                replies += re.findall(r".*?<\|\w+\|>", objective.tokenizer.decode(ended.tolist()))
+                replies += re.findall(r".*?<\|\w+\|>", run.data.tokenizer.decode(ended.tolist()))
     assert len(replies) > 4 and {*replies} <= REPLIES[kind]
-    torch.testing.assert_close(objective.loss(model, batch), torch.cat(losses).mean())
-    assert objective.n_targets(tuple(array.numpy() for array in batch)) == (len(torch.cat(losses)),)
+    torch.testing.assert_close(task.loss(model, batch), torch.cat(losses).mean())
+    assert task.n_targets(tuple(array.numpy() for array in batch)) == (len(torch.cat(losses)),)
 
 
 def test_the_context_comes_from_the_header_without_reading_weights(
@@ -112,12 +114,12 @@ def test_the_context_comes_from_the_header_without_reading_weights(
 
     for name in ("native", "rows", "tensor"):
         monkeypatch.setattr(StoredTensor, name, refuse)
-    assert open_objective(options("completion")).open(options("completion")).context == 64
+    assert open_task(options("completion")).read().context == 64
     other = shutil.copytree(place / "base", tmp_path / "other")
     config = json.loads((other / "config.json").read_text()) | {"n_positions": 400, "n_ctx": 400}
     (other / "config.json").write_text(json.dumps(config))
     wrong = replace(options("completion"), start=str(other))
-    sources = open_objective(wrong).open(wrong)
+    sources = open_task(wrong).read()
     assert sources.context == 64  # the model's rows decide, as when it is loaded
 
 
@@ -126,9 +128,9 @@ def test_packing_can_be_switched_off_for_examples_and_on_for_text(make):
     assert run.data.epoch_rows == len(run.data.examples) and run.plan.batch_size > 1
     run = make("text", "text", packing="on")
     ids, _, first = run.data.batches(run.plan.batch_size, 0)(0)
-    eos = run.objective.tokenizer.eos_token_id
+    eos = run.data.tokenizer.eos_token_id
     starts = [row[row > 0] for row in first]
-    assert any(map(len, starts)) and run.objective.template is None
+    assert any(map(len, starts)) and run.data.template is None
     for row, at in zip(ids, starts, strict=True):
         assert (row[at - 1] == eos).all()
 
@@ -235,17 +237,15 @@ def test_convert_merges_an_adapter_or_refuses_it_and_writes_nothing(
 
 def test_a_few_epochs_teach_the_format(make, place):
     run = make("messages", steps=90, batch_size=4)
-    objective, held_out = run.objective, run.data.held_out(4, None)
-    before = objective.build()
-    n_tokens = len(objective.tokenizer)
-    Pretrained(str(place / "base"), keep_head=True, n_tokens=n_tokens).put_into(before)
-    first = objective.score(before, held_out, None).nats
+    before = run.build()
+    Pretrained(str(place / "base"), keep_head=True).put_into(before)
+    first = run.score(before, 4).nats
     last = run.train()[-1].score.nats
     assert first > 5 and last < 0.8
     model = run.run.model
     tokenizer, template = Tokenizer.from_pretrained(model), read_template(model)
     engine = Engine(model, backend="torch")
-    follows = [objective.reply(engine.model, run.data.validation, n) for n in range(10)]
+    follows = [reply_to(engine.model, run.data, run.data.validation, n) for n in range(10)]
     ends = [" ".join(reply.split()[:2]) == "it is" for reply, _ in follows]
     assert sum(ends) >= 9 and template.name == "chatml"
     assert all(re.fullmatch(r"name \d", question) for _, question in follows)
@@ -338,8 +338,8 @@ def test_bad_lines_can_be_skipped(tmp_path, options):
     path = write_lines(tmp_path / "mixed.jsonl", LINES["completion"])
     (tmp_path / "mixed.jsonl").write_text("{\n" + (tmp_path / "mixed.jsonl").read_text())
     start = options("text").start
-    asked = TrainOptions(recipe="tune", data=(path,), start=start, skip_bad=True, steps=1)
-    examples = open_objective(asked).open(asked)
+    asked = TuneOptions(data=(path,), start=start, skip_bad=True, steps=1)
+    examples = open_task(asked).read()
     assert len(examples.train) == len(examples.held_out) == 40 and not examples.holds_out
     assert "bad lines that were skipped: 1" in examples.notes[0]
 
@@ -357,4 +357,4 @@ def test_a_template_of_another_program_is_refused_by_name(place, folder, capsys)
 
 def test_a_recorded_run_without_a_start_model_is_passed_over(tmp_path):
     (tmp_path / "run.toml").write_text('[options]\nrecipe = "tune"\n')
-    assert find_tune_start(TrainOptions(data=("a.jsonl",), recipe="tune"), [tmp_path]) is None
+    assert find_tune_start(TuneOptions(data=("a.jsonl",)), [tmp_path]) is None

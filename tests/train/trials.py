@@ -21,11 +21,11 @@ import torch._dynamo  # which the optimizers import when they are made
 import tiedgpt.cli.main
 import tiedgpt.cli.show_training
 import tiedgpt.cli.train
-import tiedgpt.train.dataset
 import tiedgpt.train.run
+import tiedgpt.train.tasks.texts
 from tests.train.conftest import metrics, reopen_trial
-from tiedgpt.train.checkpoint import list_checkpoints, verify
-from tiedgpt.train.storage import RunDirectory
+from tiedgpt.train.store.checkpoint import list_checkpoints, verify
+from tiedgpt.train.store.directory import RunDirectory
 
 SERVER = multiprocessing.get_context("forkserver")
 SERVER.set_forkserver_preload(["pytest", "tests.train.trials"])

@@ -14,7 +14,7 @@ from tiedgpt.heads import FeatureExtractor, SequenceClassifier
 from tiedgpt.infer import Engine
 from tiedgpt.tie import add_tokens, audit, guard, ledger, replace_head, tie, untie
 from tiedgpt.train import fast_training
-from tiedgpt.train.optim.groups import parameter_groups
+from tiedgpt.train.step.optim.groups import parameter_groups
 from tiedgpt.tune import lora, merge
 from tiedgpt.tune.adapters import BLOCKS, LoRAEmbedding, adapted_layers
 

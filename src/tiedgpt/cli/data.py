@@ -20,7 +20,7 @@ from tiedgpt.errors import UserError
 from tiedgpt.files import format_bytes, format_count
 from tiedgpt.options import argument, option
 from tiedgpt.runtime import count_cores
-from tiedgpt.train.options import DataOptions, FileOptions
+from tiedgpt.train.plan.groups import DataOptions, FileOptions
 
 if TYPE_CHECKING:
     from tiedgpt.data import EncodedCorpus, Example, ExampleReader

@@ -27,8 +27,8 @@ from tiedgpt.files import format_count, replacing
 from tiedgpt.infer.generation_config import MAX_THREADS, require_positive
 from tiedgpt.options import argument, option
 from tiedgpt.runtime import count_cores
-from tiedgpt.train.options import FileOptions
-from tiedgpt.train.storage import RunDirectory
+from tiedgpt.train.plan.groups import FileOptions
+from tiedgpt.train.store.directory import RunDirectory
 
 if TYPE_CHECKING:
     from tiedgpt.data.corpus import FileCorpus

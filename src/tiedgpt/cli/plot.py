@@ -19,7 +19,7 @@ from tiedgpt.plots.figure import save_figure
 from tiedgpt.plots.panel import smoothed
 from tiedgpt.plots.terminal import print_panels
 from tiedgpt.plots.training import Curve, Training, panels
-from tiedgpt.train.metrics import Axis, History, read_history
+from tiedgpt.train.store.metrics import Axis, History, read_history
 
 ABOUT = """Plot loss, validation, learning rate and gradient norms of runs, also during training.
 

@@ -13,7 +13,7 @@ from tiedgpt.cli.options import parse
 from tiedgpt.cli.plot import format_duration, format_validation
 from tiedgpt.errors import UserError
 from tiedgpt.options import argument, option
-from tiedgpt.train.storage import RUNS, RunSummary, list_runs
+from tiedgpt.train.store.runs import RUNS, RunSummary, list_runs
 
 
 @dataclass(frozen=True, kw_only=True)

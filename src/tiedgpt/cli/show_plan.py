@@ -8,29 +8,34 @@ import math
 from typing import Any
 
 from tiedgpt.cli.console import bar, console, fact, note, table
-from tiedgpt.cli.train import RunArguments
+from tiedgpt.cli.run_arguments import RunArguments
 from tiedgpt.files import format_bytes, format_count
 from tiedgpt.runtime import find_device
-from tiedgpt.train.options import TrainOptions
-from tiedgpt.train.planning import estimate_memory, memory_limit
-from tiedgpt.train.run import DryRun, dry_run
+from tiedgpt.train.dry_run import DryRun, dry_run
+from tiedgpt.train.plan.groups import RunOptions
+from tiedgpt.train.plan.memory import estimate_memory, memory_limit
 
 
-def show_plan(options: TrainOptions, args: RunArguments) -> None:
+def show_plan(options: RunOptions, args: RunArguments) -> None:
     """Print the plan, the memory and the time; raise `NoRoomError` after it if it does not fit."""
     measures = options.chooses or find_device(options.device).type == "cuda"
     note("reading the text" + (" and measuring this machine" if measures else ""))
+    first: DryRun | None = None
     with contextlib.ExitStack() as stack:
         progress = stack.enter_context(bar("reading text"))
-        runs = dry_run(options, threads=args.threads, progress=progress)
-        with contextlib.closing(runs):
-            run = first = next(runs)
-            stack.close()
-            if args.format == "human":
-                _print_plan(first)
-            if first.tokens_per_second is None and first.problem is None:
-                note("measuring the speed, which takes up to about 20 s")
-                (run,) = runs
+        for event in dry_run(options, threads=args.threads):
+            if not isinstance(event, DryRun):
+                progress(event.done, event.total)
+                continue
+            run = event
+            if first is None:
+                first = run
+                stack.close()
+                if args.format == "human":
+                    _print_plan(first)
+                if first.tokens_per_second is None and first.problem is None:
+                    note("measuring the speed, which takes up to about 20 s")
+    assert first is not None
     if args.format == "json":
         print(json.dumps(_list_facts(run)))
     else:
@@ -41,7 +46,7 @@ def show_plan(options: TrainOptions, args: RunArguments) -> None:
 
 def _list_facts(run: DryRun) -> dict[str, Any]:
     """Return the numbers of a plan, as --format json prints them."""
-    plan, data, config = run.plan, run.data, run.objective.config
+    plan, data, config = run.plan, run.data, run.config
     memory = estimate_memory(config, plan, data, run.machine)
     limit = memory_limit(plan, run.machine)
     units, speed = plan.steps * plan.batch_size * data.row_units, run.tokens_per_second
@@ -67,12 +72,12 @@ def _list_facts(run: DryRun) -> dict[str, Any]:
 
 def _print_plan(run: DryRun) -> None:
     """Print the data, the model, the memory and, if it is known, the number of steps."""
-    plan, data, objective, facts = run.plan, run.data, run.objective, _list_facts(run)
+    plan, data, facts = run.plan, run.data, _list_facts(run)
     trained = "" if data.n_trained is None else f"; {data.n_trained:,} are trained"
     note(*data.notes)
     for label, text in data.description.items():
         fact(label, text)
-    about = objective.describe(objective.config)
+    about = run.publisher.describe()
     fact("model", f"{facts['parameters']:,} parameters; {about}{trained}")
     if run.has_steps:
         _print_steps(run, facts)

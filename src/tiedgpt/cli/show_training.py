@@ -19,16 +19,17 @@ from rich.progress import (
 )
 from rich.text import Text
 
-from tiedgpt.cli.console import console, fact, note
+from tiedgpt.cli.console import bar, console, fact, note
+from tiedgpt.cli.run_arguments import RunArguments
 from tiedgpt.cli.source import program
-from tiedgpt.cli.train import RunArguments
 from tiedgpt.core.config import GPTConfig
 from tiedgpt.files import format_count
 from tiedgpt.train import events
-from tiedgpt.train.objective import Objective
-from tiedgpt.train.objectives import find_record
-from tiedgpt.train.planning import Plan, describe_memory
-from tiedgpt.train.storage import RunDirectory
+from tiedgpt.train.plan.memory import describe_memory
+from tiedgpt.train.plan.values import Plan
+from tiedgpt.train.store.directory import RunDirectory
+from tiedgpt.train.tasks.publisher import Publisher
+from tiedgpt.train.tasks.registry import find_record
 
 MEMORIZED_NATS = 0.1
 """A loss on the examples trained on below which they are called memorized: nine of ten tokens."""
@@ -71,7 +72,7 @@ class Display:
         options, plan, data = event.options, event.plan, event.data
         self.say(*data.notes)
         self._unit, self._batch_units = data.unit, plan.batch_size * data.row_units
-        objective, config = event.objective, event.objective.config
+        config = event.config
         data_kind, amount = next(iter(data.description.items()), ("data", data.unit))
         names = ("standard input" if name == "-" else name for name in options.data)
         source = ", ".join(names) or "the documentation inside this Python"
@@ -79,7 +80,7 @@ class Display:
             data_kind: f"{source}: {amount}",
             "tokens": data.description.get("tokens"),
             "model": f"{options.start or plan.size}: "
-            + _count_parameters(config, objective)
+            + _count_parameters(config, event.publisher)
             + ("" if data.n_trained is None else f"; {data.n_trained:,} are trained"),
             "chosen": plan.reason,
             "training": self._describe_training(event),
@@ -136,13 +137,19 @@ class Display:
             self._task = self._progress.add_task("", what="training", total=plan.steps)
             yield
 
-    def show_scoring(self, n_batches: int, total: int) -> None:
+    @contextlib.contextmanager
+    def reading(self) -> Iterator[None]:
+        """Show a bar while text is read."""
+        with bar("reading text", to=self.err) as self._show_reading:
+            yield
+
+    def _show_scoring(self, event: events.Scored) -> None:
         """Show how many batches of the final score are done."""
         if self._scoring is None:
             done = next(t.completed for t in self._progress.tasks if t.id == self._task)
             self._progress.update(self._task, total=done)  # also if the run ended early
-            self._scoring = self._progress.add_task("", what="scoring", total=total)
-        self._progress.update(self._scoring, completed=n_batches + 1)
+            self._scoring = self._progress.add_task("", what="scoring", total=event.total)
+        self._progress.update(self._scoring, completed=event.batches)
 
     def event(self, event: events.Event) -> None:
         """Show something that happened in training."""
@@ -150,6 +157,10 @@ class Display:
         match event:
             case events.Note():
                 self.say(event.text)
+            case events.Encoded():
+                self._show_reading(event.done, event.total)
+            case events.Scored():
+                self._show_scoring(event)
             case events.AlreadyFinished():
                 record = find_record(RunDirectory(event.path).read_record()["options"])
                 verb, use = USES.get(record.pipeline or "", ("", ""))
@@ -220,15 +231,15 @@ class Display:
         if isinstance(ended, events.AlreadyFinished):
             return
         directory, options = self.planned.directory, self.planned.options
-        objective, data = self.planned.objective, self.planned.data
-        out, config = console(), objective.config
+        publisher, data = self.planned.publisher, self.planned.data
+        out, config = console(), self.planned.config
         if self.args.format == "json":
             where = {"run": str(directory.path), "model": str(directory.model), "steps": ended.step}
             counts = {"parameters": config.parameter_count()}
             counts["trained"] = data.n_trained or config.parameter_count()
             print(json.dumps(where | counts | ended.metrics))
             return
-        showcase = objective.show(directory, data, options)
+        showcase = publisher.show(directory.path, directory.model)
         for title, text in showcase.samples:
             out.print(Text(f"--- {title}", "bold"))
             out.print(Text(f"{text}\n"))
@@ -253,8 +264,8 @@ class Display:
         fact("score", score, to=out)
         if showcase.accuracy:
             fact("in words", showcase.accuracy, to=out)
-        fact("model", _count_parameters(config, objective), to=out)
-        loads = ", which transformers loads too" if objective.transformers_class else ""
+        fact("model", _count_parameters(config, publisher), to=out)
+        loads = ", which transformers loads too" if publisher.transformers_class else ""
         fact("saved in", f"{directory.model}{loads}", to=out)
         steps = [f"{program()} {command}" for command in showcase.commands]
         steps += showcase.python.splitlines()
@@ -263,9 +274,9 @@ class Display:
             out.print("\n".join(f"  {step}" for step in steps))
 
 
-def _count_parameters(config: GPTConfig, objective: Objective) -> str:
+def _count_parameters(config: GPTConfig, publisher: Publisher) -> str:
     """Return the parameter count and what predicts."""
-    return f"{config.parameter_count():,} parameters; {objective.describe(config)}"
+    return f"{config.parameter_count():,} parameters; {publisher.describe()}"
 
 
 def _format_scores(metrics: Mapping[str, float], digits: int) -> str:

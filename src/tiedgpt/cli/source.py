@@ -156,7 +156,7 @@ def describe_source(options: EngineOptions, source: str) -> dict[str, Any]:
 
 def newest_run(holding: str, task: Literal["lm"] | None = None) -> Path:
     """Return the run under runs/ with the newest file `holding`, and note its name."""
-    from tiedgpt.train.storage import RUNS, can_generate
+    from tiedgpt.train.store.runs import RUNS, can_generate
 
     runs = [run for run in RUNS.glob("*") if (run / holding).exists()]
     runs = [run for run in runs if task is None or can_generate(run)]

@@ -9,21 +9,17 @@ import shlex
 import signal
 import threading
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from dataclasses import dataclass
 from types import FrameType
-from typing import Any, ClassVar, Literal
 
-from tiedgpt.cli.console import bar, note
+from tiedgpt.cli.console import note
 from tiedgpt.cli.options import parse
+from tiedgpt.cli.run_arguments import PROCESSES, RunArguments
 from tiedgpt.cli.source import has_unread_input, program
-from tiedgpt.errors import EXIT_INTERRUPTED, EXIT_OK, TiedGPTError, UserError
-from tiedgpt.infer.generation_config import MAX_THREADS, require_positive
-from tiedgpt.options import option
-from tiedgpt.train.options import TrackerName, TrainOptions
-
-PROCESSES = "TORCHELASTIC_RUN_ID"
-"""Environment variables that torchrun sets for its processes."""
+from tiedgpt.errors import EXIT_INTERRUPTED, EXIT_OK, TiedGPTError
+from tiedgpt.train.plan.groups import RunOptions
+from tiedgpt.train.plan.options import TrainOptions
 
 ABOUT = """Train a GPT on your text, from scratch or from a trained model (--start).
 
@@ -35,58 +31,8 @@ To resume a stopped run, give the same command again."""
 
 
 @dataclass(frozen=True, kw_only=True)
-class RunArguments:
-    """Options of `train` and `tune` that do not decide the weights."""
-
-    GROUP: ClassVar = "output"
-    out: str | None = option(
-        None,
-        "The run's directory; default: runs/NAME-1, or -2 and so on for other options.",
-        metavar="PATH",
-        short="o",
-    )
-    track: TrackerName | None = option(None, "Also send the metrics to this tracker.")
-    verbose: bool = option(
-        False,
-        "Also show the schedule, the parameter groups and the start's seconds.",
-        short="v",
-    )
-    format: Literal["human", "json"] = option(
-        "human", "json: one object with the result, on stdout.", short="f"
-    )
-    parallel: Literal["ddp", "fsdp"] | None = option(
-        None,
-        "With torchrun: ddp keeps the whole model in each process, fsdp shards it; default: ddp.",
-        "memory and speed",
-    )
-
-    dry_run: bool = option(
-        False, "Only show the plan: memory by part, tokens, epochs, time; nothing is trained."
-    )
-    threads: int | None = option(
-        None,
-        "Number of CPU threads; default: the cores that this process may use, or one thread if "
-        "that is faster on a busy machine.",
-        "memory and speed",
-    )
-
-    def __post_init__(self) -> None:
-        if self.threads is not None:
-            require_positive("threads", self.threads, MAX_THREADS)
-        if self.dry_run and PROCESSES in os.environ:
-            raise UserError(
-                "--dry-run is for one process",
-                hint="docs/guides/scale.md has the arithmetic for several",
-            )
-        if not self.dry_run and (PROCESSES in os.environ or self.parallel is not None):
-            from tiedgpt.train.distributed import require_launch
-
-            require_launch(self.parallel)
-
-
-@dataclass(frozen=True, kw_only=True)
 class Arguments:
-    """Arguments of `tiedgpt train` and `tiedgpt tune`."""
+    """Arguments of `tiedgpt train`."""
 
     options: TrainOptions
     run: RunArguments
@@ -101,7 +47,7 @@ def run(arguments: list[str]) -> int:
     return show_run(args.options, args.run, "train", arguments)
 
 
-def show_run(options: TrainOptions, args: RunArguments, verb: str, arguments: list[str]) -> int:
+def show_run(options: RunOptions, args: RunArguments, verb: str, arguments: list[str]) -> int:
     """Train and show the progress; return the exit code.
 
     The verb and its `arguments` are the command that resumes a stopped run.
@@ -116,8 +62,8 @@ def show_run(options: TrainOptions, args: RunArguments, verb: str, arguments: li
     try:
         from tiedgpt.cli.show_training import Display
         from tiedgpt.train.events import AlreadyFinished, Ended, Planned
-        from tiedgpt.train.metrics import Tracking, open_tracker
         from tiedgpt.train.run import train
+        from tiedgpt.train.store.metrics import Tracking, open_tracker
     finally:
         gc.freeze()  # exclude these objects from later collections
         gc.enable()
@@ -125,22 +71,14 @@ def show_run(options: TrainOptions, args: RunArguments, verb: str, arguments: li
     tracker = open_tracker(args.track) if args.track is not None and is_main() else None
     stop = threading.Event()
     tracking: Tracking | None = None
-
-    def track(line: Mapping[str, Any]) -> None:
-        if tracking is not None:
-            tracking.log(line)
-
     with contextlib.ExitStack() as stack:
-        progress = stack.enter_context(bar("reading text", to=display.err))
+        stack.enter_context(display.reading())
         for event in train(
             options,
             args.out,
             parallel=args.parallel,
             threads=args.threads,
             stop_requested=stop.is_set,
-            track=track,
-            progress=progress,
-            scoring=display.show_scoring,
             began=began,
         ):
             if isinstance(event, Planned):
@@ -153,6 +91,9 @@ def show_run(options: TrainOptions, args: RunArguments, verb: str, arguments: li
                     )
                     stack.enter_context(tracking)
                 stack.enter_context(display.training(event.plan))
+            line = getattr(event, "line", None)
+            if tracking is not None and line:
+                tracking.log(line)
             display.event(event)
     assert isinstance(event, Ended | AlreadyFinished)
     if isinstance(event, Ended) and not event.finished:

@@ -14,7 +14,7 @@ from __future__ import annotations
 import hashlib
 import json
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Generator, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import asdict, astuple, dataclass, field
 from pathlib import Path
@@ -220,13 +220,11 @@ def encode_corpus(
     directory: str | Path,
     *,
     tokens_per_shard: int = TOKENS_PER_SHARD,
-    progress: Callable[[int, int], None] | None = None,
 ) -> EncodedCorpus:
     """Encode both sides of a split into the shards of a new directory.
 
     The tokenizer's `begin_ids` precede every document, and its end-of-text token, if there is one,
-    follows. `progress` is called after each document with the number of encoded characters and
-    their total.
+    follows.
 
     Raises:
         UserError: the directory exists and is not empty, a side has no tokens, or the vocabulary
@@ -234,17 +232,29 @@ def encode_corpus(
         NoRoomError: the disk is full; nothing is left of the attempt.
         CorruptInputError: a document cannot be read (see `documents`).
     """
+    for _ in encode_documents(split, tokenizer, directory, tokens_per_shard=tokens_per_shard):
+        pass
+    return open_encoded(directory)
+
+
+def encode_documents(
+    split: Split,
+    tokenizer: Tokenizer,
+    directory: str | Path,
+    *,
+    tokens_per_shard: int = TOKENS_PER_SHARD,
+) -> Iterator[tuple[int, int]]:
+    """Do what `encode_corpus` does; yield (encoded characters, their total) after each document."""
     directory = Path(directory)
     if directory.exists() and not (directory.is_dir() and not any(directory.iterdir())):
         raise UserError(f"{directory} exists already: remove it or name another directory")
     with replacing(directory) as temporary:
         temporary.mkdir()
-        counts, special_tokens = write_shards(
-            split, tokenizer, temporary, tokens_per_shard=tokens_per_shard, progress=progress
+        counts, special_tokens = yield from write_shards(
+            split, tokenizer, temporary, tokens_per_shard=tokens_per_shard
         )
         files = {path.name: identify(path) for path in temporary.iterdir()}
         write_manifest(temporary, counts, files, note_special_tokens(special_tokens))
-    return open_encoded(directory)
 
 
 def write_shards(
@@ -253,9 +263,8 @@ def write_shards(
     directory: Path,
     *,
     tokens_per_shard: int = TOKENS_PER_SHARD,
-    progress: Callable[[int, int], None] | None = None,
-) -> tuple[dict[Side, Counts], Counter[str]]:
-    """Encode a split into shards in a directory.
+) -> Generator[tuple[int, int], None, tuple[dict[Side, Counts], Counter[str]]]:
+    """Encode a split into shards in a directory; yield the progress as `encode_documents` does.
 
     Returns the sizes of its sides, which may have no tokens, and how often the texts spell each
     special token. The arguments and the errors are those of `encode_corpus`.
@@ -284,8 +293,7 @@ def write_shards(
                 tokens=writer.n_tokens,
             )
             done += len(document.text)
-            if progress is not None:
-                progress(done, split.characters)
+            yield done, split.characters
     return counts, special_tokens
 
 

@@ -19,12 +19,12 @@ import hashlib
 import json
 import os
 import re
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures.process import BrokenProcessPool
 from dataclasses import asdict, dataclass, replace
 from itertools import pairwise
 from pathlib import Path, PurePath
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
 from tiedgpt.data.corpus import PEEK_BYTES, FileCorpus, documents
 from tiedgpt.data.encode import (
@@ -66,6 +66,8 @@ from tiedgpt.signatures import checked
 if TYPE_CHECKING:
     from tiedgpt.text import Tokenizer
 
+T = TypeVar("T")
+R = TypeVar("R")
 TOKENIZER, RECORD = "tokenizer", "part.json"
 OWN_NAMES = re.compile(r"\d{6,}|tokenizer|manifest\.json|prepared\.json|\..*\.tmp-.*")
 """Names of the files and directories in a prepared directory."""
@@ -284,12 +286,44 @@ def prepare_data(
         CorruptInputError: a file is damaged, or changed while it was read.
         NoRoomError: the disk is full, or a process was killed; the same command continues.
     """
-    directory, (index, n_parts) = Path(directory), task
+    show = progress or _ignore
+    steps = prepare_parts(
+        plan, Path(directory), tokenizer, vocab_size, workers=workers, ray=ray, task=task,
+        progress=show,
+    )  # fmt: skip
+    return _exhaust(steps, lambda done: show("encoding", *done))
+
+
+def _exhaust(steps: Generator[T, None, R], show: Callable[[T], None] = lambda _: None) -> R:
+    """Run a generator to its end, and show what it yields; return its value."""
+    while True:
+        try:
+            show(next(steps))
+        except StopIteration as end:
+            value: R = end.value
+            return value
+
+
+def prepare_parts(
+    plan: Plan,
+    directory: Path,
+    tokenizer: Tokenizer | str,
+    vocab_size: int = VOCAB_SIZE,
+    *,
+    workers: int,
+    ray: str | None = None,
+    task: tuple[int, int] = (1, 1),
+    progress: Progress = _ignore,
+) -> Generator[tuple[int, int], None, EncodedCorpus | None]:
+    """Do what `prepare_data` does; yield (encoded bytes, their total) after each part.
+
+    `progress` shows the training of a tokenizer.
+    """
+    index, n_parts = task
     facts = plan.facts(describe_tokenizer(tokenizer, vocab_size))
     _begin(directory, facts)
     if n_parts == 1:
         remove_leftovers(directory)
-    progress = progress or _ignore
     _write_tokenizer(plan, directory, tokenizer, vocab_size, progress)
     files = [identify(path) for path in sorted((directory / TOKENIZER).iterdir())]
     identity = hashlib.sha256(json.dumps([facts, files]).encode()).hexdigest()
@@ -298,10 +332,10 @@ def prepare_data(
     total = sum(plan.parts[number].n_bytes for number in numbers)
     done = total - sum(plan.parts[number].n_bytes for number in missing)
     tasks = [(os.getcwd(), directory, number, plan.parts[number], identity) for number in missing]
-    progress("encoding", done, total)
+    yield done, total
     for number in _run(tasks, workers, ray):
         done += plan.parts[number].n_bytes
-        progress("encoding", done, total)
+        yield done, total
     pins = plan.remarks.pins
     again = {side: [pins.get(name, name) for name in names] for side, names in plan.data.items()}
     if problem := _find_change(plan.sources, _open(again, plan.reading)[1]):
@@ -319,6 +353,11 @@ def describe_tokenizer(tokenizer: Tokenizer | str, vocab_size: int = VOCAB_SIZE)
     if isinstance(tokenizer, str):
         return f"bpe of {vocab_size:,}" if tokenizer == "bpe" else tokenizer
     return f"that with the sha256 {hashlib.sha256(tokenizer.to_json().encode()).hexdigest()[:16]}"
+
+
+def is_prepared(sources: Iterable[str]) -> bool:
+    """Return whether one of the sources is a prepared directory."""
+    return any((Path(source) / PREPARED).is_file() for source in sources)
 
 
 def is_begun(directory: Path, plan: Plan, tokenizer: Tokenizer) -> bool:
@@ -438,7 +477,9 @@ def _encode_part(cwd: str, directory: Path, number: int, piece: InputPart, ident
             temporary.mkdir()
             corpus, split = piece.open()
             tokenizer = _load_tokenizer(directory, identity)
-            counts, corpus.remarks.special_tokens = write_shards(split, tokenizer, temporary)
+            counts, corpus.remarks.special_tokens = _exhaust(
+                write_shards(split, tokenizer, temporary)
+            )
             files = {path.name: identify(path) for path in sorted(temporary.iterdir())}
             record = {"identity": identity, "counts": {s: asdict(counts[s]) for s in SIDES}}
             record |= {"files": files, "remarks": corpus.remarks.to_json()}

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import functools
 import math
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Generator, Iterable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -25,15 +26,14 @@ class Score:
     """Loss of the text in bits per UTF-8 byte; it does not depend on the tokenizer."""
 
 
-@torch.no_grad()
-def totals(
+def running_totals(
     model: nn.Module,
     batches: Iterable[Sequence[np.ndarray]],
     measure: Callable[[tuple[Tensor, ...]], Sequence[float]],
     *,
     autocast: torch.dtype | None,
-) -> list[float]:
-    """Return the sums of the measures of all batches, with the model in evaluation mode.
+) -> Generator[list[float], None, None]:
+    """Yield the sums of the measures after each batch, with the model in evaluation mode.
 
     `measure` receives a batch of tensors on the model's device. The training mode is restored.
     """
@@ -42,9 +42,38 @@ def totals(
     with eval_mode(model):
         for arrays in batches:
             batch = tuple(torch.from_numpy(array).to(device) for array in arrays)
-            with torch.autocast(device.type, autocast, enabled=autocast is not None):
+            is_narrow = autocast is not None
+            with torch.no_grad(), torch.autocast(device.type, autocast, enabled=is_narrow):
                 total = total + np.array(measure(batch), np.float64)
-    return [float(value) for value in total]
+            yield [float(value) for value in total]
+
+
+def totals(
+    model: nn.Module,
+    batches: Iterable[Sequence[np.ndarray]],
+    measure: Callable[[tuple[Tensor, ...]], Sequence[float]],
+    *,
+    autocast: torch.dtype | None,
+) -> list[float]:
+    """Return the last of `running_totals`, the sums over all batches; [0.0] without any."""
+    *_, sums = [0.0], *running_totals(model, batches, measure, autocast=autocast)
+    return sums
+
+
+def measure_text(
+    model: GPT, batch: tuple[Tensor, ...], byte_lengths: np.ndarray
+) -> tuple[float, int, int]:
+    """Return the sum of the losses, the tokens and the bytes of a batch (see `score`)."""
+    ids, targets, *packed = batch
+    counted = targets[targets != IGNORED].cpu().numpy()
+    loss = float(model.loss(ids, targets, document_starts=packed[0] if packed else None))
+    return loss * len(counted), len(counted), int(byte_lengths[counted].sum())
+
+
+def score_text(sums: Sequence[float]) -> Score:
+    """Return the score of the sums of `measure_text`."""
+    nats, tokens, n_bytes = sums
+    return Score(nats / max(tokens, 1), nats / math.log(2) / max(n_bytes, 1))
 
 
 def score(
@@ -59,12 +88,5 @@ def score(
     Batches of packed documents also have `document_starts`, as `GPT.loss` does. `byte_lengths` (V,)
     is the number of UTF-8 bytes of each token.
     """
-
-    def measure(batch: tuple[Tensor, ...]) -> Sequence[float]:
-        ids, targets, *packed = batch
-        counted = targets[targets != IGNORED].cpu().numpy()
-        loss = float(model.loss(ids, targets, document_starts=packed[0] if packed else None))
-        return loss * len(counted), len(counted), int(byte_lengths[counted].sum())
-
-    nats, tokens, n_bytes = totals(model, batches, measure, autocast=autocast)
-    return Score(nats / max(tokens, 1), nats / math.log(2) / max(n_bytes, 1))
+    measure = functools.partial(measure_text, model, byte_lengths=byte_lengths)
+    return score_text(totals(model, batches, measure, autocast=autocast))

@@ -13,12 +13,12 @@ from typing import TYPE_CHECKING, Any
 import tiedgpt
 from tiedgpt.data import Shards
 from tiedgpt.errors import TiedGPTError, UserError
-from tiedgpt.files import format_bytes, read_json
+from tiedgpt.files import OPENING, format_bytes, read_json
 from tiedgpt.inspect.registry import INSPECTIONS, Inspection
 from tiedgpt.plots.panel import smoothed
 from tiedgpt.runtime import to_json_data
-from tiedgpt.train.metrics import read_history
-from tiedgpt.train.storage import OPENING, RunDirectory
+from tiedgpt.train.store.directory import RunDirectory
+from tiedgpt.train.store.metrics import read_history
 
 if TYPE_CHECKING:
     from tiedgpt.core.model import GPT

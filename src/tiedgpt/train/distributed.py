@@ -13,7 +13,7 @@ import contextlib
 import gc
 import os
 import traceback
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Generator, Iterable, Iterator
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from datetime import timedelta
@@ -23,12 +23,14 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.rendezvous import rendezvous
+from typing_extensions import override
 
 from tiedgpt.errors import DivergedError, TiedGPTError, UserError
-from tiedgpt.train.objective import Arrays, Loss, LossModule, Model, Objective, body_of, on_device
+from tiedgpt.train.step.loss import Arrays, Loss, LossModule, Model, body_of, on_device
 
 P = ParamSpec("P")
 T = TypeVar("T")
+E = TypeVar("E")
 Parallel = Literal["ddp", "fsdp"]
 EXCHANGE_TIMEOUT = timedelta(hours=1)
 """Maximum wait for the other processes; rank 0 may prepare data for this long."""
@@ -146,10 +148,29 @@ class Processes:
         """
         if self.size == 1:
             return act(*args, **options)
+
+        def steps() -> Generator[None, None, T]:
+            yield from ()
+            return act(*args, **options)
+
+        exchange = self.steps_on_main(steps)
+        while True:
+            try:
+                next(exchange)
+            except StopIteration as end:
+                result: T = end.value
+                return result
+
+    def steps_on_main(
+        self, act: Callable[P, Generator[E, None, T]], *args: P.args, **options: P.kwargs
+    ) -> Generator[E, None, T]:
+        """Do `on_main` of a generator, whose items rank 0 alone yields."""
+        if self.size == 1:
+            return (yield from act(*args, **options))
         sent: list[Any] = [None, None]
         try:
             if self.is_main:
-                sent[0] = act(*args, **options)
+                sent[0] = yield from act(*args, **options)
         except Exception as error:
             sent[1] = getattr(error, "exit_code", 1)
             raise
@@ -174,25 +195,21 @@ class Processes:
         self.on_main(lambda: results.append(act(*args, **options)))
         return results[0] if self.is_main else act(*args, **options)
 
-    def with_full_model(
-        self, model: Model, objective: Objective, act: Callable[..., T], *arguments: Any
-    ) -> T:
-        """Return `act(model, *arguments)` of rank 0, whose model has all weights."""
-        return self.on_main(act, model, *arguments)
+    def steps_main_first(
+        self, act: Callable[P, Iterator[E]], *args: P.args, **options: P.kwargs
+    ) -> Iterator[E]:
+        """Yield the items of `act` on rank 0; other processes exhaust it after rank 0 has."""
 
-    def state(
-        self, objective: Objective, model: Model, optimizers: Iterable[torch.optim.Optimizer]
-    ) -> tuple[Mapping[str, Tensor], Mapping[str, Tensor]]:
-        """Return the tensors of a checkpoint: weights by name, moments by name/key."""
-        moments = {
-            f"{name}/{key}": value
-            for name, parameter in model.named_parameters()
-            for optimizer in optimizers
-            if parameter in optimizer.state
-            for key, value in sorted(optimizer.state[parameter].items())
-        }
-        saved = objective.state_to_save(model)
-        return {name: tensor.detach() for name, tensor in saved.items()}, moments
+        def do() -> Generator[E, None, None]:
+            yield from act(*args, **options)
+
+        yield from self.steps_on_main(do)
+        if not self.is_main:
+            yield from act(*args, **options)
+
+    def full_model(self, model: Model, build: Callable[[], Model]) -> Model:
+        """Return the model with all weights on rank 0; `build` makes one of its shape."""
+        return model
 
     def barrier(self) -> None:
         """Wait for rank 0, because torchrun ends all processes when one has ended."""
@@ -216,6 +233,7 @@ class Shards(Processes):
         super().__init__(device, parallel=True)
         self.n_shards = self.size
 
+    @override
     def place(self, model: Model) -> Model:
         """Shard the model; a block's matrices are gathered only while it computes."""
         from torch.distributed.device_mesh import init_device_mesh
@@ -229,29 +247,29 @@ class Shards(Processes):
         self._loss_module = fully_shard(objective, mesh=mesh)  # W is gathered for both its uses
         return model
 
+    @override
     def loss_module(self, model: Model) -> nn.Module:
         """Return the `LossModule` that was sharded last."""
         return self._loss_module
 
+    @override
     def gradient_sync(self, part: MicroBatch) -> AbstractContextManager[Any]:
         """Reduce gradients in every micro-batch; unsharded ones would take a model's memory."""
         return nullcontext()
 
-    def with_full_model(
-        self, model: Model, objective: Objective, act: Callable[..., T], *arguments: Any
-    ) -> T:
-        """Return `act(copy, *arguments)` of rank 0 with an unsharded copy of the model."""
+    @override
+    def full_model(self, model: Model, build: Callable[[], Model]) -> Model:
+        """Return an unsharded copy of the model on rank 0."""
         tensors = model.state_dict().items()
         gathered = ((name, full_tensor(tensor.detach())) for name, tensor in tensors)  # one by one
         weights = {name: tensor.cpu() for name, tensor in gathered if self.is_main}
 
-        def act_on_copy() -> T:
-            with torch.device("meta"):
-                copy = objective.build().train(model.training)
-            copy.load_state_dict(weights, assign=True)
-            return act(copy.to(self.device), *arguments)
-
-        return self.on_main(act_on_copy)
+        if not self.is_main:
+            return model
+        with torch.device("meta"):
+            copy = build().train(model.training)
+        copy.load_state_dict(weights, assign=True)
+        return copy.to(self.device)
 
 
 def distribute_like(tensor: Tensor, parameter: Tensor) -> Tensor:

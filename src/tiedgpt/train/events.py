@@ -3,21 +3,26 @@
 from __future__ import annotations
 
 import math
-from dataclasses import asdict, dataclass, field
-from typing import TYPE_CHECKING
+from collections.abc import Generator, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, TypeVar
 
-from tiedgpt.train.dataset import Data
-from tiedgpt.train.objective import Model, Objective, Score
-from tiedgpt.train.optim.groups import Group
-from tiedgpt.train.planning import Plan
+import torch
 
-if TYPE_CHECKING:
-    from pathlib import Path
+from tiedgpt.core.config import GPTConfig
+from tiedgpt.train.plan.groups import RunOptions
+from tiedgpt.train.plan.values import Plan
+from tiedgpt.train.step.loss import Model
+from tiedgpt.train.step.optim.groups import Group
+from tiedgpt.train.store.directory import RunDirectory
+from tiedgpt.train.tasks.publisher import Publisher
+from tiedgpt.train.tasks.rows import Data
+from tiedgpt.train.tasks.task import Score
 
-    import torch
-
-    from tiedgpt.train.options import TrainOptions
-    from tiedgpt.train.storage import RunDirectory
+T = TypeVar("T")
+Line = Mapping[str, Any]
+"""The line that an event adds to metrics.jsonl; {} for none."""
 
 
 @dataclass(frozen=True)
@@ -25,6 +30,15 @@ class Note:
     """A message for the user before the first step."""
 
     text: str
+
+
+@dataclass(frozen=True)
+class Encoded:
+    """Progress of the encoding of texts."""
+
+    done: int
+    """Number of encoded characters, or of bytes of a large text."""
+    total: int
 
 
 @dataclass(frozen=True)
@@ -39,10 +53,12 @@ class Planned:
     """The plan of the run, before the model is built."""
 
     directory: RunDirectory
-    options: TrainOptions
-    objective: Objective
+    options: RunOptions
+    config: GPTConfig
     data: Data
     plan: Plan
+    publisher: Publisher
+    """What shows the trained model."""
     device: torch.device
     n_processes: int
 
@@ -68,15 +84,7 @@ class Stepped:
     units: int
     """Number of tokens or examples trained on so far."""
     units_per_second: float
-    measured: dict[str, float] = field(default_factory=dict)
-    """Results of `machine.Measures`, in the steps that it measures."""
-
-    def metrics(self, unit: str) -> dict[str, float]:
-        """Return the line of metrics.jsonl."""
-        line = asdict(self)
-        units, speed = line.pop("units"), line.pop("units_per_second")
-        measured = line.pop("measured")
-        return line | {unit: units, f"{unit}_per_second": speed} | measured
+    line: Line = field(default_factory=dict, kw_only=True, repr=False)
 
 
 @dataclass(frozen=True)
@@ -86,6 +94,7 @@ class Skipped:
     step: int
     why: str
     skipped_in_all: int
+    line: Line = field(default_factory=dict, kw_only=True, repr=False)
 
 
 @dataclass(frozen=True)
@@ -95,6 +104,7 @@ class Replanned:
     step: int
     plan: Plan
     notes: list[str]
+    line: Line = field(default_factory=dict, kw_only=True, repr=False)
 
 
 @dataclass(frozen=True)
@@ -106,6 +116,15 @@ class Evaluated:
     metrics: dict[str, float]
     """The score in metrics.jsonl."""
     sample: str
+    line: Line = field(default_factory=dict, kw_only=True, repr=False)
+
+
+@dataclass(frozen=True)
+class Scored:
+    """Progress of the final score."""
+
+    batches: int
+    total: int
 
 
 @dataclass(frozen=True)
@@ -123,8 +142,30 @@ class Ended:
     notes: list[str] = field(default_factory=list)
     scored: int | None = None
     """Number of tokens or examples in the final score; None: all held-out data."""
+    line: Line = field(default_factory=dict, kw_only=True, repr=False)
 
 
 Event = (
-    Note | AlreadyFinished | Planned | Started | Stepped | Skipped | Replanned | Evaluated | Ended
+    Note
+    | Encoded
+    | AlreadyFinished
+    | Planned
+    | Started
+    | Stepped
+    | Skipped
+    | Replanned
+    | Evaluated
+    | Scored
+    | Ended
 )
+
+
+def report(steps: Generator[tuple[int, int], None, T]) -> Generator[Encoded, None, T]:
+    """Yield the progress of a generator as events; return its value."""
+    while True:
+        try:
+            progress = next(steps)
+        except StopIteration as end:
+            value: T = end.value
+            return value
+        yield Encoded(*progress)

@@ -11,7 +11,6 @@ import math
 import statistics
 import time
 from collections.abc import Callable
-from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
 
 import torch
@@ -20,22 +19,24 @@ from tiedgpt.core.config import GPTConfig
 from tiedgpt.errors import DivergedError
 from tiedgpt.files import format_count
 from tiedgpt.runtime import count_cores, free_memory
-from tiedgpt.train.dataset import Data
 from tiedgpt.train.distributed import Processes
 from tiedgpt.train.machine import (
     LIBRARY_BYTES,
     choose_dtype,
     cpu_threads,
     measure_load,
-    model_flops,
-    peak_flops,
     used_memory,
 )
-from tiedgpt.train.objective import Model, Objective, body_of, try_objective
-from tiedgpt.train.optim.groups import make_optimizers
-from tiedgpt.train.options import DEFAULT_MINUTES, TrainOptions
-from tiedgpt.train.planning import Machine, Plan
-from tiedgpt.train.step import Accelerate, find_missing, prepare_blocks, train_step
+from tiedgpt.train.plan.options import DEFAULT_MINUTES
+from tiedgpt.train.plan.values import Facts, Machine, Plan
+from tiedgpt.train.step.blocks import find_missing, training_layers
+from tiedgpt.train.step.loss import Model, body_of
+from tiedgpt.train.step.measures import model_flops, peak_flops
+from tiedgpt.train.step.optim.groups import make_optimizers
+from tiedgpt.train.step.step import train_step
+from tiedgpt.train.tasks.preparation import Prepared
+from tiedgpt.train.tasks.rows import Data
+from tiedgpt.train.tasks.task import Task
 
 MEASURE_TIME_SHARE = 0.005
 """Share of --minutes that one measurement of the speed takes, if its steps are not longer."""
@@ -58,33 +59,20 @@ MIN_MEASURED_TOKENS = 64
 
 
 def measure_machine(
-    options: TrainOptions,
-    objective: Objective,
-    data: Data,
-    processes: Processes,
-    *,
-    threads: int | None = None,
-    accelerate: Accelerate = nullcontext,
+    prepared: Prepared, processes: Processes, *, threads: int | None = None
 ) -> tuple[Machine, SpeedMeasurement]:
     """Return the machine as a plan sees it, and the measurement of its speed.
 
-    Measured steps run inside `accelerate(model)`. All processes must call this, and get equal
-    numbers.
+    All processes must call this, and get equal numbers.
     """
-    device = processes.device
+    device, options = processes.device, prepared.task.options
     load = measure_load() if processes.size == 1 and device.type == "cpu" else None
     minutes = options.duration.amount if options.duration.unit == "minutes" else DEFAULT_MINUTES
     seconds = min(MAX_MEASURE_SECONDS, 60 * MEASURE_TIME_SHARE * minutes)
 
-    def measure(config: GPTConfig, plan: Plan) -> float:
-        resized, began = resize(objective, data, config), time.perf_counter()
-        tokens_per_second, speed.measured_part = measure_speed(
-            *resized, plan, processes, seconds, load, accelerate
-        )
-        if plan.compile == "on" and not speed.has_compiled:
-            speed.compile_seconds = processes.broadcast(time.perf_counter() - began)
-            speed.has_compiled = True
-        return tokens_per_second
+    def measure(config: GPTConfig, plan: Plan) -> Measurement:
+        data = prepared.data(config)
+        return measure_speed(prepared.task, config, data, plan, processes, seconds, load)
 
     compares_threads = load is not None and threads is None and torch.get_num_threads() > 1
     speed = SpeedMeasurement(measure, load, compares_threads=compares_threads)
@@ -104,16 +92,26 @@ def measure_machine(
         n_processes=processes.size,
         n_shards=processes.n_shards,
     )
-    if options.objective is not None:
-        processes.on_main(try_objective, objective, data, device)
     return machine, speed
+
+
+@dataclass(frozen=True)
+class Measurement:
+    """The result of training for some seconds."""
+
+    tokens_per_second: float
+    """Tokens (or examples) per second of all processes together."""
+    part: str = ""
+    """The part of a step that was measured; "" for whole steps."""
+    seconds: float = 0.0
+    """Duration of the measurement."""
 
 
 @dataclass
 class SpeedMeasurement:
     """Tokens (or examples) per second of a config and a plan; a kind of step is measured once."""
 
-    measure: Callable[[GPTConfig, Plan], float]
+    measure: Callable[[GPTConfig, Plan], Measurement]
     load: float | None
     """Number of processes that want to run on a busy machine."""
     compares_threads: bool = field(default=False, kw_only=True)
@@ -127,16 +125,19 @@ class SpeedMeasurement:
     notes: list[str] = field(default_factory=list, init=False)
     measured: dict[tuple[object, ...], float] = field(default_factory=dict, init=False)
     measured_part: str = field(default="", init=False)
-    """The part of a step that was measured; "" for whole steps."""
+    """The part of a step that was measured last; "" for whole steps."""
 
     def __call__(self, config: GPTConfig, plan: Plan) -> float:
         """Return the speed of all processes together."""
         key = (config, *(getattr(plan, name) for name in STEP_FIELDS))
         if key not in self.measured:
-            self.measured[key] = self._compare_threads(config, plan)
+            result = self._compare_threads(config, plan)
+            self.measured[key], self.measured_part = result.tokens_per_second, result.part
+            if plan.compile == "on" and not self.has_compiled:
+                self.compile_seconds, self.has_compiled = result.seconds, True
         return self.measured[key]
 
-    def _compare_threads(self, config: GPTConfig, plan: Plan) -> float:
+    def _compare_threads(self, config: GPTConfig, plan: Plan) -> Measurement:
         """Return the speed, on a busy machine with the better number of threads."""
         if not self.compares_threads:
             if self.load is not None and not self.notes:
@@ -147,10 +148,11 @@ class SpeedMeasurement:
             with cpu_threads(self.threads):
                 return self.measure(config, plan)
         self.compares_threads = False
-        speeds = {}
+        results = {}
         for threads in (1, torch.get_num_threads()):
             with cpu_threads(threads):
-                speeds[threads] = self.measure(config, plan)
+                results[threads] = self.measure(config, plan)
+        speeds = {threads: result.tokens_per_second for threads, result in results.items()}
         self.threads = max(speeds, key=lambda threads: speeds[threads])
         (other,) = speeds.keys() - {self.threads}
         self.notes.append(
@@ -158,7 +160,7 @@ class SpeedMeasurement:
             f"which is {speeds[self.threads] / speeds[other]:.1f} times as fast as {other}; "
             "--threads N decides otherwise"
         )
-        return speeds[self.threads]
+        return results[self.threads]
 
     def _describe_load(self) -> str:
         cores = format_count(count_cores(), "core")
@@ -166,26 +168,26 @@ class SpeedMeasurement:
 
 
 def measure_speed(
-    objective: Objective,
+    task: Task,
+    config: GPTConfig,
     data: Data,
     plan: Plan,
     processes: Processes,
     seconds: float,
     load: float | None = None,
-    accelerate: Accelerate = nullcontext,
-) -> tuple[float, str]:
+) -> Measurement:
     """Train a model with fresh weights for some seconds; return the speed of a typical step.
 
     The lower quartile ignores moments in which another program ran. On a busy machine, which has
-    a `load`, these are typical, and the median counts. Also returns the measured part of a step, or
-    "" for a whole one.
+    a `load`, these are typical, and the median counts.
     """
-    model = objective.build().train()
+    start = time.perf_counter()
+    model = task.build(config, data).train()
     sample = take_part(model, data, plan, *_limit_flops(plan, processes, load))
-    model = processes.place(prepare_blocks(model, plan))
+    model = processes.place(model)
     measured = replace(plan, batch_size=sample.rows, micro_batch=min(plan.micro_batch, sample.rows))
     _, optimizers = make_optimizers(
-        objective, model, replace(measured, lr=1e-5), is_sharded=processes.n_shards > 1
+        model, replace(measured, lr=1e-5), is_sharded=processes.n_shards > 1
     )
     batch_of = data.batches(sample.rows, plan.seed)
     spent, steps = list[float](), list[float]()
@@ -202,26 +204,28 @@ def measure_speed(
             torch.cuda.synchronize()
         return time.perf_counter()
 
-    while not spent or not is_enough():
-        began, batch = now(), batch_of(len(spent))
-        if sample.n_tokens < data.row_tokens:
-            batch = tuple(rows[:, : sample.n_tokens] for rows in batch)
-        with contextlib.suppress(DivergedError), accelerate(model):  # a run skips the step, too
-            inside = [] if sample.text else optimizers
-            train_step(model, inside, batch, measured, processes, objective=objective)
-        times = [now() - began]
-        for optimizer in optimizers if sample.text else ():
-            began = now()
-            optimizer.step()
-            times.append((now() - began) * sample.count_updates(optimizer))
-        times = processes.broadcast(times)
-        spent.append(sum(times))
-        steps.append(times[0] * sample.n_passes + sum(times[1:]))
+    with training_layers(model, plan):
+        while not spent or not is_enough():
+            began, batch = now(), batch_of(len(spent))
+            if sample.n_tokens < data.row_tokens:
+                batch = tuple(rows[:, : sample.n_tokens] for rows in batch)
+            with contextlib.suppress(DivergedError):  # a run skips the step, too
+                inside = [] if sample.text else optimizers
+                train_step(model, inside, batch, measured, processes, objective=task)
+            times = [now() - began]
+            for optimizer in optimizers if sample.text else ():
+                began = now()
+                optimizer.step()
+                times.append((now() - began) * sample.count_updates(optimizer))
+            times = processes.broadcast(times)
+            spent.append(sum(times))
+            steps.append(times[0] * sample.n_passes + sum(times[1:]))
     later = steps[1:] or steps
     step = statistics.median(later)
     if load is None and len(later) > 2:
         step = statistics.quantiles(later, n=4)[0]
-    return plan.batch_size * data.row_units / step, sample.text
+    speed = plan.batch_size * data.row_units / step
+    return Measurement(speed, sample.text, processes.broadcast(time.perf_counter() - start))
 
 
 def _limit_flops(plan: Plan, processes: Processes, load: float | None) -> tuple[float, int]:
@@ -262,7 +266,7 @@ class StepPart:
         return 1 + (self.blocks_ratio - 1) * in_blocks / sum(p.numel() for p in parameters)
 
 
-def take_part(model: Model, data: Data, plan: Plan, limit: float, least_rows: int = 0) -> StepPart:
+def take_part(model: Model, data: Facts, plan: Plan, limit: float, least_rows: int = 0) -> StepPart:
     """Remove blocks from a model whose rows take more operations than the limit; return the part.
 
     With `least_rows`, as for several processes or a GPU, rows and blocks stay whole.
@@ -291,12 +295,3 @@ def take_part(model: Model, data: Data, plan: Plan, limit: float, least_rows: in
         blocks_ratio=n_blocks / len(gpt.h),
         text=", ".join(texts),
     )
-
-
-def resize(objective: Objective, data: Data, config: GPTConfig) -> tuple[Objective, Data]:
-    """Return the objective and the data for the model of a config."""
-    if config == objective.config:
-        return objective, data
-    if config.n_positions != objective.config.n_positions:
-        data = data.with_context(config.n_positions)
-    return replace(objective, config=config), data

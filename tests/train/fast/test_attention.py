@@ -7,8 +7,8 @@ import torch.nn.functional as F
 from tests.train.fast.conftest import value_and_gradients
 from tiedgpt import GPT, GPTConfig
 from tiedgpt.train import fast_training
-from tiedgpt.train.fast import attention
-from tiedgpt.train.fast.attention import blocked_attention
+from tiedgpt.train.step.fast import attention
+from tiedgpt.train.step.fast.attention import blocked_attention
 
 
 def drawn(length: int, scale: float = 1.0, width: int = 16) -> list[torch.Tensor]:

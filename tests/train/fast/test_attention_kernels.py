@@ -7,9 +7,9 @@ import torch.nn.functional as F
 from tests.train.fast.conftest import value_and_gradients
 from tiedgpt import GPT, GPTConfig
 from tiedgpt.train import fast_training
-from tiedgpt.train.fast import attention as module
-from tiedgpt.train.fast.attention import attention
 from tiedgpt.train.machine import cpu_threads
+from tiedgpt.train.step.fast import attention as module
+from tiedgpt.train.step.fast.attention import attention
 
 TOLERANCES = {torch.float32: 1e-5, torch.bfloat16: 3e-2}
 

@@ -26,8 +26,8 @@ from tests.core.test_compositions import (
 )
 from tiedgpt.errors import UserError
 from tiedgpt.train import fast_training
-from tiedgpt.train.fast import attention
-from tiedgpt.train.fast.linear import LeanLinear
+from tiedgpt.train.step.fast import attention
+from tiedgpt.train.step.fast.linear import LeanLinear
 
 assert small_chunks, "a fixture"
 EXACT = 1e-9

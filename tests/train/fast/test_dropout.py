@@ -9,9 +9,9 @@ from torch.utils.checkpoint import checkpoint
 
 from tiedgpt import GPT, GPTConfig
 from tiedgpt.train import fast_training
-from tiedgpt.train.fast import dropout as module
-from tiedgpt.train.fast.dropout import HashedDropout, dropout
 from tiedgpt.train.machine import cpu_threads
+from tiedgpt.train.step.fast import dropout as module
+from tiedgpt.train.step.fast.dropout import HashedDropout, dropout
 
 N = 1 << 20
 

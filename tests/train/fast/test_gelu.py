@@ -7,8 +7,8 @@ import torch.nn.functional as F
 from tests.train.fast.conftest import value_and_gradients
 from tiedgpt import GPTConfig
 from tiedgpt.core.layers import MLP
-from tiedgpt.train.fast.gelu import VectorMLP, gelu
 from tiedgpt.train.machine import cpu_threads
+from tiedgpt.train.step.fast.gelu import VectorMLP, gelu
 
 TOLERANCES = {torch.float32: (1e-5, 1e-6), torch.bfloat16: (1e-2, 1e-2)}
 

@@ -5,7 +5,7 @@ import torch
 from torch import nn
 
 from tests.conftest import kept_for_backward
-from tiedgpt.train.fast.linear import LeanLinear
+from tiedgpt.train.step.fast.linear import LeanLinear
 
 
 def plain(lean: LeanLinear) -> nn.Linear:

@@ -13,10 +13,10 @@ from tests.core.test_loss import assert_equals_cross_entropy, loss_inputs
 from tiedgpt import GPT
 from tiedgpt.core import loss as core_loss
 from tiedgpt.train import fast_training
-from tiedgpt.train.fast import loss as fast_loss
-from tiedgpt.train.fast.loss import one_pass_cross_entropy
-from tiedgpt.train.fast.substitute import Substitute
 from tiedgpt.train.machine import cpu_threads
+from tiedgpt.train.step.fast import loss as fast_loss
+from tiedgpt.train.step.fast.loss import one_pass_cross_entropy
+from tiedgpt.train.step.substitute import Substitute
 
 
 @pytest.fixture(autouse=True)

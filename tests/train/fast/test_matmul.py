@@ -4,7 +4,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from tiedgpt.train.fast import matmul
+from tiedgpt.train.step.fast import matmul
 
 
 @pytest.fixture(autouse=True, params=["MKL", "oneDNN"])

@@ -1,4 +1,4 @@
-"""Each file of train/fast can be deleted with its line in `SUBSTITUTES`."""
+"""Each file of train/step/fast can be deleted with its line in `SUBSTITUTES`."""
 
 import re
 import shutil
@@ -33,8 +33,8 @@ assert ended.finished and 1 < ended.score.nats < 4
 @pytest.mark.parametrize("removed", FILES)
 def test_training_works_without_a_file_of_fast(tmp_path, removed):
     copy = shutil.copytree(Path(tiedgpt.__file__).parent, tmp_path / "tiedgpt")
-    (copy / "train" / "fast" / f"{removed}.py").unlink()
-    table = copy / "train" / "fast" / "__init__.py"
+    (copy / "train" / "step" / "fast" / f"{removed}.py").unlink()
+    table = copy / "train" / "step" / "fast" / "__init__.py"
     table.write_text(re.sub(rf"^.*\b{FILES[removed]}\b.*\n", "", table.read_text(), flags=re.M))
     subprocess.run([sys.executable, "-c", TRAIN], cwd=tmp_path, check=True, timeout=200)
 
@@ -42,8 +42,8 @@ def test_training_works_without_a_file_of_fast(tmp_path, removed):
 @pytest.mark.slow
 def test_training_works_without_the_folder(tmp_path):
     copy = shutil.copytree(Path(tiedgpt.__file__).parent, tmp_path / "tiedgpt")
-    shutil.rmtree(copy / "train" / "fast")
-    run = copy / "train" / "run.py"
-    text = re.sub(r"^from tiedgpt.train.fast import .*\n", "", run.read_text(), flags=re.M)
-    run.write_text(text.replace("fast_training", "contextlib.nullcontext"))
+    shutil.rmtree(copy / "train" / "step" / "fast")
+    run = copy / "train" / "step" / "blocks.py"
+    text = re.sub(r"^from tiedgpt.train.step.fast import .*\n", "", run.read_text(), flags=re.M)
+    run.write_text(text.replace("SUBSTITUTES | ", ""))
     subprocess.run([sys.executable, "-c", TRAIN], cwd=tmp_path, check=True, timeout=200)
