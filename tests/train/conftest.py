@@ -22,8 +22,8 @@ from tiedgpt.train import Trainer
 from tiedgpt.train.distributed import Processes
 from tiedgpt.train.dry_run import make_plan
 from tiedgpt.train.events import Event, Skipped, Stepped
-from tiedgpt.train.loop import Clock
 from tiedgpt.train.plan.options import TrainOptions
+from tiedgpt.train.plan.time import Clock
 from tiedgpt.train.plan.values import Plan
 from tiedgpt.train.step.loss import OWN_LOSS, Loss
 from tiedgpt.train.step.step import train_step

@@ -295,7 +295,7 @@ def prepare_data(
 
 
 def _exhaust(steps: Generator[T, None, R], show: Callable[[T], None] = lambda _: None) -> R:
-    """Run a generator to its end, and show what it yields; return its value."""
+    """Show the items of a generator; return its value."""
     while True:
         try:
             show(next(steps))

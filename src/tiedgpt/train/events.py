@@ -58,7 +58,7 @@ class Planned:
     data: Data
     plan: Plan
     publisher: Publisher
-    """What shows the trained model."""
+    """The publisher of the trained model."""
     device: torch.device
     n_processes: int
 

@@ -8,10 +8,9 @@ trainer knows a `Task` and its `Data`, but no text, labels or heads.
 from __future__ import annotations
 
 import math
-import time
 from collections.abc import Callable, Generator, Iterator, Mapping
 from contextlib import closing
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from functools import partial
 from typing import Any
 
@@ -35,7 +34,7 @@ from tiedgpt.train.events import (
 )
 from tiedgpt.train.plan.draft import require_rows
 from tiedgpt.train.plan.memory import halve_micro_batch
-from tiedgpt.train.plan.time import PaceChecks, replan
+from tiedgpt.train.plan.time import Clock, PaceChecks, compare_steps, replan
 from tiedgpt.train.plan.values import Plan
 from tiedgpt.train.step.blocks import compile_now, training_layers
 from tiedgpt.train.step.loss import Arrays, Model
@@ -57,15 +56,6 @@ from tiedgpt.train.store.metrics import PART_PREFIX
 from tiedgpt.train.store.run import Run
 from tiedgpt.train.tasks.rows import Data
 from tiedgpt.train.tasks.task import Score, Task
-
-
-@dataclass(frozen=True)
-class Clock:
-    """The time of a run, in seconds."""
-
-    now: Callable[[], float] = time.perf_counter
-    deadline: float | None = None
-    """When a plan with minutes ends; None: its minutes after the first step begins."""
 
 
 class Trainer:
@@ -219,9 +209,8 @@ class Trainer:
             while True:
                 yield from self._next_step()
                 self.state.require_sound(self.step)
-                if self._is_done() or self._needs_pause():
-                    return
-                if self.processes.any(self.stop_requested()):
+                stops = self.processes.any(self.stop_requested())
+                if stops or self._is_done() or self._needs_pause():
                     return
 
     def _needs_pause(self) -> bool:
@@ -367,11 +356,7 @@ class Trainer:
                 "the validation loss no longer improved"
             )
         elif self.step != self.planned_steps:
-            pace = "slower" if self.step < self.planned_steps else "faster"
-            self.notes.append(
-                f"steps were {pace} than measured before: {self.step:,} fit into the time instead "
-                f"of {self.planned_steps:,}"
-            )
+            self.notes.append(compare_steps(self.step, self.planned_steps))
         if self.plan.keep == "last" and nats > WORSE_RATIO * best_loss:
             self.notes.append(
                 f"validation was better after step {best:,} ({best_loss:.4f}) than after the last "
@@ -454,16 +439,12 @@ class Trainer:
 
     def _diagnose(self, error: DivergedError) -> DivergedError:
         """Add the step, the last losses and a remedy to the error."""
-        run, before = self.directory, max(0, self.step - 1)
+        before = max(0, self.step - 1)
         batch, lr = self.batch_of(before), self.plan.rate(before)
         where = self._on_full_model(find_not_finite, self.task, batch, self.plan)
         saved = "nothing was saved yet"
         if self.saved_at:
-            saved = f"the state after step {self.saved_at} is kept in {run.checkpoints}"
-        remedy = "train again with a lower --lr in another --out"
-        if self.state.first_loss is None:  # the weights are those of the beginning
-            remedy = "check the data, the weights of --start and the loss of --objective"
-        return DivergedError(
-            f"{error} at step {self.step}{where}; learning rate {lr:.3g}, {self.state}; {saved}",
-            hint=remedy,
-        )
+            directory = self.directory.checkpoints
+            saved = f"the state after step {self.saved_at} is kept in {directory}"
+        problem = f"{error} at step {self.step}{where}; learning rate {lr:.3g}"
+        return self.state.explain(f"{problem}, {self.state}; {saved}")

@@ -1,4 +1,4 @@
-"""Train a model: from options to the published directory.
+"""Train a model from options to the published directory.
 
     from tiedgpt.train import TrainOptions, train
 
@@ -26,12 +26,12 @@ from tiedgpt.runtime import find_device
 from tiedgpt.signatures import checked
 from tiedgpt.train.distributed import Parallel, Processes, join_processes
 from tiedgpt.train.events import AlreadyFinished, Event, Note, Planned, report
-from tiedgpt.train.loop import Clock, Trainer
+from tiedgpt.train.loop import Trainer
 from tiedgpt.train.machine import cpu_threads
 from tiedgpt.train.plan.groups import RunOptions
 from tiedgpt.train.plan.options import TrainOptions
 from tiedgpt.train.plan.plan import SHORT_RUN_STEPS, find_warnings, plan_run
-from tiedgpt.train.plan.time import seconds_left
+from tiedgpt.train.plan.time import Clock, seconds_left
 from tiedgpt.train.plan.values import Plan
 from tiedgpt.train.speed import measure_machine
 from tiedgpt.train.store.directory import make_record

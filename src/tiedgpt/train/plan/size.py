@@ -1,4 +1,4 @@
-"""The size of a fresh model, with its context, batch, dropout and vocabulary.
+"""The choice of a fresh model's size, context, batch, dropout and vocabulary.
 
 `--size auto` chooses the size with the lowest expected validation loss, in bits per byte and up to
 a constant (Hoffmann et al. 2022, arXiv 2203.15556, section 3.3):

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import math
-from dataclasses import replace
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, replace
 from typing import Any
 
 from tiedgpt.train.plan.groups import EVALUATIONS_PER_RUN, RunOptions
@@ -139,6 +141,22 @@ def prolong(plan: Plan, options: RunOptions, step: int, times: float) -> Plan:
         **pause_intervals(steps, options.eval_every),
         since=step,
     )
+
+
+def compare_steps(steps: int, planned: int) -> str:
+    """Return a note that the time had room for another number of steps than planned."""
+    pace = "slower" if steps < planned else "faster"
+    fitting = f"{steps:,} fit into the time instead of {planned:,}"
+    return f"steps were {pace} than measured before: {fitting}"
+
+
+@dataclass(frozen=True)
+class Clock:
+    """The time of a run, in seconds."""
+
+    now: Callable[[], float] = time.perf_counter
+    deadline: float | None = None
+    """When a plan with minutes ends; None: its minutes after the first step begins."""
 
 
 class PaceChecks:

@@ -104,7 +104,7 @@ def _compute(
     past: KVCache | None,
     mask: Tensor | None,
 ) -> Tensor:
-    """Return a block's output (B, T, D) by `run`, or the plain block's where nothing is trained."""
+    """Return a block's output (B, T, D), computed by `run` if gradients are recorded."""
     if past is not None or not torch.is_grad_enabled():
         return Block.forward(block, x, layer, past, mask)
     if not is_recomputed:

@@ -100,6 +100,13 @@ class RunState:
                     f"was {self.first_loss:.3f}"
                 )
 
+    def explain(self, problem: str) -> DivergedError:
+        """Return the error of a run that ends with a problem, with a remedy."""
+        remedy = "train again with a lower --lr in another --out"
+        if self.first_loss is None:  # the weights are those of the beginning
+            remedy = "check the data, the weights of --start and the loss of --objective"
+        return DivergedError(problem, hint=remedy)
+
     def __str__(self) -> str:
         if not self.norms:
             return "no step was done before"

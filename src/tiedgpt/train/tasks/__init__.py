@@ -1,1 +1,1 @@
-"""What a run learns: the task, its data from files to rows, and how its model is published."""
+"""Tasks: their data from files to rows, their loss and score, and their published models."""

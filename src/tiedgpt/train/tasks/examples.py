@@ -45,7 +45,7 @@ class Example:
 
     @functools.cached_property
     def digest(self) -> bytes:
-        """SHA-256 of the texts and of what is to be learned about them."""
+        """SHA-256 of the texts and of their answer."""
         named: dict[str, object] = {
             "texts": self.texts,
             "answer": self.answer,

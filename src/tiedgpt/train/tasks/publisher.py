@@ -1,4 +1,4 @@
-"""How a trained model is described, written and shown."""
+"""Descriptions, files and samples of a trained model."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ class Showcase:
 
 
 class Publisher:
-    """The model of a task in the run's directory: what it is, its files, and its use."""
+    """The description, the files and the use of a task's trained model."""
 
     def __init__(self, config: GPTConfig, tokenizer: Tokenizer | None, task: str) -> None:
         self.config, self.tokenizer, self.task = config, tokenizer, task

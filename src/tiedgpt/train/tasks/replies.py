@@ -56,7 +56,7 @@ FEW = 100
 
 
 class ReplySources(Sources, Rows):
-    """The examples of the options, encoded as they are read; a part is held out, by content.
+    """The examples of the options, encoded as they are read. A part is held out, by content.
 
     Raises `UserError` or `CorruptInputError`, with file and line, for an invalid example, and if no
     example is left to train or to validate on.
@@ -150,13 +150,13 @@ class ReplySources(Sources, Rows):
             sizes = {"batch_size": batch_size, "n_positions": self.context}
             return PackedBatches(side, **sizes, seed=seed, packing=self.packing)
 
-        held = pack(self.held_out)
+        validation = pack(self.held_out)
 
         def held_out(batch_size: int, n_batches: int | None) -> Iterable[Arrays]:
-            rows = held.n_rows()
+            rows = validation.n_rows()
             rows = rows if n_batches is None else min(rows, n_batches * batch_size)
             for at in range(0, rows, batch_size):
-                yield held.rows(at, min(batch_size, rows - at))
+                yield validation.rows(at, min(batch_size, rows - at))
 
         sides = {"train_examples": self.train, "val_examples": self.held_out}
         counts = {
@@ -178,7 +178,7 @@ class ReplySources(Sources, Rows):
             row_units=self.context,
             row_tokens=self.context,
             epoch_rows=pack(self.train).n_rows(),
-            held_out_rows=float(held.n_rows()),
+            held_out_rows=float(validation.n_rows()),
             n_examples=len(self.train),
             n_held_out=n_held_out,
             counts=counts,

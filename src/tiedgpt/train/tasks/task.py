@@ -1,4 +1,4 @@
-"""A task: what a run learns, from the data to the loss and the score.
+"""Tasks: data, model, loss and score of a run.
 
     class Mine(Task):
         def read(self): return MySources(self.options.data)
@@ -102,7 +102,7 @@ class Pretrained:
 
 
 class Task(Loss, ABC):
-    """What a run learns, for its options.
+    """The data, the model, the loss and the score of a run, by its options.
 
     `loss` and `n_targets` (see `Loss`) may be overridden, too. A task has no state of a run: what
     depends on the data comes with the `Data`.

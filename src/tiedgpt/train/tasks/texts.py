@@ -221,13 +221,13 @@ class TextRows(Rows):
             at_most = None if n_batches is None else n_batches * batch_size
             return in_order(validation, batch_size=batch_size, n_positions=context, at_most=at_most)
 
-        held = self.encoded.val
-        held_documents = f"{format_count(held.documents, 'document')}, "
+        counts_val = self.encoded.val
+        held_documents = f"{format_count(counts_val.documents, 'document')}, "
         description = {
             "text": f"{format_count(counts.documents, 'document')}, "
             f"{format_bytes(counts.utf8_bytes)}, {format_count(counts.tokens, 'token')}; "
             f"to validate on: {held_documents if counts.documents > 1 else ''}"
-            f"{format_count(held.tokens, 'token')}",
+            f"{format_count(counts_val.tokens, 'token')}",
             "tokens": f"{self.tokenizer.kind} vocabulary of {len(self.tokenizer):,}, "
             f"{counts.utf8_bytes / max(1, len(train)):.2f} bytes a token",
         }
@@ -236,7 +236,7 @@ class TextRows(Rows):
             batches=batches,
             held_out=held_out,
             tokenizer=self.tokenizer,
-            counts={"train_text": asdict(counts), "val_text": asdict(held)},
+            counts={"train_text": asdict(counts), "val_text": asdict(counts_val)},
             description=description,
             notes=self.notes,
             validation=validation,
