@@ -3,15 +3,14 @@
 A package names its exports once, as imports in its `__init__.pyi`, and imports them at first use by
 `__getattr__, __dir__ = lazy_names(__name__)`.
 
-`OTHER_NAMES` maps names of transformers, nanoGPT, peft and vLLM to the names here; the error for
-such a name ends with the name to use. The errors stay `AttributeError` and `TypeError`, so
-`hasattr`, `copy` and `pickle` work as usual.
+`OTHER_NAMES` maps names of transformers, nanoGPT, peft, vLLM and llama.cpp to the names here; the
+error for such a name ends with the name to use. The errors stay `AttributeError` and `TypeError`,
+so `hasattr`, `copy` and `pickle` work as usual.
 """
 
 from __future__ import annotations
 
 import functools
-import warnings
 from collections.abc import Callable
 from importlib import import_module
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -19,6 +18,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 Called = TypeVar("Called", bound=Callable[..., Any])
 
 _FROM_PRETRAINED = "use GPT.from_pretrained(source) and Tokenizer.from_pretrained(source)"
+_NO_DRAFTS = "generate without drafts: the packed engine is fast by itself"
 _PEFT_SAVES = "use tiedgpt.tune.save_adapter(model, directory)"
 
 OTHER_NAMES: dict[str, dict[str, str]] = {
@@ -115,12 +115,30 @@ OTHER_NAMES: dict[str, dict[str, str]] = {
         "max_grad_norm": "grad_clip", "eval_steps": "eval_every", "eval_interval": "eval_every",
         "optim": "optimizer", "precision": "dtype", "early_stopping_patience": "patience",
     },
+    "GenerationConfig": {
+        "max_length": "max_new_tokens", "max_tokens": "max_new_tokens", "do_sample": "temperature",
+        "max_completion_tokens": "max_new_tokens", "max_output_tokens": "max_new_tokens",
+        "max_num_seqs": "slots", "num_return_sequences": "n", "n_threads": "threads",
+        "n_predict": "max_new_tokens", "min_tokens": "min_new_tokens",
+        "stop_token_ids": "stop_ids", "include_stop_str_in_output": "include_stop",
+        "repeat_penalty": "repetition_penalty", "n_probs": "top_logprobs",
+        "eos_token_id": "stop_ids", "stop_strings": "stop", "until": "stop",
+        "guided_regex": "regex", "guided_json": "json_schema", "guided_grammar": "grammar",
+    },
     "lora": {
         "lora_alpha": "alpha", "r": "rank", "lora_rank": "rank", "target_modules": "targets",
         "modules": "targets",
     },
 }  # fmt: skip
 """Maps a package, class or function to a table from another library's name to the answer."""
+NOT_HERE = {
+    **dict.fromkeys(("assistant_model", "draft_model", "prompt_lookup_num_tokens"), _NO_DRAFTS),
+    **dict.fromkeys(("bad_words", "bad_words_ids"), "use logit_bias for single ids, or processors"),
+    "best_of": "use n with a seed, and choose among the completions by their log-probabilities",
+    "logprob_token_ids": "use `tiedgpt inspect positions`, or Engine.score",
+    "typical_p": "use top_p or min_p",
+}
+"""Other libraries' options of generation that have no counterpart, with what to use instead."""
 
 
 ALIASES = {"TuneOptions": "TrainOptions"}
@@ -148,7 +166,8 @@ def lazy_names(package: str) -> tuple[Callable[[str], Any], Callable[[], list[st
         if name == "__all__":
             return sorted(homes())
         if name not in homes():
-            raise AttributeError(_problem(f"module {package!r}", name, package))
+            problem = f"module {package!r} has no attribute {name!r}"
+            raise AttributeError(problem + _hint(name, package))
         if homes()[name] == package:  # a package inside this one
             return import_module(f"{package}.{name}")
         return getattr(import_module(homes()[name]), name)
@@ -156,31 +175,24 @@ def lazy_names(package: str) -> tuple[Callable[[str], Any], Callable[[], list[st
     return get, lambda: sorted(homes())
 
 
-def _problem(owner: str, name: str, *tables: str) -> str:
-    """Return the message for a missing attribute, with its name here if a table knows it."""
-    answers = [OTHER_NAMES[table][name] for table in tables if name in OTHER_NAMES.get(table, {})]
-    return f"{owner} has no attribute {name!r}" + "".join(f": {answer}" for answer in answers[:1])
+def _hint(name: str, *tables: str) -> str:
+    """Return ": " and the name here of another library's attribute; "" for one in no table."""
+    answers = (OTHER_NAMES[table][name] for table in tables if name in OTHER_NAMES.get(table, {}))
+    return next((f": {answer}" for answer in answers), "")
 
 
 class ExplainsNames:
-    """A class that answers a missing attribute by `OTHER_NAMES`.
-
-    Python calls `__getattr__` after the usual lookup has failed. This includes every access to a
-    submodule of an nn.Module, so submodules are looked up first.
-    """
+    """A class whose error for a missing attribute ends with the name here, by `OTHER_NAMES`."""
 
     if not TYPE_CHECKING:  # type checkers report missing attributes themselves
 
         def __getattr__(self, name: str) -> Any:
-            modules = self.__dict__.get("_modules", ())
-            if name in modules:
-                return modules[name]
             try:
                 return super().__getattr__(name)
             except AttributeError:
-                classes = [base.__name__ for base in type(self).__mro__]
-                owner = f"{classes[0]!r} object"
-                raise AttributeError(_problem(owner, name, *classes)) from None
+                names = [base.__name__ for base in type(self).__mro__]
+                problem = f"{names[0]!r} object has no attribute {name!r}"
+                raise AttributeError(problem + _hint(name, *names)) from None
 
 
 def explains_arguments(called: Called) -> Called:
@@ -198,19 +210,3 @@ def explains_arguments(called: Called) -> Called:
         called.__init__ = explained  # type: ignore[misc]
         return called
     return explained  # type: ignore[return-value]
-
-
-def accepts_old_name(old: str, new: str) -> Callable[[Called], Called]:
-    """Return a decorator for functions with a renamed option; the old name warns."""
-
-    def decorate(function: Called) -> Called:
-        @functools.wraps(function)
-        def renaming(*arguments: Any, **options: Any) -> Any:
-            if old in options:
-                warnings.warn(f"{old}= is now {new}=", DeprecationWarning, stacklevel=2)
-                options[new] = options.pop(old)
-            return function(*arguments, **options)
-
-        return renaming  # type: ignore[return-value]
-
-    return decorate

@@ -90,29 +90,6 @@ def flag(field: Field[Any]) -> str:
     return f"--{no}{field.metadata.get('long') or field.name.replace('_', '-')}"
 
 
-REMOVED_TRAIN_OPTIONS = {
-    "grad_clip": "use TrainOptions(grad_clip=) in Python",
-    "fork": "use --start RUN, which begins from the weights of a run",
-    "untie_at": "see examples/own_loop.py for an untied head in a training of one's own",
-    "devices": "docs/guides/scale.md has the arithmetic for a cluster",
-    "timeout": "torchrun restarts a job whose process hangs or dies",
-}
-"""Options of `train` and `tune` that the fourth edition removed, with what to use instead."""
-REMOVED_OPTIONS = {
-    "early_stopping": "use early_stopping= of GenerationConfig in Python",
-    "length_penalty": "use length_penalty= of GenerationConfig in Python",
-    "best_of": "use n with a seed, and choose among the completions by their log-probabilities",
-    "typical_p": "use top_p or min_p",
-    "bad_words": "use logit_bias for single ids, or a logits processor (processors=)",
-    "speculate": "generate without it: the packed engine needs no drafts",
-    "draft_tokens": "generate without it: the packed engine needs no drafts",
-    "logprob_token_ids": "use `tiedgpt inspect positions`, or Engine.score",
-}
-"""Options of generation that the fourth edition removed, with what to use instead."""
 _OWN_HEAD = "use an encoder with transformers; examples/own_task.py shows a head of one's own"
-REMOVED_VALUES = {
-    ("task", "tag"): _OWN_HEAD,
-    ("task", "answer"): _OWN_HEAD,
-    ("to", "llmc"): "llm.c's own train_gpt2.py writes its files from transformers' models",
-}
-"""Values of options that the fourth edition removed, with what to use instead."""
+REMOVED_VALUES = {("task", "tag"): _OWN_HEAD, ("task", "answer"): _OWN_HEAD}
+"""Tasks of other libraries, with what to use instead."""

@@ -598,10 +598,3 @@ def test_mismatched_ids_targets_and_document_starts_are_refused(
 ):
     with pytest.raises(UserError, match=says):
         model.loss(ids, targets, document_starts=document_starts)
-
-
-def test_first_is_a_deprecated_name_of_document_starts(model):
-    ids, targets, document_starts = packed([5, 4, 7], 9)
-    with pytest.warns(DeprecationWarning, match="document_starts="):
-        loss = model.loss(ids, targets, first=document_starts)
-    assert loss == model.loss(ids, targets, document_starts=document_starts)

@@ -15,7 +15,7 @@ from tiedgpt.cli.main import EXIT_CODES, VERBS
 from tiedgpt.cli.options import option_fields
 from tiedgpt.errors import TiedGPTError
 from tiedgpt.inspect.registry import INSPECTIONS
-from tiedgpt.options import REMOVED_OPTIONS, REMOVED_TRAIN_OPTIONS, flag
+from tiedgpt.options import flag
 
 ALL = sorted({*PAGES, *ROOT.glob("*.md"), *(ROOT / "examples").glob("*.md")})
 LINK = re.compile(r"\]\(([^)\s]+)\)|(?:src|srcset)=\"([^\"]+)\"")
@@ -130,14 +130,12 @@ def test_names_and_options_in_the_text_exist():
     verbs += [(arguments_of(inspection), "inspect") for inspection in INSPECTIONS.values()]
     verbs += [(part, "data") for part in data.PARTS.values()]
     options = {flag(field) for verb in verbs for field in option_fields(*verb)}
-    removed = {f"--{name.replace('_', '-')}" for name in REMOVED_OPTIONS | REMOVED_TRAIN_OPTIONS}
     for page in ALL:
         text = page.read_text().replace("\\\n", " ")  # commands of several lines
         names = set(re.findall(r"(?<![/\w.-])tiedgpt(?:\.[A-Za-z_]\w*)+", text))
         assert not [name for name in names if not found(name)], page
         if page.name not in ("coming-from.md", "command-line.md", "python.md"):
-            known = options | removed if page.name == "CHANGELOG.md" else options
-            assert find_options(text) <= known, page
+            assert find_options(text) <= options, page
 
 
 def test_options_of_another_program_are_known_in_its_commands_alone():

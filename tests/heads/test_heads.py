@@ -138,10 +138,3 @@ def test_a_fresh_head_is_small_and_has_the_bodys_dtype(tiny):
     assert float(model.score.weight.detach().float().std()) == pytest.approx(0.02, rel=0.05)
     assert model.score.bias is None
     assert not MultipleChoice(tiny).multiple_choice_head.summary.bias.any()
-
-
-def test_the_former_name_of_a_heads_tensors_is_accepted():
-    names = ("score.weight", "score.bias")
-    with pytest.deprecated_call(match="head_tensors"):
-        former = type("Former", (SequenceClassifier,), {"own": names})
-    assert former.head_tensors == names

@@ -11,7 +11,6 @@ import transformers
 from tests.infer.bad_values import BAD_PAIRS, BAD_VALUES
 from tiedgpt.errors import UserError
 from tiedgpt.infer import Engine, GenerationConfig
-from tiedgpt.options import REMOVED_OPTIONS
 
 
 def test_a_stop_id_ends_the_text_like_the_end_of_text(engine):
@@ -215,10 +214,10 @@ def test_numbers_may_come_from_numpy_and_torch():
         ("temprature", "did you mean temperature"),
         ("max_num_seqs", "did you mean slots.*option of Engine"),
         ("qqq", "known are max_new"),
-        *(
-            (name, REMOVED_OPTIONS[name].partition("(")[0])
-            for name in ("best_of", "typical_p", "bad_words", "speculate", "draft_tokens")
-        ),
+        ("best_of", "use n with a seed"),
+        ("typical_p", "use top_p or min_p"),
+        ("bad_words_ids", "use logit_bias"),
+        ("assistant_model", "without drafts"),
     ],
 )
 def test_an_unknown_option_names_the_nearest_one(engine, name, remedy):

@@ -189,8 +189,7 @@ def test_pieces_show_parts_of_characters_and_ids_without_a_token(tokenizer):
 
 
 def test_json_is_columns_without_nan_and_with_all_digits(model, tokenizer):
-    with pytest.warns(DeprecationWarning, match="poke= is now replace_at="):
-        found = positions(model, tokenizer, TEXT, poke=2)
+    found = positions(model, tokenizer, TEXT, replace_at=2)
     plain = json.loads(found.to_json(), parse_constant=pytest.fail)
     assert plain["logprob"][-1] is None and plain["replaced"] == list(found.replaced)
     assert np.array_equal(np.array(plain["top_logprob"], np.float32), found.top_logprob)

@@ -55,9 +55,6 @@ def test_a_replaced_token_is_reported_and_ids_need_no_tokenizer(capfd):
     assert main(["inspect", "positions", "model", "--text", TEXT, "--replace-at", "3"]) == 0
     out = capfd.readouterr().out
     assert "logits moved by" in out and "stayed the same, bit for bit" in out
-    assert main(["inspect", "positions", "model", "--text", TEXT, "--poke=3"]) == 0
-    former = capfd.readouterr()
-    assert former.out == out and "--poke is now --replace-at" in former.err
     assert main(["inspect", "lens", "model", "--ids", "3", "4", "--after-attention"]) == 0
     assert "h.1.attn" in capfd.readouterr().out
 

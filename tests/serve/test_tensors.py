@@ -48,7 +48,7 @@ def test_inspections_of_many_texts_are_not_served(client):
 
 @pytest.mark.parametrize(
     "body", [{}, {"text": "a", "ids": [1]}, {"text": "a " * 60}, {"ids": [9999]}, {"ids": ["a"]},
-             {"text": "a", "top": 0}, {"text": "a", "poke": 99},
+             {"text": "a", "top": 0}, {"text": "a", "replace_at": 99},
              {"text": "a", "replace_at": 99}, {"text": "a", "what": 1}],
 )  # fmt: skip
 def test_bad_inspections_are_refused(client, body):

@@ -12,7 +12,7 @@ from pathlib import Path
 from textwrap import fill
 from typing import Any, Literal
 
-from tiedgpt.cli.console import bar, fact, note, waiting
+from tiedgpt.cli.console import bar, fact, waiting
 from tiedgpt.cli.options import HELP_WIDTH, UsageError, parse
 from tiedgpt.cli.source import (
     DeviceOption,
@@ -83,9 +83,6 @@ def run(arguments: list[str]) -> None:
     if name in INSPECTIONS:
         _inspect(INSPECTIONS[name], arguments[1:])
         return
-    if any(one.split("=")[0] == "--html" for one in arguments):
-        hint = "write tiedgpt export MODEL page.html"
-        raise UsageError("`tiedgpt inspect --html` is now a verb of its own", hint)
     args = parse(Arguments, "inspect", arguments[:1], about())
     names = ", ".join(setting.verb for setting in INSPECTIONS.values())
     raise UsageError(
@@ -97,7 +94,6 @@ def run(arguments: list[str]) -> None:
 def _inspect(inspection: Inspection, arguments: list[str]) -> None:
     """Print an inspection's table or JSON, and draw its figure."""
     verb, sentence = f"inspect {inspection.verb}", f"Show {inspection.about}."
-    arguments = [_current_name(inspection, one) for one in arguments]
     args = parse(arguments_of(inspection), verb, arguments, sentence)
     options = _options(inspection, args)
     of_table = {n: options.pop(n) for n in [*options] if inspection.options[n].is_of_table}
@@ -122,16 +118,6 @@ def _inspect(inspection: Inspection, arguments: list[str]) -> None:
     print(result.table(**of_table))
     if args.plot is not None:
         fact("written", str(args.plot))
-
-
-def _current_name(inspection: Inspection, argument: str) -> str:
-    """Return an argument with the current name of its option; note a former name."""
-    for name, setting in inspection.options.items():
-        former, current = (f"--{n}".replace("_", "-") for n in (setting.former_name, name))
-        if argument.split("=")[0] == former:
-            note(f"{former} is now {current}; the former name will be removed")
-            return argument.replace(former, current, 1)
-    return argument
 
 
 def arguments_of(inspection: Inspection) -> type[Any]:

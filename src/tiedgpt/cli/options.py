@@ -19,16 +19,8 @@ from pathlib import Path
 from typing import Any, NoReturn, TypeVar, get_args, get_origin, get_type_hints
 
 from tiedgpt.errors import EXIT_USAGE, TiedGPTError
-from tiedgpt.names import OTHER_NAMES
-from tiedgpt.options import (
-    REMOVED_OPTIONS,
-    REMOVED_TRAIN_OPTIONS,
-    REMOVED_VALUES,
-    flag,
-    is_argument,
-    is_option_of,
-    option_of_verb,
-)
+from tiedgpt.names import NOT_HERE, OTHER_NAMES
+from tiedgpt.options import flag, is_argument, is_option_of, option_of_verb
 
 Options = TypeVar("Options")
 PLACEHOLDERS = {int: "N", float: "X", str: "TEXT", Path: "FILE"}
@@ -176,7 +168,7 @@ def _make_keywords(
     keywords: dict[str, Any] = {"help": text.replace("%", "%%")}
     if hint is bool:
         return keywords | {"action": "store_const", "const": not default}
-    keywords |= {"type": _make_reader(field.name, choices) if choices else _read_as(cls)}
+    keywords |= {"type": _make_reader(choices) if choices else _read_as(cls)}
     is_many = get_origin(hint) is tuple and not facts.get("repeated")
     if is_argument(field):
         optional = default is not dataclasses.MISSING
@@ -197,14 +189,14 @@ def _make_placeholder(field: dataclasses.Field[Any], hint: Any) -> str:
     return name if field.default is dataclasses.MISSING else f"[{name}]"
 
 
-def _make_reader(name: str, choices: Sequence[str]) -> Any:
+def _make_reader(choices: Sequence[str]) -> Any:
     """Return a function that reads a choice, with dashes or underscores."""
 
     def read(text: str) -> str:
         for spelling in (text, text.replace("_", "-")):
             if spelling in choices:
                 return spelling
-        near = REMOVED_VALUES.get((name, text)) or _suggest(text, choices).rstrip()
+        near = _suggest(text, choices).rstrip()
         problem = f"must be {_format_choices(choices)}, got {text!r}"
         raise argparse.ArgumentTypeError(f"{problem} ({near})" if near else problem)
 
@@ -255,16 +247,17 @@ def _explain_unknown(argument: str, options: type, verb: str) -> UsageError:
         if any(field.name == "prompt" for field in fields):
             hint = hint_at_prompt(argument)
         return UsageError(f"`tiedgpt {verb}` has no place for {argument!r}", hint)
-    from tiedgpt.infer.generation_config import OTHER_NAMES as generation_names
-
     typed = argument.partition("=")[0]
     name = typed.lstrip("-").replace("-", "_")
-    removed = REMOVED_TRAIN_OPTIONS if verb in ("train", "tune") else REMOVED_OPTIONS
-    if remedy := removed.get(name):
-        return UsageError(f"`tiedgpt {verb}` no longer has {typed}", remedy)
     flags = {field.name: flag(field) for field in fields if not is_argument(field)}
-    other = (OTHER_NAMES["TrainOptions"] | generation_names).get(name, "")
+    other = (OTHER_NAMES["TrainOptions"] | OTHER_NAMES["GenerationConfig"]).get(name, "")
     near = f"did you mean {flags[other]}? " if other in flags else _suggest(typed, flags.values())
+    classes = (*_list_parts(options).values(), *options.__mro__[1:])
+    owners = [cls.__name__ for cls in classes if name in getattr(cls, "__dataclass_fields__", {})]
+    if owners and name not in flags:
+        near = f"Python has it: {owners[0]}({name}=). "
+    elif name in NOT_HERE and "temperature" in flags:
+        near = f"{NOT_HERE[name]}; "
     return UsageError(f"`tiedgpt {verb}` has no option {typed}", near + lists)
 
 

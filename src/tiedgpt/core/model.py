@@ -20,7 +20,7 @@ from tiedgpt.core.embedding import TiedEmbedding
 from tiedgpt.core.layers import Block, layer_norm
 from tiedgpt.core.loss import INTEGERS, chunk_rows, chunked_cross_entropy, require_target_shape
 from tiedgpt.errors import UserError
-from tiedgpt.names import ExplainsNames, accepts_old_name
+from tiedgpt.names import ExplainsNames
 from tiedgpt.signatures import require_type
 
 
@@ -70,7 +70,6 @@ class GPT(ExplainsNames, nn.Module):
         self.wte.weight.normal_(0.0, 0.02)
         self.wpe.weight.normal_(0.0, 0.01 if pre else 0.02)
 
-    @accepts_old_name("first", "document_starts")
     def states(
         self, ids: Tensor, cache: KVCache | None = None, *, document_starts: Tensor | None = None
     ) -> Iterator[Tensor]:
@@ -110,7 +109,6 @@ class GPT(ExplainsNames, nn.Module):
         if cache is not None:
             cache.advance(n_new)
 
-    @accepts_old_name("first", "document_starts")
     def body(
         self, ids: Tensor, cache: KVCache | None = None, *, document_starts: Tensor | None = None
     ) -> Tensor:
@@ -127,7 +125,6 @@ class GPT(ExplainsNames, nn.Module):
         """(B, T) -> (B, T, V): at each of T tokens, a logit for every token that may follow."""
         return self.logits(self.body(ids, cache))
 
-    @accepts_old_name("first", "document_starts")
     def loss(
         self, ids: Tensor, targets: Tensor, *, document_starts: Tensor | None = None
     ) -> Tensor:

@@ -7,7 +7,6 @@ class in `architectures`, and the tensors of body and head under transformers' n
 from __future__ import annotations
 
 import os
-import warnings
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any, ClassVar, Self
@@ -46,12 +45,6 @@ class Head(nn.Module):
     """Whether the head over the vocabulary is also used."""
     head_tensors: ClassVar[tuple[str, ...]] = ()
     """Names of the head's tensors in a file, a matrix (N, D) first."""
-
-    def __init_subclass__(cls, **options: Any) -> None:
-        super().__init_subclass__(**options)
-        if "own" in vars(cls):
-            warnings.warn("own is now head_tensors", DeprecationWarning, stacklevel=2)
-            cls.head_tensors = vars(cls)["own"]
 
     def __init__(self, gpt: GPT) -> None:
         super().__init__()

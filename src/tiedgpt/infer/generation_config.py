@@ -12,7 +12,8 @@ from numbers import Real
 from typing import TYPE_CHECKING, Any, Literal, cast
 
 from tiedgpt.errors import UserError
-from tiedgpt.options import REMOVED_OPTIONS, option
+from tiedgpt.names import NOT_HERE, OTHER_NAMES
+from tiedgpt.options import option
 
 if TYPE_CHECKING:
     import numpy as np
@@ -252,23 +253,10 @@ _EXCLUDED_BY_BEAMS = (
 """Options of sampling and streaming, which beam search does not use."""
 
 
-OTHER_NAMES = {
-    "max_length": "max_new_tokens", "max_tokens": "max_new_tokens", "do_sample": "temperature",
-    "max_completion_tokens": "max_new_tokens", "max_output_tokens": "max_new_tokens",
-    "max_num_seqs": "slots", "num_return_sequences": "n", "n_threads": "threads",
-    "n_predict": "max_new_tokens", "min_tokens": "min_new_tokens", "stop_token_ids": "stop_ids",
-    "include_stop_str_in_output": "include_stop", "repeat_penalty": "repetition_penalty",
-    "n_probs": "top_logprobs", "eos_token_id": "stop_ids", "stop_strings": "stop",
-    "until": "stop", "guided_regex": "regex", "guided_json": "json_schema",
-    "guided_grammar": "grammar",
-}  # fmt: skip
-"""Names of the same options in transformers, vLLM and llama.cpp."""
-
-
 def nearest_name(name: str, options: Iterable[str]) -> str | None:
     """Return the option that another library's name, or a misspelt one, most likely means."""
     near = difflib.get_close_matches(name, options, n=1)
-    return OTHER_NAMES.get(name) or next(iter(near), None)
+    return OTHER_NAMES["GenerationConfig"].get(name) or next(iter(near), None)
 
 
 def default_of(name: str) -> object:
@@ -280,12 +268,12 @@ def default_of(name: str) -> object:
 def _require_known(options: Mapping[str, Any], fields: Mapping[str, Any]) -> None:
     """Raise `TypeError` for an unknown option, and name the likely one or a remedy."""
     for name in options.keys() - fields.keys():
-        if remedy := REMOVED_OPTIONS.get(name):
-            raise TypeError(f"{name} is no longer an option of generation: {remedy}")
         hint = f"; known are {', '.join(fields)}"
         if near := nearest_name(name, fields):
             engine = "" if near in fields else " It is an option of Engine."
             hint = f": did you mean {near}?{engine}"
+        if name in NOT_HERE:
+            hint = f": {NOT_HERE[name]}"
         raise TypeError(f"{name} is no option of generation{hint}")
 
 

@@ -28,7 +28,6 @@ from tiedgpt.inspect.results import (
     token_axis,
 )
 from tiedgpt.inspect.vocab_matrices import final_bias, vocab_matrices
-from tiedgpt.names import accepts_old_name
 from tiedgpt.plots.panel import Line, Panel
 from tiedgpt.plots.table import number_cell, number_table, token_cells, visible
 from tiedgpt.runtime import eval_mode
@@ -101,8 +100,6 @@ class Positions(Result):
         return f"{len(self.ids)} tokens, loss {self.loss:.3f} nats", [*panels]
 
 
-@accepts_old_name("poke", "replace_at")
-@accepts_old_name("poke_with", "replace_with")
 @torch.no_grad()
 def positions(
     model: Model,

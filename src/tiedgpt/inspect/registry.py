@@ -36,8 +36,6 @@ class Option:
     """False: the server does not take it, because it names a place on this machine."""
     is_of_table: bool = False
     """True: the result's table takes it, and the function does not."""
-    former_name: str | None = None
-    """A deprecated name, which is also accepted."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -84,12 +82,10 @@ INSPECTIONS: dict[str, Inspection] = {
                 "replace_at": Option(
                     int,
                     "Replace the token at this position, and show which predictions change",
-                    former_name="poke",
                 ),
                 "replace_with": Option(
                     int | str,
                     "The new token: its id, or its text; default: the next id",
-                    former_name="poke_with",
                 ),
             },
         ),

@@ -14,7 +14,7 @@ from starlette.exceptions import HTTPException
 
 from tiedgpt.errors import NoRoomError, TiedGPTError
 from tiedgpt.infer import ClosedError, QueueFullError
-from tiedgpt.infer.generation_config import OTHER_NAMES
+from tiedgpt.names import OTHER_NAMES
 from tiedgpt.serve.foreign_fields import REMEDIES
 from tiedgpt.serve.schemas import EXPECTED
 
@@ -122,7 +122,7 @@ def _unknown_field(name: str, fields: Collection[str]) -> str:
     """Return the problem with a field that the request lacks, and what to use instead."""
     if name in REMEDIES:
         return f"is not supported: {REMEDIES[name]}"
-    option = _field(OTHER_NAMES.get(name, name))
+    option = _field(OTHER_NAMES["GenerationConfig"].get(name, name))
     options = [option] if option != "max_tokens" else ["max_tokens", "max_output_tokens"]
     near = [option for option in options if option in fields]
     near = near or difflib.get_close_matches(name.lower(), fields, n=1)

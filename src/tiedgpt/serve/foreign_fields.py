@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from tiedgpt.options import REMOVED_OPTIONS
+from tiedgpt.names import NOT_HERE
 
 LABELS = frozenset({
     # OpenAI
@@ -60,7 +60,7 @@ PART_LABELS = frozenset({"annotations", "logprobs", "cache_control", "prompt_cac
 _TOOLS = "the model calls no tools; response_format, json_schema, regex and grammar give a form"
 _CONSTRAINTS = "use regex, json_schema or grammar"
 _STATE = "nothing is stored here: send the earlier messages as input"
-REMEDIES = {
+REMEDIES = NOT_HERE | {
     **dict.fromkeys(("tools", "functions", "function_call", "tool_calls", "tool_choice"), _TOOLS),
     **dict.fromkeys(("structured_outputs", "guided_choice", "structural_tag"), _CONSTRAINTS),
     **dict.fromkeys(("previous_response_id", "conversation"), _STATE),
@@ -80,7 +80,9 @@ REMEDIES = {
     "type": "the conversation consists of messages",
     "messages": "send them to /v1/chat/completions",
     "prompt": "send it to /v1/completions",
-} | REMOVED_OPTIONS
+    "early_stopping": "use early_stopping= of GenerationConfig in Python",
+    "length_penalty": "use length_penalty= of GenerationConfig in Python",
+}
 """Fields that are refused, with what to do instead."""
 
 

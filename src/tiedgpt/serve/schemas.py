@@ -391,9 +391,6 @@ def inspection_body(inspection: Inspection) -> type[Body]:
         if option.is_served and not option.is_of_table:
             number = Annotated[int, Field(ge=option.least, le=option.most)]
             hint = {int: number, int | str: number | Name}.get(option.type, option.type)
-            names = AliasChoices(name, *([option.former_name] if option.former_name else []))
-            default: Any = ... if option.is_required else None
-            hint = hint if option.is_required else hint | None
-            fields[name] = (hint, Field(default, validation_alias=names))
+            fields[name] = (hint, ...) if option.is_required else (hint | None, None)
     base = TextBody if inspection.reads_text else Body
     return create_model(f"{inspection.name}_request", __base__=base, **fields)
