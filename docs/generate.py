@@ -1,6 +1,6 @@
 """Write the pages of the documentation that are made from the code.
 
-    python docs/generate.py                  command-line.md, python.md, formats.md: some seconds
+    python docs/generate.py                  all pages but the lessons, in some seconds
     python docs/generate.py lessons.md       also named pages alone; the lessons train a tiny model
 
 `tests/docs/test_generated.py` compares the pages with the code. The numbers of the lessons differ
@@ -234,20 +234,44 @@ def checkpoint_formats() -> str:
             inside = "in a directory" if writer.bundled else "no"
             inside = "yes" if writer.holds_tokenizer else inside
             write.append((format.name, ", ".join(writer.precisions), *computed, inside))
-    page = (DOCS / "formats.md").read_text(encoding="utf-8")
-    for name, rows in (("read", read), ("write", write)):
+    return _with_tables("formats.md", read=read, write=write)
+
+
+def coming_from() -> str:
+    """Return coming-from.md as it is, with its table made anew from the names that errors know."""
+    from tiedgpt.names import NOT_HERE, OTHER_NAMES
+
+    holders = {"GPT": "model.{}", "Tokenizer": "tokenizer.{}", "GenerationConfig": "{}"}
+    names: dict[tuple[str, str], list[str]] = {}  # by the owner and the answer
+    for owner, table in [*OTHER_NAMES.items(), ("GenerationConfig", NOT_HERE)]:
+        is_package = owner.startswith("tiedgpt")
+        holder = holders.get(owner, f"{owner}.{{}}" if is_package else f"{owner}({{}}=)")
+        for name, answer in table.items():
+            names.setdefault((owner, answer), []).append(f"`{holder.format(name)}`")
+    rows = [("there", "here")]
+    for (_, answer), others in names.items():
+        text = answer.removeprefix("use ")
+        rows.append((", ".join(others), f"`{text}`" if " " not in text else text))
+    return _with_tables("coming-from.md", names=rows)
+
+
+def _with_tables(page: str, **tables: list[tuple[str, ...]]) -> str:
+    """Return a page as it is, with tables made anew between their comments."""
+    text = (DOCS / page).read_text(encoding="utf-8")
+    for name, rows in tables.items():
         lines = [f"| {' | '.join(row)} |" for row in rows]
         lines.insert(1, "|---" * len(rows[0]) + "|")
         begin, end = f"<!-- {name}: made by docs/generate.py -->", f"<!-- end of {name} -->"
-        before, _, rest = page.partition(begin)
-        page = "\n".join([before + begin, *lines, end + rest.partition(end)[2]])
-    return page
+        before, _, rest = text.partition(begin)
+        text = "\n".join([before + begin, *lines, end + rest.partition(end)[2]])
+    return text
 
 
 PAGES = {
     "command-line.md": command_line,
     "python.md": python,
     "formats.md": checkpoint_formats,
+    "coming-from.md": coming_from,
     "lessons.md": lessons,
 }
 SLOW_PAGES = ("lessons.md",)

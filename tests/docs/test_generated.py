@@ -17,7 +17,7 @@ def generate():
     return runpy.run_path(str(ROOT / "docs" / "generate.py"))
 
 
-@pytest.mark.parametrize("page", ["command-line.md", "python.md", "formats.md"])
+@pytest.mark.parametrize("page", ["command-line.md", "python.md", "formats.md", "coming-from.md"])
 def test_a_reference_is_up_to_date(page, generate):
     stored = (ROOT / "docs" / page).read_text()
     assert stored == generate["PAGES"][page](), HOW
