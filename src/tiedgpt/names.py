@@ -11,8 +11,10 @@ so `hasattr`, `copy` and `pickle` work as usual.
 from __future__ import annotations
 
 import functools
+import sys
 from collections.abc import Callable
 from importlib import import_module
+from types import ModuleType
 from typing import TYPE_CHECKING, Any, TypeVar
 
 Called = TypeVar("Called", bound=Callable[..., Any])
@@ -149,7 +151,8 @@ def lazy_names(package: str) -> tuple[Callable[[str], Any], Callable[[], list[st
     """Return a package's `__getattr__` and `__dir__` for public names imported at first use.
 
     The names, which `__all__` lists too, are the imports in the package's stub of the form
-    `from tiedgpt.core.model import GPT as GPT`, which make a name public for type checkers.
+    `from tiedgpt.core.model import GPT as GPT`, which make a name public for type checkers. A
+    module may have the name of its public function: importing it does not hide the function.
     """
 
     @functools.cache
@@ -172,6 +175,13 @@ def lazy_names(package: str) -> tuple[Callable[[str], Any], Callable[[], list[st
             return import_module(f"{package}.{name}")
         return getattr(import_module(homes()[name]), name)
 
+    class Package(ModuleType):
+        def __setattr__(self, name: str, value: object) -> None:
+            is_module = isinstance(value, ModuleType)
+            if not (is_module and homes().get(name, package) != package):
+                super().__setattr__(name, value)
+
+    sys.modules[package].__class__ = Package
     return get, lambda: sorted(homes())
 
 

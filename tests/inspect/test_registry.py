@@ -24,6 +24,7 @@ def kinds_of(hint):
 @pytest.mark.parametrize("name", INSPECTIONS)
 def test_a_record_names_keywords_of_its_function(name):
     inspection = INSPECTIONS[name]
+    assert getattr(inspect, name) is inspection.function, "name it in inspect/__init__.pyi"
     parameters = signature(inspection.function).parameters
     assert ("text" in parameters) == inspection.reads_text
     hints = typing.get_type_hints(inspection.function)
@@ -70,7 +71,7 @@ def registered(monkeypatch):
 
 def test_a_new_inspection_needs_only_a_record(registered, model, tokenizer, tmp_path, capfd):
     save_model(tmp_path, model, tokenizer)
-    assert inspect.letters(model, tokenizer, "aab").letters == {"a": 2, "b": 1}
+    assert LETTERS.function(model, tokenizer, "aab").letters == {"a": 2, "b": 1}
     arguments = ["inspect", "letters", str(tmp_path), "--text", "aabc", "--top", "2"]
     figure = tmp_path / "letters.svg"
     assert main([*arguments, "--plot", str(figure)]) == 0 and figure.exists()

@@ -14,18 +14,6 @@ prints as a table, and has `.to_json()` and `.figure()`. Logits are held for 64 
 used.
 """
 
-from typing import Any
-
-from tiedgpt.inspect.registry import INSPECTIONS
 from tiedgpt.names import lazy_names
 
-__all__ = [*INSPECTIONS, "steer"]
-_get_other, _ = lazy_names(__name__)
-
-
-def __getattr__(name: str) -> Any:
-    return INSPECTIONS[name].function if name in INSPECTIONS else _get_other(name)
-
-
-def __dir__() -> list[str]:
-    return sorted([*INSPECTIONS, "steer"])
+__getattr__, __dir__ = lazy_names(__name__)

@@ -5,6 +5,7 @@ from tiedgpt.inspect.layers import lens as lens
 from tiedgpt.inspect.patching import patch as patch
 from tiedgpt.inspect.predictions import dot as dot
 from tiedgpt.inspect.predictions import positions as positions
+from tiedgpt.inspect.registry import INSPECTIONS as INSPECTIONS
 from tiedgpt.inspect.rows import vocabulary as vocabulary
 from tiedgpt.inspect.similarity import neighbours as neighbours
 from tiedgpt.inspect.steering import direction as direction
