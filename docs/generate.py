@@ -157,8 +157,9 @@ def _fields(node: ast.ClassDef) -> Iterator[str]:
             continue
         default, about = field.value, None
         if isinstance(default, ast.Call) and ast.unparse(default.func) == "option":
-            default, about = default.args[0], ast.literal_eval(default.args[1])
-        elif isinstance(text, ast.Expr) and isinstance(text.value, ast.Constant):
+            arguments = [*default.args, None, None]
+            default, about = arguments[0], arguments[1] and ast.literal_eval(arguments[1])
+        if about is None and isinstance(text, ast.Expr) and isinstance(text.value, ast.Constant):
             about = str(text.value.value)
         if about is not None:
             shown = f"{ast.unparse(field.target)}: {ast.unparse(field.annotation)}"

@@ -158,7 +158,7 @@ CASES = [
     (lambda t: train(TrainOptions(data=t["text"]), STRINGS), "out", "path"),
     (lambda t: TrainOptions(data=3), "data", "list of str"),
     (lambda t: TrainOptions(steps="many"), "steps", "int"),
-    (lambda t: TrainOptions(lr="small"), "lr", "float"),
+    (lambda t: TrainOptions(lr="small"), "lr", "number"),
     (lambda t: fast_training(STRING).__enter__(), "GPT", ""),
     (lambda t: SequenceClassifier(PATH, ["a", "b"]), "GPT", "fresh"),
     (lambda t: MultipleChoice(STRING), "GPT", "fresh"),

@@ -26,6 +26,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from tiedgpt.errors import UserError
+from tiedgpt.options import read_number
 
 Called = TypeVar("Called", bound=Callable[..., Any])
 REMEDIES = {
@@ -77,13 +78,45 @@ def require_type(owner: str, name: str, value: object, expected: type) -> None:
 
 
 def check_fields(record: Any) -> None:
-    """Raise `UserError` for a field of a dataclass with a value of another type."""
-    hints = _hints(type(record))  # type: ignore[arg-type]
-    for field in dataclasses.fields(record):
-        value = getattr(record, field.name)
-        if field.name in hints and not _fits(value, hints[field.name]):
-            owner = type(record).__name__
-            raise wrong_type(owner, field.name, _words(hints[field.name]), value)
+    """Raise `UserError` for a field of a dataclass that has another type, or exceeds its bounds.
+
+    Its type, its `choices` and its bounds (`options.option`) decide. Numbers of NumPy and torch
+    become Python's.
+    """
+    for field, hint, members in _fields(type(record)):  # type: ignore[arg-type]
+        name, value = field.name, getattr(record, field.name)
+        numbers = [cls for cls in (float, int) if cls in members]
+        choices: tuple[Any, ...] = tuple(member for member in members if isinstance(member, str))
+        if field.metadata.get("choices") is not None:
+            choices = field.metadata["choices"]()
+        if type(value) in members and isinstance(value, (bool, type(None))):
+            continue
+        if numbers and str not in members:
+            bounds = field.metadata.get("bounds", {})
+            object.__setattr__(record, name, read_number(name, value, numbers[0], **bounds))
+        elif choices:
+            choices += (True, False) if bool in members else ()
+            if value not in choices:
+                allowed = ", ".join(map(str, choices))
+                raise UserError(f"must be one of {allowed}, got {_show(value)}", option=name)
+            object.__setattr__(record, name, choices[choices.index(value)])  # True for 1
+        elif not _fits(value, hint):
+            problem = f"must be {_words(hint)}, got {_show(value)}"
+            raise UserError(problem, option=name, hint=_remedy(_words(hint)))
+
+
+@functools.cache
+def _fields(cls: Any) -> list[tuple[dataclasses.Field[Any], Any, list[Any]]]:
+    """Return the fields of a dataclass, each with its type and the members of that union."""
+    hints = _hints(cls)
+    fields = [field for field in dataclasses.fields(cls) if field.name in hints]
+    return [(field, hints[field.name], _members(hints[field.name])) for field in fields]
+
+
+def _members(hint: Any) -> list[Any]:
+    """Return the types of a union, and the values of its literals."""
+    is_union = typing.get_origin(hint) in (typing.Union, types.UnionType, typing.Literal)
+    return [x for one in typing.get_args(hint) for x in _members(one)] if is_union else [hint]
 
 
 def wrong_type(owner: str, name: str, expected: str, value: object, *, hint: str = "") -> UserError:
@@ -91,16 +124,20 @@ def wrong_type(owner: str, name: str, expected: str, value: object, *, hint: str
 
     `expected` is a type's name, or several that are joined by "or".
     """
-    remedies = (
-        [hint]
-        if hint
-        else [REMEDIES[word] for word in expected.replace(",", "").split() if word in REMEDIES]
-    )
+    problem = f"{owner} takes {name} as {expected}, got {_show(value)}"
+    return UserError(problem, hint=hint or _remedy(expected))
+
+
+def _remedy(expected: str) -> str | None:
+    """Return how to make a value of the expected types, if a table knows it."""
+    words = expected.replace(",", "").split()
+    return "; ".join(REMEDIES[word] for word in words if word in REMEDIES) or None
+
+
+def _show(value: object) -> str:
+    """Return a short description of a value: its type, unless it is one of Python's own."""
     is_short = type(value).__module__ in ("builtins", "pathlib")
-    short = reprlib.repr(value) if is_short else type(value).__name__
-    return UserError(
-        f"{owner} takes {name} as {expected}, got {short}", hint="; ".join(remedies) or None
-    )
+    return reprlib.repr(value) if is_short else type(value).__name__
 
 
 @functools.cache

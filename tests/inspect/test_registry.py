@@ -4,6 +4,7 @@ import json
 import runpy
 import types
 import typing
+from dataclasses import MISSING
 from inspect import Parameter, signature
 
 import pytest
@@ -29,15 +30,15 @@ def test_a_record_names_keywords_of_its_function(name):
     assert ("text" in parameters) == inspection.reads_text
     hints = typing.get_type_hints(inspection.function)
     for option_name, option in inspection.options.items():
-        if option.is_of_table:
+        if option.metadata["is_of_table"]:
             assert option_name not in parameters
             assert option_name in signature(hints["return"].table).parameters
             continue
-        parameter = parameters[option_name]
-        assert option.is_required or parameter.kind is Parameter.KEYWORD_ONLY
+        parameter, about = parameters[option_name], option.metadata["help"]
+        assert option.default is MISSING or parameter.kind is Parameter.KEYWORD_ONLY
         hint = hints[option_name]
         assert kinds_of(option.type) <= kinds_of(hint)
-        default = option.help.rpartition("default: ")[2] if "default: " in option.help else ""
+        default = about.rpartition("default: ")[2] if "default: " in about else ""
         if isinstance(parameter.default, (int, str)) and default.isdecimal():
             assert str(parameter.default) == default
 
@@ -52,7 +53,9 @@ def test_a_result_is_its_table_in_a_notebook(name, model, tokenizer):
     required = {"token": 3, "answer": 3, "corrupted": [1, 5]}
     required |= {"toward": "the cat", "away": "a dog"}
     inspection = INSPECTIONS[name]
-    needed = {n: required[n] for n, option in inspection.options.items() if option.is_required}
+    needed = {
+        n: required[n] for n, option in inspection.options.items() if option.default is MISSING
+    }
     text = {"text": [1, 2]} if inspection.reads_text else {}
     result = inspection.function(model, tokenizer, **text, **needed)
     assert repr(result) == result.table() and "array(" not in repr(result)
@@ -79,7 +82,7 @@ def test_a_new_inspection_needs_only_a_record(registered, model, tokenizer, tmp_
     assert main([*arguments, "--format", "json"]) == 0
     assert json.loads(capfd.readouterr().out) == {"letters": {"a": 2, "b": 1}}
     assert main(["inspect", "letters", str(tmp_path), "--text", "a", "--top", "0"]) == 1
-    assert "--top must be at least 1" in capfd.readouterr().err
+    assert "--top must be an integer >= 1" in capfd.readouterr().err
     pages = runpy.run_path("docs/generate.py")
     assert "how often each letter occurs" in pages["command_line"]()
     assert "letters" in pages["MODULES"]["tiedgpt.inspect"]

@@ -4,7 +4,7 @@ from collections import Counter
 from dataclasses import dataclass
 from typing import Any
 
-from tiedgpt.inspect.registry import Inspection, Option
+from tiedgpt.inspect.registry import Inspection, parameter
 from tiedgpt.inspect.results import Figure, Result, lines
 from tiedgpt.plots.panel import Panel
 from tiedgpt.plots.table import number_table
@@ -13,7 +13,7 @@ LETTERS = Inspection(
     name="letters",
     module=__name__,
     about="how often each letter occurs",
-    options={"top": Option(int, "Letters to list; default: 3", 1, 26)},
+    options={"top": parameter(int, "Letters to list; default: 3", 1, 26)},
     max_tokens=8,
 )
 

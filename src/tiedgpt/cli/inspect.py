@@ -6,7 +6,8 @@ The names and their options are those of `tiedgpt.inspect.registry`.
 from __future__ import annotations
 
 from contextlib import nullcontext
-from dataclasses import MISSING, dataclass, make_dataclass
+from copy import copy
+from dataclasses import dataclass, make_dataclass
 from inspect import signature
 from pathlib import Path
 from textwrap import fill
@@ -24,7 +25,7 @@ from tiedgpt.cli.source import (
 )
 from tiedgpt.errors import UserError
 from tiedgpt.inspect.registry import INSPECTIONS, Inspection
-from tiedgpt.options import argument, option
+from tiedgpt.options import argument, option, read_number
 from tiedgpt.plots.figure import require_figures, save_figure
 from tiedgpt.runtime import device_for_inference
 
@@ -96,7 +97,9 @@ def _inspect(inspection: Inspection, arguments: list[str]) -> None:
     verb, sentence = f"inspect {inspection.verb}", f"Show {inspection.about}."
     args = parse(arguments_of(inspection), verb, arguments, sentence)
     options = _options(inspection, args)
-    of_table = {n: options.pop(n) for n in [*options] if inspection.options[n].is_of_table}
+    of_table = {
+        n: options.pop(n) for n in [*options] if inspection.options[n].metadata["is_of_table"]
+    }
     if args.plot is not None:
         require_figures(args.plot)
     if inspection.reads_text:
@@ -124,11 +127,8 @@ def arguments_of(inspection: Inspection) -> type[Any]:
     """Return the options of one name as a dataclass."""
     fields: list[tuple[str, Any, Any]] = []
     for name, setting in inspection.options.items():
-        hint = str if setting.type == int | str else setting.type
-        default = MISSING if setting.is_required else False if setting.type is bool else None
-        fields.append(
-            (name, hint if default is not None else hint | None, option(default, setting.help))
-        )
+        hint: Any = str if setting.type == int | str else setting.type
+        fields.append((name, hint if setting.default is not None else hint | None, copy(setting)))
     bases = (ResultArguments, TextArguments) if inspection.reads_text else (ResultArguments,)
     return make_dataclass("Arguments", fields, bases=bases, frozen=True, kw_only=True)
 
@@ -142,8 +142,8 @@ def _options(inspection: Inspection, args: Any) -> dict[str, Any]:
             continue
         if setting.type == int | str and value.isdecimal():
             value = int(value)
-        if type(value) is int and value < setting.least:
-            raise UserError(f"must be at least {setting.least}, got {value}", option=name)
+        if type(value) is int:
+            value = read_number(name, value, int, **setting.metadata["bounds"])
         options[name] = value
     return options
 

@@ -160,11 +160,17 @@ def _make_keywords(
     cls = next((member for member in members if member in PLACEHOLDERS), str)
     if meaning := defaults.get(field.name):
         text = f"{text.rstrip('.')}; {'default' if default is None else default}: {meaning}."
+    notes = []
     if is_argument(field) and choices:
         text = f"{text.rstrip('.')}: {_format_choices(choices)}"
     elif default not in ("", None) and type(default) in (str, int, float):
-        value = f"{default:g}" if isinstance(default, float) else default
-        text = f"{text.rstrip('.')} (default: {value})"
+        notes.append(
+            f"default: {default:g}" if isinstance(default, float) else f"default: {default}"
+        )
+    if {"least", "most"} <= facts.get("bounds", {}).keys():
+        notes.append(f"{facts['bounds']['least']} to {facts['bounds']['most']}")
+    if notes:
+        text = f"{text.rstrip('.')} ({'; '.join(notes)})"
     keywords: dict[str, Any] = {"help": text.replace("%", "%%")}
     if hint is bool:
         return keywords | {"action": "store_const", "const": not default}

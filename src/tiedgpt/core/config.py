@@ -10,6 +10,8 @@ from typing import Any, Literal
 
 from tiedgpt.errors import UserError
 from tiedgpt.names import OTHER_NAMES
+from tiedgpt.options import option, read_number
+from tiedgpt.signatures import check_fields
 
 ACTIVATIONS = ("gelu_new", "gelu", "relu", "silu")
 
@@ -21,40 +23,40 @@ class GPTConfig:
     Unknown and impossible values raise `UserError`, naming the field.
     """
 
-    vocab_size: int
+    vocab_size: int = option(least=1)
     """V: rows of the matrix that reads and predicts."""
-    n_positions: int
+    n_positions: int = option(least=1)
     """Longest sequence of tokens; one learned row of `wpe` for each position."""
-    n_embd: int
+    n_embd: int = option(least=1)
     """D: width of the residual stream."""
-    n_layer: int
+    n_layer: int = option(least=1)
     """L: number of blocks."""
-    n_head: int
+    n_head: int = option(least=1)
     """H: attention heads in a block; divides `n_embd`."""
-    n_inner: int | None = None
+    n_inner: int | None = option(None, least=1)
     """Width inside the MLP; None means 4 D."""
-    activation_function: str = "gelu_new"
+    activation_function: str = option("gelu_new", choices=lambda: ACTIVATIONS)
     """`gelu_new` is the tanh form of GPT-1 and GPT-2; `gelu` the exact one."""
     norm: Literal["pre", "post"] = "pre"
     """GPT-2 normalises before each sublayer and once at the end; GPT-1 after each sublayer."""
-    layer_norm_epsilon: float = 1e-5
+    layer_norm_epsilon: float = option(1e-5, above=0, below=1)
     """Added to the variance in every LayerNorm."""
     bias: bool = True
     """Whether linear layers and LayerNorms have biases; nanoGPT trains without."""
     attention_windows: tuple[int, ...] | None = None
     """How many positions a position sees, its own included, in each layer; 0: all. The pattern
     repeats over the layers: GPT-3's dense and banded ones are (0, w). None: all dense."""
-    embd_pdrop: float = 0.1
+    embd_pdrop: float = option(0.1, least=0, below=1)
     """Dropout on the sum of token and position embeddings."""
-    attn_pdrop: float = 0.1
+    attn_pdrop: float = option(0.1, least=0, below=1)
     """Dropout on the attention weights."""
-    resid_pdrop: float = 0.1
+    resid_pdrop: float = option(0.1, least=0, below=1)
     """Dropout on what each sublayer adds to the residual stream."""
     tie_word_embeddings: bool = True
     """Whether `wte` also predicts; otherwise the model has a separate head."""
-    bos_token_id: int | None = None
+    bos_token_id: int | None = option(None, least=0)
     """Token that starts a text, if there is one."""
-    eos_token_id: int | None = None
+    eos_token_id: int | None = option(None, least=0)
     """Token that ends a text, if there is one."""
 
     def __new__(cls, *_: Any, **values: Any) -> GPTConfig:
@@ -68,35 +70,23 @@ class GPTConfig:
         return super().__new__(cls)
 
     def __post_init__(self) -> None:
-        def require(name: str, requirement: str, sound: bool) -> None:
-            if not sound:
-                raise UserError(f"must be {requirement}, got {getattr(self, name)!r}", option=name)
-
-        for name in ("vocab_size", "n_positions", "n_embd", "n_layer", "n_head", "n_inner"):
-            value = getattr(self, name)
-            unset = name == "n_inner" and value is None
-            require(name, "a positive integer", unset or (_is_int(value) and value >= 1))
-        require("n_embd", f"a multiple of n_head={self.n_head}", self.n_embd % self.n_head == 0)
-        for name, choices in (("activation_function", ACTIVATIONS), ("norm", ("pre", "post"))):
-            require(name, f"one of {', '.join(choices)}", getattr(self, name) in choices)
-        for name in ("embd_pdrop", "attn_pdrop", "resid_pdrop"):
-            value = getattr(self, name)
-            require(name, "a probability in [0, 1)", _is_number(value) and 0 <= value < 1)
-        epsilon = self.layer_norm_epsilon
-        require("layer_norm_epsilon", "between 0 and 1", _is_number(epsilon) and 0 < epsilon < 1)
-        for name in ("tie_word_embeddings", "bias"):
-            require(name, "True or False", isinstance(getattr(self, name), bool))
+        check_fields(self)
+        if self.n_embd % self.n_head:
+            problem = f"must be a multiple of n_head={self.n_head}, got {self.n_embd}"
+            raise UserError(problem, option="n_embd")
         for name in ("bos_token_id", "eos_token_id"):
-            id, size = getattr(self, name), self.vocab_size
-            sound = id is None or (_is_int(id) and 0 <= id < size)
-            require(name, f"an id below vocab_size={size}", sound)
+            token = getattr(self, name)
+            if token is not None and token >= self.vocab_size:
+                problem = f"must be an id below vocab_size={self.vocab_size}, got {token}"
+                raise UserError(problem, option=name)
         windows = self.attention_windows
         if windows is not None:  # JSON and TOML give lists; a tuple is kept
-            sound = isinstance(windows, (tuple, list)) and 1 <= len(windows) <= self.n_layer
-            sound = sound and all(_is_int(window) and window >= 0 for window in windows)
-            require("attention_windows", f"1 to {self.n_layer} integers >= 0", sound)
+            windows = tuple(read_number("attention_windows", n, int, least=0) for n in windows)
+            if not 1 <= len(windows) <= self.n_layer:
+                problem = f"must be 1 to {self.n_layer} integers, got {len(windows)}"
+                raise UserError(problem, option="attention_windows")
             dense = all(window == 0 or window >= self.n_positions for window in windows)
-            object.__setattr__(self, "attention_windows", None if dense else tuple(windows))
+            object.__setattr__(self, "attention_windows", None if dense else windows)
 
     def window(self, layer: int) -> int | None:
         """Return how many positions, its own included, a position of this layer sees."""
@@ -142,14 +132,6 @@ class GPTConfig:
             values.pop("bos_token_id", None)
             values.pop("eos_token_id", None)
         return cls(**(values | overrides))
-
-
-def _is_int(value: object) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool)
-
-
-def _is_number(value: object) -> bool:
-    return isinstance(value, (int, float)) and not isinstance(value, bool)
 
 
 def _gpt(n_layer: int, n_embd: int, n_head: int, *, n_positions: int) -> dict[str, Any]:

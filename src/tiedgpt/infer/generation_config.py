@@ -9,11 +9,12 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 from functools import cached_property
 from numbers import Real
-from typing import TYPE_CHECKING, Any, Literal, cast
+from typing import TYPE_CHECKING, Any, Literal
 
 from tiedgpt.errors import UserError
 from tiedgpt.names import NOT_HERE, OTHER_NAMES
-from tiedgpt.options import option
+from tiedgpt.options import MAX_INT, option, read_number
+from tiedgpt.signatures import check_fields
 
 if TYPE_CHECKING:
     import numpy as np
@@ -30,10 +31,8 @@ Processor = Callable[[Sequence[int], int, Logits], Logits]
 Prompt = str | Sequence[int]
 GREEDY_BELOW = 1e-5
 """A temperature below this is greedy: dividing by it would overflow."""
-MAX_INT = 2**63 - 1
 MAX_THREADS = 256
-# In the fields below, `bounds` are the least and the greatest value of a number, and `neutral` is
-# the value with which a sampling option changes nothing.
+# In the fields below, `neutral` is the value with which a sampling option changes nothing.
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -44,41 +43,41 @@ class GenerationConfig:
     """
 
     max_new_tokens: int = option(
-        128, "Maximum number of tokens to generate.", "sampling", short="n", bounds=(1, MAX_INT)
+        128, "Maximum number of tokens to generate.", "sampling", short="n", least=1
     )
     temperature: float = option(
         1.0, "0: greedy decoding; 1: sample from the model's own distribution.", "sampling",
-        short="t", bounds=(0, math.inf), neutral=1.0,
+        short="t", least=0, served={"most": 2}, neutral=1.0,
     )  # fmt: skip
     top_k: int | None = option(
         None, "Sample only from the k likeliest tokens; 0 or -1: from all.", "sampling",
-        bounds=(-1, MAX_INT), neutral=0,
+        least=-1, neutral=0,
     )  # fmt: skip
     top_p: float | None = option(
         None,
         "Nucleus sampling: sample from the likeliest tokens that together reach this probability; "
         "0: greedy decoding.",
-        "sampling", bounds=(0, 1), neutral=1.0,
+        "sampling", least=0, most=1, neutral=1.0,
     )  # fmt: skip
     min_p: float | None = option(
         None, "Drop tokens whose probability is below this share of the highest probability.",
-        "sampling", bounds=(0, 1), neutral=0.0,
+        "sampling", least=0, most=1, neutral=0.0,
     )  # fmt: skip
     top_n_sigma: float | None = option(
         None, "Keep tokens whose logit is within this many standard deviations of the highest.",
-        "sampling", bounds=(0, math.inf), neutral=0.0,
+        "sampling", least=0, neutral=0.0,
     )  # fmt: skip
     repetition_penalty: float = option(
         1.0, "Above 1, tokens already in the prompt or the text become less likely.", "sampling",
-        bounds=(1e-6, math.inf), neutral=1.0,
+        least=1e-6, served={"most": 10}, neutral=1.0,
     )  # fmt: skip
     presence_penalty: float = option(
         0.0, "Subtracted from the logits of tokens that were already generated.", "sampling",
-        bounds=(-math.inf, math.inf), neutral=0.0,
+        served={"least": -2, "most": 2}, neutral=0.0,
     )  # fmt: skip
     frequency_penalty: float = option(
         0.0, "Subtracted from a token's logit once for each time that it was generated.",
-        "sampling", bounds=(-math.inf, math.inf), neutral=0.0,
+        "sampling", served={"least": -2, "most": 2}, neutral=0.0,
     )  # fmt: skip
     logit_bias: Mapping[int, float] = field(default_factory=dict)
     """Added to the logits of these ids; -inf excludes an id."""
@@ -86,7 +85,7 @@ class GenerationConfig:
     """Functions that change the logits before all other options, in this order."""
     seed: int | None = option(
         None, "The same seed gives the same text; default: a new seed each time.", "sampling",
-        bounds=(0, MAX_INT),
+        least=0,
     )  # fmt: skip
     stop: str | Sequence[str] = option(
         (),
@@ -97,7 +96,7 @@ class GenerationConfig:
     """The text ends with the first of these ids, as with the end-of-text token."""
     include_stop: bool = False
     """Whether the text includes the stop string, or the stop id's text, that ends it."""
-    min_new_tokens: int = 0
+    min_new_tokens: int = option(0, least=0)
     """No end-of-text token, stop id or stop string in this many first tokens ends the text."""
     ignore_eos: bool = False
     """Whether the text continues after an end-of-text token, which its text does not show."""
@@ -110,17 +109,17 @@ class GenerationConfig:
     )
     timeout: float | None = option(
         None, "End the text after this many seconds, including the wait for a slot.", "the end",
-        bounds=(0, math.inf),
+        least=0,
     )  # fmt: skip
-    top_logprobs: int = 0
+    top_logprobs: int = option(0, least=0)
     """For each new token, return this many of the likeliest tokens with their logprobs."""
-    prompt_logprobs: bool | int = False
+    prompt_logprobs: bool | int = option(False, least=0)
     """Return the logprob of each prompt token after the first; a number: the likeliest as well."""
-    n: int = option(1, "Number of texts per prompt.", "several texts", bounds=(1, MAX_INT))
+    n: int = option(1, "Number of texts per prompt.", "several texts", least=1, served={"most": 8})
     num_beams: int = option(
-        1, "Above 1: beam search with this many beams.", "several texts", bounds=(1, MAX_INT)
+        1, "Above 1: beam search with this many beams.", "several texts", least=1
     )
-    length_penalty: float = 1.0
+    length_penalty: float = option(1.0, least=-50, most=50)
     """Beam search: above 0 favours longer texts, below 0 shorter ones."""
     early_stopping: EarlyStopping = False
     """Beam search: stop when there are enough texts (True), when a better one is unlikely (False),
@@ -147,27 +146,13 @@ class GenerationConfig:
         for name, field_ in _FIELDS.items():
             if getattr(self, name) is None and field_.default is not None:
                 self._set(name, default_of(name))
-        for name, bounds in BOUNDS.items():
-            check = _integer if _FIELDS[name].type.startswith("int") else _number
-            self._set(name, check(name, getattr(self, name), *bounds))
-        for name, choices in _CHOICES.items():
-            if getattr(self, name) not in choices:
-                allowed = ", ".join(map(repr, choices))
-                raise _refusal(name, f"one of {allowed}", getattr(self, name))
-            self._set(name, choices[choices.index(getattr(self, name))])  # True for 1
-        if not isinstance(self.prompt_logprobs, bool):
-            self._set("prompt_logprobs", _integer("prompt_logprobs", self.prompt_logprobs))
+        check_fields(self)
         stop = (self.stop,) if isinstance(self.stop, str) else self.stop
         if not isinstance(stop, Sequence) or not all(isinstance(t, str) and t for t in stop):
             raise _refusal("stop", "a list of strings that are not empty", stop)
         self._set("stop", tuple(stop))
         self._set("stop_ids", _ids("stop_ids", self.stop_ids))
-        if not isinstance(self.processors, Sequence) or not all(map(callable, self.processors)):
-            raise _refusal("processors", "a list of functions", self.processors)
         self._set("processors", tuple(self.processors))
-        for name in ("include_stop", "ignore_eos", "skip_special_tokens"):
-            if not isinstance(getattr(self, name), bool):
-                raise _refusal(name, "True or False", getattr(self, name))
         if self.top_k is not None and self.top_k <= 0:
             self._set("top_k", None)
         _check_bias(self.logit_bias)
@@ -233,17 +218,8 @@ class GenerationConfig:
 
 
 _FIELDS: dict[str, Any] = {option.name: option for option in fields(GenerationConfig)}
-BOUNDS = {name: x.metadata["bounds"] for name, x in _FIELDS.items() if "bounds" in x.metadata}
-BOUNDS |= {
-    "top_logprobs": (0, MAX_INT), "length_penalty": (-50, 50), "min_new_tokens": (0, MAX_INT)
-}  # fmt: skip
-"""The least and the greatest value of each option that is a number."""
 NEUTRAL = {name: x.metadata["neutral"] for name, x in _FIELDS.items() if "neutral" in x.metadata}
 """The sampling options, each with the value that changes nothing."""
-_CHOICES: dict[str, tuple[object, ...]] = {
-    "context_end": ("stop", "slide"),
-    "early_stopping": (True, False, "never"),
-}
 _PENALTIES = [name for name in NEUTRAL if name.endswith("_penalty")]
 _EXCLUDED_BY_BEAMS = (
     *(name for name in NEUTRAL if name not in _PENALTIES),
@@ -289,7 +265,7 @@ def with_options(config: GenerationConfig | None, options: Mapping[str, Any]) ->
 
 def require_positive(name: str, value: Any, greatest: int = MAX_INT) -> int:
     """Return an integer from 1 to `greatest`; anything else is a `UserError`."""
-    return cast(int, _integer(name, value, 1, greatest))
+    return read_number(name, value, int, least=1, most=greatest)
 
 
 def is_id(value: object) -> bool:
@@ -303,32 +279,6 @@ def is_id(value: object) -> bool:
 
 def _refusal(name: str, allowed: str, value: object) -> UserError:
     return UserError(f"must be {allowed}, got {value!r}", option=name)
-
-
-def _integer(name: str, value: Any, least: int = 0, greatest: int = MAX_INT) -> int | None:
-    if value is None and name in _FIELDS:
-        return None
-    if not is_id(value) or not least <= operator.index(value) <= greatest:
-        bounds = f"from {least} to {greatest}"
-        if greatest == MAX_INT:
-            is_large = is_id(value) and operator.index(value) > MAX_INT
-            bounds = f">= {least}" + " and < 2**63" * is_large
-        raise _refusal(name, f"an integer {bounds}", value)
-    return operator.index(value)
-
-
-def _number(name: str, value: Any, low: float, high: float) -> float | None:
-    if value is None:
-        return None
-    try:
-        is_number = isinstance(value, Real) and not isinstance(value, bool)
-        number = float(value) if is_number else math.nan
-    except OverflowError:  # an integer of some hundred digits
-        number = math.inf
-    if not math.isfinite(number) or not low <= number <= high:
-        bounds = [f" >= {low:g}"] * (low > -math.inf) + [f" <= {high:g}"] * (high < math.inf)
-        raise _refusal(name, f"a finite number{' and'.join(bounds)}", value)
-    return number
 
 
 def _ids(name: str, ids: Any) -> tuple[int, ...]:

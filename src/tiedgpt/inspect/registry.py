@@ -8,34 +8,40 @@ This module does not import torch, because help and the server's schemas need it
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import MISSING, Field, dataclass, field
 from importlib import import_module
 from typing import Any, Literal
 
 from tiedgpt.inspect.results import Result
+from tiedgpt.options import option
 
 LARGEST = (1 << 31) - 1
 
 
-@dataclass(frozen=True)
-class Option:
-    """An argument of the function, which is also a command-line option and a field of a request.
+def parameter(
+    type: Any,
+    help: str,
+    least: int | None = None,
+    most_served: int = LARGEST,
+    *,
+    is_required: bool = False,
+    is_served: bool = True,
+    is_of_table: bool = False,
+) -> Field[Any]:
+    """Return an argument of a function, which the command line and the server have too.
 
-    The function holds its default; the server passes only the fields of the request.
+    Its type is int, bool, str, `int | str`, or a Literal of strings; the function has its default.
+    The server refuses numbers above `most_served`, which bounds the work for one request, and takes
+    no option that names a place on this machine (`is_served` False). The result's table takes an
+    option that `is_of_table`, and the function does not.
     """
-
-    type: Any
-    """int, bool, str, `int | str`, or a Literal of strings."""
-    help: str
-    least: int = -LARGEST - 1
-    """The least number that the server takes."""
-    most: int = LARGEST
-    """The greatest number that the server takes, to bound the work for one request."""
-    is_required: bool = False
-    is_served: bool = True
-    """False: the server does not take it, because it names a place on this machine."""
-    is_of_table: bool = False
-    """True: the result's table takes it, and the function does not."""
+    default = MISSING if is_required else False if type is bool else None
+    served = {"least": -LARGEST - 1 if least is None else least, "most": most_served}
+    field: Field[Any] = option(
+        default, help, least=least, served=served, is_served=is_served, is_of_table=is_of_table
+    )
+    field.type = type
+    return field
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -46,7 +52,7 @@ class Inspection:
     module: str
     """Holds the function, which has the inspection's name."""
     about: str
-    options: Mapping[str, Option] = field(default_factory=dict)
+    options: Mapping[str, Field[Any]] = field(default_factory=dict)
     reads_text: bool = True
     """False: the function takes no text; it looks at the rows of W alone."""
     is_served: bool = True
@@ -67,8 +73,8 @@ class Inspection:
         return function
 
 
-_POSITION = Option(int, "The position to show; default: the last")
-_ROWS = Option(int, "Rows to show; default: 10", 1, is_of_table=True)
+_POSITION = parameter(int, "The position to show; default: the last")
+_ROWS = parameter(int, "Rows to show; default: 10", 1, is_of_table=True)
 
 INSPECTIONS: dict[str, Inspection] = {
     inspection.name: inspection
@@ -78,12 +84,12 @@ INSPECTIONS: dict[str, Inspection] = {
             module="tiedgpt.inspect.predictions",
             about="the prediction at each of N positions, and the loss of the true token",
             options={
-                "top": Option(int, "Tokens to list for each position; default: 10", 1, 100),
-                "replace_at": Option(
+                "top": parameter(int, "Tokens to list for each position; default: 10", 1, 100),
+                "replace_at": parameter(
                     int,
                     "Replace the token at this position, and show which predictions change",
                 ),
-                "replace_with": Option(
+                "replace_with": parameter(
                     int | str,
                     "The new token: its id, or its text; default: the next id",
                 ),
@@ -94,9 +100,11 @@ INSPECTIONS: dict[str, Inspection] = {
             module="tiedgpt.inspect.layers",
             about="the prediction that the state after each layer would give",
             options={
-                "top": Option(int, "Tokens to list for each state; default: 5", 1, 50),
+                "top": parameter(int, "Tokens to list for each state; default: 5", 1, 50),
                 "position": _POSITION,
-                "after_attention": Option(bool, "Also show the states between attention and MLP"),
+                "after_attention": parameter(
+                    bool, "Also show the states between attention and MLP"
+                ),
             },
             max_tokens=256,
         ),
@@ -105,7 +113,7 @@ INSPECTIONS: dict[str, Inspection] = {
             module="tiedgpt.inspect.predictions",
             about="one prediction as the dot products that it is: h with every row of W",
             options={
-                "top": Option(int, "Tokens to list; default: 10", 1, 1000),
+                "top": parameter(int, "Tokens to list; default: 10", 1, 1000),
                 "position": _POSITION,
             },
         ),
@@ -115,7 +123,7 @@ INSPECTIONS: dict[str, Inspection] = {
             about="the rows of W: norms, frequency, directions, tokens that no text reaches",
             options={
                 "top": _ROWS,
-                "counts": Option(
+                "counts": parameter(
                     str,
                     "A run, a folder of token shards or a text in which to count tokens; default: "
                     "MODEL, if it is a run",
@@ -129,8 +137,10 @@ INSPECTIONS: dict[str, Inspection] = {
             module="tiedgpt.inspect.similarity",
             about="the rows nearest to one token's row, by three measures",
             options={
-                "token": Option(int | str, "The token: its id, or its text", 0, is_required=True),
-                "top": Option(int, "Rows to list; default: 10", 1, 100),
+                "token": parameter(
+                    int | str, "The token: its id, or its text", 0, is_required=True
+                ),
+                "top": parameter(int, "Rows to list; default: 10", 1, 100),
             },
             reads_text=False,
         ),
@@ -144,7 +154,7 @@ INSPECTIONS: dict[str, Inspection] = {
             name="attention",
             module="tiedgpt.inspect.layers",
             about="a layer's attention weights, and three numbers for every head",
-            options={"layer": Option(int, "The layer; -1 is the last; default: 0")},
+            options={"layer": parameter(int, "The layer; -1 is the last; default: 0")},
             max_tokens=256,
         ),
         Inspection(
@@ -152,7 +162,7 @@ INSPECTIONS: dict[str, Inspection] = {
             module="tiedgpt.inspect.layers",
             about="what each head, attention and MLP is worth in loss",
             options={
-                "mode": Option(
+                "mode": parameter(
                     Literal["zero", "mean"],
                     "Replace a part's output by zero or by its mean over the text; default: zero",
                 )
@@ -164,16 +174,16 @@ INSPECTIONS: dict[str, Inspection] = {
             module="tiedgpt.inspect.patching",
             about="where an answer comes from: activations of a clean text in a corrupted one",
             options={
-                "corrupted": Option(
+                "corrupted": parameter(
                     str, "A text of as many tokens, with another answer", is_required=True
                 ),
-                "answer": Option(
+                "answer": parameter(
                     int | str,
                     "The token that follows the clean text: its id, or its text",
                     0,
                     is_required=True,
                 ),
-                "wrong": Option(int | str, "The token that follows the corrupted one", 0),
+                "wrong": parameter(int | str, "The token that follows the corrupted one", 0),
             },
             max_tokens=64,
         ),
@@ -182,10 +192,10 @@ INSPECTIONS: dict[str, Inspection] = {
             module="tiedgpt.inspect.steering",
             about="the mean state of some texts less that of others, to steer by",
             options={
-                "toward": Option(str, "Texts, a line each", is_required=True),
-                "away": Option(str, "Other texts, a line each", is_required=True),
-                "layer": Option(int, "After which layer; default: the middle one"),
-                "top": Option(int, "Tokens to list; default: 10", 1, 100),
+                "toward": parameter(str, "Texts, a line each", is_required=True),
+                "away": parameter(str, "Other texts, a line each", is_required=True),
+                "layer": parameter(int, "After which layer; default: the middle one"),
+                "top": parameter(int, "Tokens to list; default: 10", 1, 100),
             },
             reads_text=False,
             is_served=False,
@@ -195,8 +205,8 @@ INSPECTIONS: dict[str, Inspection] = {
             module="tiedgpt.inspect.untied",
             about="the loss and the parameters of a random head in the place of W",
             options={
-                "top": Option(int, "Tokens to list; default: 5", 1, 50),
-                "seed": Option(int, "Decides the random matrix; default: 0", 0),
+                "top": parameter(int, "Tokens to list; default: 5", 1, 50),
+                "seed": parameter(int, "Decides the random matrix; default: 0", 0),
             },
         ),
     )

@@ -9,9 +9,9 @@ other fields as `extra_body`.
 from __future__ import annotations
 
 import json
-import math
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import fields
+from dataclasses import MISSING, fields
+from dataclasses import Field as DataclassField
 from typing import Annotated, Any, ClassVar, Literal, get_type_hints
 
 from pydantic import (
@@ -27,7 +27,7 @@ from pydantic import (
 from pydantic_core import PydanticCustomError
 
 from tiedgpt.errors import UserError
-from tiedgpt.infer.generation_config import BOUNDS, GenerationConfig
+from tiedgpt.infer.generation_config import GenerationConfig
 from tiedgpt.inspect.registry import Inspection
 from tiedgpt.serve import foreign_fields
 
@@ -91,12 +91,7 @@ Schema = Annotated[dict[str, Any], AfterValidator(_require_json)]
 Name = Annotated[str, Field(max_length=512)]
 Count = Annotated[int, Field(ge=1, le=MAX_TOKENS)]
 Seed = Annotated[int, Field(ge=-(2**63), lt=2**63), AfterValidator(lambda seed: seed % 2**63)]
-LIMITS: dict[str, Any] = {
-    "n": Annotated[int, Field(ge=1, le=8)],
-    "temperature": Annotated[float, Field(ge=0, le=2)],
-    "presence_penalty": Annotated[float, Field(ge=-2, le=2)],
-    "frequency_penalty": Annotated[float, Field(ge=-2, le=2)],
-    "repetition_penalty": Annotated[float, Field(gt=0, le=10)],
+TYPES: dict[str, Any] = {
     "seed": Seed,
     "logit_bias": Biases,
     "stop": Annotated[
@@ -106,7 +101,9 @@ LIMITS: dict[str, Any] = {
     "json_schema": Constraint | Schema,
     "grammar": Constraint,
 }
-"""Options whose type or limits are OpenAI's or the server's own, not those of the engine."""
+"""Options whose type is OpenAI's or the server's own, not that of the engine."""
+CONSTRAINTS = {"least": "ge", "most": "le", "above": "gt", "below": "lt"}
+"""Pydantic's names of an option's bounds."""
 
 
 class Body(BaseModel):
@@ -197,16 +194,19 @@ OPTIONS.remove("max_new_tokens")  # each request has its own max_tokens
 """Options of generation that are fields of the same name: those of the command line."""
 
 
+def _bounded(hint: Any, option: DataclassField[Any]) -> Any:
+    """Return a type with the bounds that the server has for an option."""
+    bounds = {CONSTRAINTS[name]: x for name, x in option.metadata.get("served", {}).items()}
+    return Annotated[hint, Field(**bounds)] if bounds else hint
+
+
 def _option_fields() -> dict[str, Any]:
     """Return the type and the default of each of the `OPTIONS`."""
     hints, options = get_type_hints(GenerationConfig), GenerationConfig.__dataclass_fields__
     result: dict[str, Any] = {}
     for name in OPTIONS:
-        hint = LIMITS.get(name, hints[name])
-        if name not in LIMITS and name in BOUNDS:
-            low, high = (None if math.isinf(bound) else bound for bound in BOUNDS[name])
-            hint = Annotated[hint, Field(ge=low, le=high)]
         about = options[name].metadata.get("help")
+        hint = TYPES.get(name) or _bounded(hints[name], options[name])
         optional = (hint | None, Field(None, description=about))
         result[name] = (hint, Field(1, description=about)) if name == "n" else optional
     return result
@@ -388,9 +388,11 @@ def inspection_body(inspection: Inspection) -> type[Body]:
     """Return the request of POST /inspect/NAME, with the inspection's own options and limits."""
     fields: dict[str, Any] = {}
     for name, option in inspection.options.items():
-        if option.is_served and not option.is_of_table:
-            number = Annotated[int, Field(ge=option.least, le=option.most)]
-            hint = {int: number, int | str: number | Name}.get(option.type, option.type)
-            fields[name] = (hint, ...) if option.is_required else (hint | None, None)
+        if option.metadata["is_served"] and not option.metadata["is_of_table"]:
+            number: Any = _bounded(int, option)
+            types: dict[Any, Any] = {int: number, int | str: number | Name}
+            hint = types.get(option.type, option.type)
+            is_required = option.default is MISSING
+            fields[name] = (hint, ...) if is_required else (hint | None, None)
     base = TextBody if inspection.reads_text else Body
     return create_model(f"{inspection.name}_request", __base__=base, **fields)
