@@ -135,8 +135,3 @@ def flag(field: Field[Any]) -> str:
         return str(field.metadata["metavar"] or field.name.upper())
     no = "no-" if field.default is True else ""
     return f"--{no}{field.metadata.get('long') or field.name.replace('_', '-')}"
-
-
-_OWN_HEAD = "use an encoder with transformers; examples/own_task.py shows a head of one's own"
-REMOVED_VALUES = {("task", "tag"): _OWN_HEAD, ("task", "answer"): _OWN_HEAD}
-"""Tasks of other libraries, with what to use instead."""

@@ -11,11 +11,12 @@ from tiedgpt.core.config import PRESETS, GPTConfig
 from tiedgpt.errors import UserError
 from tiedgpt.files import suggest
 from tiedgpt.names import explains_arguments
-from tiedgpt.options import REMOVED_VALUES, argument, flag, option
+from tiedgpt.options import argument, flag, option
 from tiedgpt.train.plan.groups import (
     AUTO,
     DURATIONS,
     EVALUATIONS_PER_RUN,
+    MAX_VOCABULARY,
     START_RATE,
     Duration,
     Recipe,
@@ -93,6 +94,8 @@ class TrainOptions(RunOptions):
         "Size of the vocabulary to train; default: with --size auto one token per 1,000 "
         "characters of text, 384 to 8,192; else the size's.",
         "data",
+        least=1,
+        most=MAX_VOCABULARY,
     )
     start: str | None = option(
         None,
@@ -111,7 +114,9 @@ class TrainOptions(RunOptions):
         "Width of the hidden states; the heads and the learning rate follow; default: the size's.",
     )
     window: int | None = option(
-        None, "Every second block sees only the last N positions, as in GPT-3; default: all."
+        None,
+        "Every second block sees only the last N positions, as in GPT-3; default: all.",
+        least=1,
     )
     bias: bool = option(
         True, "Train without biases in linear layers and LayerNorms, as nanoGPT does."
@@ -139,9 +144,6 @@ class TrainOptions(RunOptions):
     def check(self) -> None:
         if self.objective is not None and self.task != "lm":
             raise UserError("give only one of --task and --objective")
-        if self.task not in list_tasks():
-            remedy = REMOVED_VALUES.get(("task", self.task), f"use {', '.join(list_tasks())}")
-            raise UserError(f"there is no --task {self.task}", hint=remedy)
         if not self.task_record.reads_text and not self.data:
             task = self.objective or f"--task {self.task}"
             raise UserError(f"{task} needs examples", hint="name a .jsonl file")
@@ -305,6 +307,7 @@ class TuneOptions(RunOptions):
         None,
         "Train LoRA adapters of this rank instead of the matrices; 8 is usual. model/ holds "
         "the merged model.",
+        least=1,
     )
     lora_targets: str | None = option(
         None,
