@@ -237,8 +237,6 @@ def test_start_from_a_trained_gpt_takes_its_weights_tokenizer_and_shape(files, c
         (["text.txt", "--start", "x", "--vocab-size", "300"], 1, "--vocab-size is for a fresh"),
         (["choose.jsonl", "--task", "choose", "--context", "1"], 1, "context"),
         (["text.txt", "--task", "swim"], 2, "swim"),
-        (["text.txt", "--task", "tag"], 2, "transformers; examples/own_task.py"),
-        (["text.txt", "--task", "answer"], 2, "transformers; examples/own_task.py"),
     ],
 )
 def test_bad_input_gets_one_line_and_its_exit_code(files, capfd, arguments, code, says):

@@ -419,15 +419,6 @@ def test_a_dry_run_that_does_not_fit_shows_the_table_and_ends_with_code_4(text_f
     assert "use a smaller model" in said.err
 
 
-@pytest.mark.parametrize("option", ["--fork", "--untie-at", "--devices"])
-def test_removed_options_name_their_replacement(option, text_file, capsys):
-    assert main(["train", str(text_file), option, "x"]) == 2
-    said = " ".join(capsys.readouterr().err.split())
-    assert f"no longer has {option}" in said
-    remedy = {"--fork": "--start RUN", "--untie-at": "own_loop.py", "--devices": "scale.md"}
-    assert remedy[option] in said
-
-
 def test_more_adapters_than_the_width_name_the_option(trial, tmp_path, text_file, capsys):
     run = trial()
     run.train()

@@ -609,8 +609,8 @@ def test_the_learning_rate_scales_with_the_width_for_adamw_and_its_root_for_muon
         ({"batch_size": 0}, "batch_size must be"),
         ({"warmup": 2.0}, "warmup must be"),
         ({"dropout": 1.0}, "dropout must be"),
-        ({"seed": -1}, r"seed must be .* 2\^63 - 1"),
-        ({"seed": 2**63}, r"seed must be .* 2\^63 - 1"),
+        ({"seed": -1}, "seed must be .* >= 0"),
+        ({"seed": 2**63}, r"seed must be .* < 2\*\*63"),
         ({"keep": "last", "patience": 3}, "--patience 3 is for --keep best"),
         ({"cooldown": 0.2}, "--schedule wsd"),
         ({"schedule": "wsd", "cooldown": 0.8, "warmup": 0.3}, "add up to more than 1"),
@@ -619,7 +619,7 @@ def test_the_learning_rate_scales_with_the_width_for_adamw_and_its_root_for_muon
         ({"start": "x", "window": 4}, "--window"),
         ({"start": "x", "bias": False}, "--no-bias"),
         ({"window": 0}, "window must be"),
-        ({"optimizer": "sgd"}, "'sgd': there are adamw, muon"),
+        ({"optimizer": "sgd"}, "one of auto, adamw, muon, got 'sgd'"),
     ],
 )
 def test_impossible_options_are_named(wrong, says):
