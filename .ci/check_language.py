@@ -1,22 +1,23 @@
-"""Check that docstrings and names are plain technical English.
+"""Check that a change adds plain technical English alone.
 
-    python .ci/check_language.py [--list FOLDER]
+    python .ci/check_language.py [--since COMMIT] [PATH ...]
 
 A docstring is flagged for an opening or a phrase that hides its subject, such as "What is held
-out"; a name is flagged if it says nothing alone, such as `kind`. `language.json` holds the flags
-that remain in each folder. More flags than that are an error; fewer lower the stored numbers.
+out"; a name is flagged if it says nothing alone, such as `kind`. Flags are errors if the change
+since COMMIT adds them; moving them is none. With paths, all flags in these files are listed.
 """
 
 import argparse
 import ast
-import json
 import re
+import subprocess
 import sys
+from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
+from typing import NamedTuple
 
 ROOT = Path(__file__).parents[1]
-BASELINE = Path(__file__).with_name("language.json")
 OPENINGS = re.compile(
     r"(of|what|who|whose|where|that|such|one that|those|nothing|so (many|long|much)|have|let|say|"
     r"tell|be|for how|as|(on|in|by|with|to|from) which)\b",
@@ -36,6 +37,15 @@ NAMES = set(
     "asked begun came come each form found given gone heed held kept kind known left made meant "
     "own part place plain rate rule said shown theirs told wanted way whole".split()
 )
+
+
+class Flag(NamedTuple):
+    """A word that a check refuses, and its line."""
+
+    check: str
+    word: str
+    line: int
+    text: str
 
 
 def find_docstrings(tree: ast.AST) -> Iterator[tuple[int, str]]:
@@ -65,54 +75,50 @@ def find_names(tree: ast.AST) -> Iterator[tuple[int, str]]:
                 yield node.lineno, name
 
 
-def find_flags(path: Path) -> Iterator[tuple[str, str]]:
-    """Yield each flag of a file: "docstrings" or "names", and its place and text."""
-    tree = ast.parse(path.read_text(encoding="utf-8"))
+def find_flags(source: str) -> Iterator[Flag]:
+    """Yield the flags of a file's text."""
+    tree, lines = ast.parse(source), source.splitlines()
     for line, text in find_docstrings(tree):
-        if OPENINGS.match(text) or PHRASES.search(text):
-            yield "docstrings", f"{path.relative_to(ROOT)}:{line} {text[:90]}"
+        for check, match in (("opening", OPENINGS.match(text)), ("phrase", PHRASES.search(text))):
+            if match:
+                yield Flag(check, match[0].lower(), line, text[:90])
     for line, name in find_names(tree):
-        if name.strip("_").lower() in NAMES:
-            yield "names", f"{path.relative_to(ROOT)}:{line} {name}"
+        if (word := name.strip("_").lower()) in NAMES:
+            yield Flag("name", word, line, lines[line - 1].strip())
 
 
-def count_flags() -> dict[str, dict[str, list[str]]]:
-    """Return the flags of each folder."""
-    flags: dict[str, dict[str, list[str]]] = {}
-    for top in ("src/tiedgpt", "tests", "bench", "examples", "docs", ".ci"):
-        for path in sorted((ROOT / top).rglob("*.py")):
-            inside = path.relative_to(ROOT / top).parts
-            folder = f"{top}/{inside[0]}" if len(inside) > 1 else top
-            lists = flags.setdefault(folder, {"docstrings": [], "names": []})
-            for subject, flag in find_flags(path):
-                lists[subject].append(flag)
-    return flags
+def git(*arguments: str) -> str:
+    """Return the output of git; an empty text if it fails."""
+    done = subprocess.run(["git", *arguments], cwd=ROOT, capture_output=True, text=True)
+    return done.stdout
+
+
+def added_flags(commit: str) -> Iterator[tuple[str, Flag]]:
+    """Yield the flags in the working tree that the commit lacks, each with its path."""
+    changed = git("diff", "--name-only", "--no-renames", commit, "--", "*.py").split()
+    changed += git("ls-files", "--others", "--exclude-standard", "*.py").split()
+    before = [flag for path in changed for flag in find_flags(git("show", f"{commit}:{path}"))]
+    paths = [path for path in changed if (ROOT / path).exists()]
+    after = [(path, flag) for path in paths for flag in find_flags((ROOT / path).read_text())]
+    more = Counter(flag[:2] for _, flag in after) - Counter(flag[:2] for flag in before)
+    texts = {(flag.word, flag.text) for flag in before}
+    for path, flag in after:
+        if more[flag[:2]] and (flag.word, flag.text) not in texts:
+            yield path, flag
 
 
 def main() -> int:
-    """Compare the flags with the stored numbers; return the exit code."""
+    """Print the flags that a change adds; return the exit code."""
     parser = argparse.ArgumentParser(description="Check docstrings and names.")
-    parser.add_argument("--list", metavar="FOLDER", help="print all flags of a folder")
-    folder = parser.parse_args().list
-    flags = count_flags()
-    if folder is not None:
-        print(*flags[folder]["docstrings"], *flags[folder]["names"], sep="\n")
-        return 0
-    stored = json.loads(BASELINE.read_text()) if BASELINE.exists() else {}
-    counts = {name: {subject: len(x) for subject, x in flags[name].items()} for name in flags}
-    worse = 0
-    for name in flags:
-        for subject, count in counts[name].items():
-            limit = stored.get(name, {}).get(subject, 0) if stored else count
-            if count > limit:
-                worse += 1
-                print(f"{name}: {count} flagged {subject}, at most {limit} may remain; see")
-                print(f"  python .ci/check_language.py --list {name}")
-    if not worse and counts != stored:
-        rows = (f"  {json.dumps(name)}: {json.dumps(counts[name])}" for name in sorted(counts))
-        BASELINE.write_text("{\n" + ",\n".join(rows) + "\n}\n")
-        print(f"{BASELINE.relative_to(ROOT)} is lowered: commit it")
-    return worse > 0
+    parser.add_argument("paths", nargs="*", type=Path, help="list all flags of these files")
+    parser.add_argument("--since", metavar="COMMIT", default="HEAD~1", help="default: HEAD~1")
+    args = parser.parse_args()
+    files = [f for path in args.paths for f in (sorted(path.rglob("*.py")) or [path])]
+    flags = [(str(file), flag) for file in files for flag in find_flags(file.read_text())]
+    flags = flags if args.paths else [*added_flags(args.since)]
+    for path, flag in flags:
+        print(f"{path}:{flag.line}: {flag.check} {flag.word!r}: {flag.text}")
+    return bool(flags) and not args.paths
 
 
 if __name__ == "__main__":

@@ -221,7 +221,7 @@ def lessons() -> str:
 
 
 def checkpoint_formats() -> str:
-    """Return formats.md as it is, with its tables made anew from the records of the formats."""
+    """Return formats.md with tables of the records of the formats."""
     from tiedgpt.weights.registry import formats
 
     read = [("format", "what is read", "tokenizer found with it", "may need")]
@@ -239,7 +239,7 @@ def checkpoint_formats() -> str:
 
 
 def coming_from() -> str:
-    """Return coming-from.md as it is, with its table made anew from the names that errors know."""
+    """Return coming-from.md with a table of the names that errors know."""
     from tiedgpt.names import NOT_HERE, OTHER_NAMES
 
     holders = {"GPT": "model.{}", "Tokenizer": "tokenizer.{}", "GenerationConfig": "{}"}
@@ -257,7 +257,7 @@ def coming_from() -> str:
 
 
 def _with_tables(page: str, **tables: list[tuple[str, ...]]) -> str:
-    """Return a page as it is, with tables made anew between their comments."""
+    """Return a page with new tables between their comments."""
     text = (DOCS / page).read_text(encoding="utf-8")
     for name, rows in tables.items():
         lines = [f"| {' | '.join(row)} |" for row in rows]
