@@ -101,6 +101,8 @@ def read_number(name: str, value: Any, cls: type[Number], **bounds: float) -> Nu
         number, is_number = cls(0), False
     if not is_number or not all(SIGNS[key][1](number, bound) for key, bound in bounds.items()):
         limits = [f"{SIGNS[key][0]} {bound}" for key, bound in bounds.items()]
+        if {"least", "most"} <= bounds.keys():
+            limits = [f"from {bounds['least']} to {bounds['most']}"]
         limits += ["< 2**63"] if cls is int and number > MAX_INT else []
         words = " ".join(["an integer" if cls is int else "a finite number", " and ".join(limits)])
         raise UserError(f"must be {words.strip()}, got {value!r}", option=name)

@@ -98,7 +98,7 @@ def test_an_untied_model_shows_both_matrices_by_name(tokenizer, capfd):
         (["positions", "--text", "cat " * 200], "to 80 tokens"),
         (["positions", "--ids", "9999"], "id 9999 is outside"),
         (["positions", "--text", "a\udcff"], "lone surrogate"),
-        (["vocabulary", "--top", "-3"], "--top must be at least 1"),
+        (["vocabulary", "--top", "-3"], "--top must be an integer >= 1"),
         (["dot", "--text", "cat", "--position", "99"], "--position must be"),
         (["dot", "--text", "cat", "--plot", "x.gif"], "name it .png, .svg or .pdf"),
         (["vocabulary", "--counts", "nowhere"], "no file matches 'nowhere'"),
