@@ -5,7 +5,7 @@ import torch
 from safetensors.torch import load_file
 
 from tests.train.conftest import assert_resumes
-from tiedgpt import GPT
+from tiedgpt import GPT, GPTConfig
 from tiedgpt.errors import UserError
 from tiedgpt.train.step.optim import OPTIMIZERS, OptimizerSpec, scale_lr_to_width
 from tiedgpt.train.step.optim.groups import optimizers, parameter_groups
@@ -112,6 +112,19 @@ def test_a_new_optimizer_is_one_record(trial, monkeypatch):
     saved = load_file(whole.newest("optimizer.safetensors"))
     assert {"h.0.mlp.c_fc.weight/momentum", "wte.weight/exp_avg"} < saved.keys()
     assert scale_lr_to_width(1e-3, width=128, to=512, optimizer="lion") == 2.5e-4
+
+
+def test_an_optimizer_has_a_default_learning_rate_and_another_for_the_groups_of_adamw(monkeypatch):
+    rates = {"lr_factor": 0.1, "adamw_factor": 10}
+    lion = OptimizerSpec(label="Lion", home="lion:Lion", moments=1, width_exponent=1.0, **rates)
+    monkeypatch.setitem(OPTIMIZERS, "lion", lion)
+    assert scale_lr_to_width(4e-3, width=7, to=7, optimizer="lion") == pytest.approx(4e-4)
+    torch.manual_seed(0)
+    tiny = GPT(GPTConfig(vocab_size=11, n_positions=7, n_embd=6, n_layer=1, n_head=3))
+    for name, factor in (("lion", 10), ("muon", 1)):
+        groups = parameter_groups(tiny, matrices=name, weight_decay=0.1)
+        assert {group.lr_factor for group in groups if group.optimizer == "adamw"} == {factor}
+        assert {group.lr_factor for group in groups if group.optimizer == name} == {1}
 
 
 def test_optimizer_state_that_is_no_tensor_is_refused_by_name(trial, monkeypatch):

@@ -232,7 +232,7 @@ class Trainer:
         began, processes, plan = self.clock.now(), self.processes, self.plan
         lr, batch, unit = plan.rate(self.step), self.batch_of(self.step), self.data.unit
         for group in (group for each in self.optimizers for group in each.param_groups):
-            group["lr"] = lr
+            group["lr"] = lr * group["lr_factor"]
         if not processes.is_main:  # so that a resumed run drops the same elements
             torch.manual_seed(hash((plan.seed, processes.rank, self.step)))
         step = self.step + 1

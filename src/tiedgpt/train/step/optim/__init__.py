@@ -24,6 +24,10 @@ class OptimizerSpec:
     """Tensors of optimizer state of each parameter's shape."""
     width_exponent: float
     """The peak learning rate is proportional to 1 / width ** width_exponent."""
+    lr_factor: float = 1.0
+    """Default peak learning rate, as a multiple of AdamW's; Lion's is about 0.1."""
+    adamw_factor: float = 1.0
+    """Learning rate of the groups that AdamW updates, as a multiple of the matrices'."""
     splits_attention: bool = False
     """Whether Q, K and V are updated as three matrices (`n_matrices` of a parameter group)."""
 
@@ -55,6 +59,7 @@ def scale_lr_to_width(lr: float, *, width: int, to: int, optimizer: str) -> floa
     """Return the peak learning rate at the width `to` that equals `lr` at `width`.
 
     An update should change a unit's output equally at every width. `optimizer` is that of the
-    blocks' matrices; all groups have the same learning rate.
+    blocks' matrices; `lr` is AdamW's, or Muon's.
     """
-    return lr * (width / to) ** find_optimizer(optimizer).width_exponent
+    spec = find_optimizer(optimizer)
+    return lr * spec.lr_factor * (width / to) ** spec.width_exponent

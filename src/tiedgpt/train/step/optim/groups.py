@@ -30,6 +30,8 @@ class Group:
     parameters: dict[str, nn.Parameter]
     optimizer: str
     weight_decay: float
+    lr_factor: float = 1.0
+    """Learning rate as a multiple of the plan's."""
     n_matrices: int = 1
     """Number of matrices stacked in each parameter; Muon updates them one by one."""
 
@@ -46,15 +48,18 @@ def parameter_groups(model: Model, *, matrices: str, weight_decay: float) -> lis
     predicting and a few rows from reading, not the product that Muon is made for. W has no weight
     decay: the norm of a row grows with the frequency of its token, which decay would flatten.
     """
-    splits_attention = find_optimizer(matrices).splits_attention
+    spec = find_optimizer(matrices)
+    factor = 1.0 if matrices == "adamw" else spec.adamw_factor
     gpt = body_of(model)
     both = gpt.config.tie_word_embeddings and predicts_tokens(model)
-    shared = Group("W, which reads and predicts" if both else "W, which reads", {}, "adamw", 0.0)
-    head = Group("head", {}, "adamw", weight_decay)
-    positions = Group("positions", {}, "adamw", 0.0)
+    shared = Group(
+        "W, which reads and predicts" if both else "W, which reads", {}, "adamw", 0.0, factor
+    )
+    head = Group("head", {}, "adamw", weight_decay, factor)
+    positions = Group("positions", {}, "adamw", 0.0, factor)
     products = Group("matrices of the blocks", {}, matrices, weight_decay)
     attention = Group("queries, keys and values", {}, matrices, weight_decay, n_matrices=3)
-    rest = Group("norms and biases", {}, "adamw", 0.0)
+    rest = Group("norms and biases", {}, "adamw", 0.0, factor)
     in_w = {id(parameter) for parameter in gpt.wte.parameters()}  # an adapter's, too
     in_body = {id(parameter) for part in (gpt.h, gpt.ln_f) for parameter in part.parameters()}
     for name, parameter in model.named_parameters():
@@ -66,7 +71,7 @@ def parameter_groups(model: Model, *, matrices: str, weight_decay: float) -> lis
             group = positions
         elif id(parameter) in in_body:
             is_attention = name.endswith(".attn.c_attn.weight")
-            matrix = attention if is_attention and splits_attention else products
+            matrix = attention if is_attention and spec.splits_attention else products
             group = matrix if parameter.ndim == 2 else rest
         else:
             group = head
@@ -83,6 +88,7 @@ def optimizers(groups: list[Group], *, lr: float, is_sharded: bool = False) -> O
             {
                 "params": list(group.parameters.values()),
                 "weight_decay": group.weight_decay,
+                "lr_factor": group.lr_factor,
                 **({"n_matrices": group.n_matrices} if spec.splits_attention else {}),
             }
             for group in groups
