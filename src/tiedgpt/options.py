@@ -67,10 +67,8 @@ def option(
     facts["served"] = facts["bounds"] | (served or {})
     facts["choices"] = choices
     if help:
-        facts |= {
-            "help": help, "group": group, "metavar": metavar, "short": short, "repeated": repeated,
-            "verbs": verbs,
-        }  # fmt: skip
+        facts.update(help=help, group=group, metavar=metavar, short=short)
+        facts.update(repeated=repeated, verbs=verbs)
     return field(default=default, metadata=facts)
 
 

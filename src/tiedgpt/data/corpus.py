@@ -181,9 +181,15 @@ class FileCorpus:
                         name = f"from byte {self.section[0]:,} of {name}"
                     long_rows = list[int]()
                     yield from read_records(
-                        file, name, expected, encoding=self.encoding, quoting=self.quoting,
-                        on_bad=on_bad, on_long_row=long_rows.append, row_groups=row_groups,
-                    )  # fmt: skip
+                        file,
+                        name,
+                        expected,
+                        encoding=self.encoding,
+                        quoting=self.quoting,
+                        on_bad=on_bad,
+                        on_long_row=long_rows.append,
+                        row_groups=row_groups,
+                    )
                     if long_rows:
                         self.remarks.long_rows[name] = len(long_rows), long_rows[0]
             except OSError as error:

@@ -66,9 +66,11 @@ class Service:
         """Raise `APIError` for another model's name."""
         if name not in (None, self.name):
             raise APIError(
-                404, f"there is no model {name!r}: this server has {self.name!r}", param="model",
+                404,
+                f"there is no model {name!r}: this server has {self.name!r}",
+                param="model",
                 code="model_not_found",
-            )  # fmt: skip
+            )
 
 
 @dataclass(frozen=True)
@@ -156,9 +158,13 @@ class Answer:
         logprobs = self.logprobs(entries) if self.has_logprobs else None
         text = self.names.text(done) if self.has_text else ""
         return self.choice(
-            index, self.message(choice.echo + text), logprobs, end=done,
-            prompt_ids=choice.prompt_ids, token_ids=done.ids if self.has_text else (),
-        )  # fmt: skip
+            index,
+            self.message(choice.echo + text),
+            logprobs,
+            end=done,
+            prompt_ids=choice.prompt_ids,
+            token_ids=done.ids if self.has_text else (),
+        )
 
     def usage(self, n_new: int) -> dict[str, Any]:
         """Count tokens so far; each prompt once, however many texts it has."""
@@ -204,9 +210,10 @@ async def complete(service: Service, request: Request, body: CompletionRequest) 
     has_logprobs = body.logprobs is not None
     max_tokens = MAX_TOKENS if body.max_tokens is None else body.max_tokens
     config = body.config(
-        max_new_tokens=max(1, max_tokens), top_logprobs=body.logprobs or 0,
+        max_new_tokens=max(1, max_tokens),
+        top_logprobs=body.logprobs or 0,
         prompt_logprobs=(body.logprobs or 0) if body.echo and has_logprobs else False,
-    )  # fmt: skip
+    )
     names = TokenNames(service.engine.tokenizer, body.return_tokens_as_token_ids)
     options = {"echo": body.echo, "allow_special": body.allow_special}
     options["add_special_tokens"] = body.add_special_tokens
@@ -233,16 +240,20 @@ async def prepare_reply(
 ) -> tuple[list[Choice], GenerationConfig]:
     """Return the replies to be generated to a conversation, and the engine's options."""
     ids = await encode_messages(
-        service, messages, options or TemplateOptions(), param=param,
+        service,
+        messages,
+        options or TemplateOptions(),
+        param=param,
         add_special_tokens=body.add_special_tokens,
-    )  # fmt: skip
+    )
     assert service.template is not None and service.engine.tokenizer is not None
     room = max(1, service.engine.runner.config.n_positions - len(ids))
     max_tokens = getattr(body, body.length_field) or room
     config = body.config(
         service.template.end_ids(service.engine.tokenizer),
-        max_new_tokens=max_tokens, top_logprobs=body.top_logprobs or 0,
-    )  # fmt: skip
+        max_new_tokens=max_tokens,
+        top_logprobs=body.top_logprobs or 0,
+    )
     return await _encode(service, body, [ids], max_tokens, param=param), config
 
 
@@ -263,9 +274,11 @@ async def encode_messages(
     template, tokenizer = service.template, service.engine.tokenizer
     if template is None or tokenizer is None:
         raise APIError(
-            400, "this model has no chat template: use /v1/completions", param=param,
+            400,
+            "this model has no chat template: use /v1/completions",
+            param=param,
             code="no_chat_template",
-        )  # fmt: skip
+        )
     if options.continue_final_message and options.add_generation_prompt:
         both = ("continue_final_message", "add_generation_prompt")
         raise UserError("exclude each other", option=both)
@@ -296,9 +309,11 @@ async def _encode(
     service.require_model(body.model)
     if len(prompts) * body.n > service.max_choices:
         raise APIError(
-            400, f"the number of prompts times n must be at most {service.max_choices}, got "
-            f"{len(prompts)} x {body.n}", param="prompt",
-        )  # fmt: skip
+            400,
+            f"the number of prompts times n must be at most {service.max_choices}, got "
+            f"{len(prompts)} x {body.n}",
+            param="prompt",
+        )
     slides = body.context_end == "slide"
     longest = MAX_CONTEXTS * service.engine.runner.config.n_positions
     if slides and max_tokens > longest:
@@ -306,9 +321,14 @@ async def _encode(
         raise APIError(400, f"{body.length_field} {message}", param=body.length_field)
     room = None if slides else max_tokens
     return await asyncio.to_thread(
-        encode_prompts, service.engine, prompts, n=body.n, room=room,
-        length_field=body.length_field, **options,
-    )  # fmt: skip
+        encode_prompts,
+        service.engine,
+        prompts,
+        n=body.n,
+        room=room,
+        length_field=body.length_field,
+        **options,
+    )
 
 
 async def _respond(answer: Answer) -> Response:

@@ -203,9 +203,10 @@ class Guard:
         media_type = headers.get("content-type", "").partition(";")[0].strip().lower()
         if method == "POST" and media_type != "application/json":
             raise APIError(
-                415, f"the body's type is {media_type[:40] or 'missing'}: send JSON with the "
+                415,
+                f"the body's type is {media_type[:40] or 'missing'}: send JSON with the "
                 "header Content-Type: application/json",
-            )  # fmt: skip
+            )
 
     def _check_caller(self, path: str, headers: Headers) -> None:
         """Raise `APIError` for a host, an origin or a key that is not allowed."""
@@ -216,9 +217,10 @@ class Guard:
 
         if not self.hosts.allow(only("host")):
             raise APIError(
-                403, "this server is not called that: use its address, or start it with "
-                "--allow-host", code="host_not_allowed",
-            )  # fmt: skip
+                403,
+                "this server is not called that: use its address, or start it with --allow-host",
+                code="host_not_allowed",
+            )
         if "origin" in headers and not self.hosts.allow_origin(only("origin")):
             raise APIError(403, "pages of other origins are refused", code="origin_not_allowed")
         if self.key is None or path in self.open:

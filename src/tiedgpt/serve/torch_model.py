@@ -93,9 +93,10 @@ async def embed(
         width = service.engine.runner.config.n_embd
         if body.dimensions not in (None, width):
             raise APIError(
-                400, f"dimensions must be {width}: cut and normalize the vector yourself",
+                400,
+                f"dimensions must be {width}: cut and normalize the vector yourself",
                 param="dimensions",
-            )  # fmt: skip
+            )
         each = [_read(service.engine, one, body) for one in as_list(body.input)]
         vectors = []
         for ids in each:

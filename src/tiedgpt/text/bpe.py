@@ -205,9 +205,11 @@ def train_bpe(texts: Iterable[str], vocab_size: int) -> tokenizers.Tokenizer:
         )
     rust = byte_level_tokenizer(models.BPE())
     trainer = trainers.BpeTrainer(
-        vocab_size=vocab_size - 1, min_frequency=2, initial_alphabet=BYTE_ALPHABET,
+        vocab_size=vocab_size - 1,
+        min_frequency=2,
+        initial_alphabet=BYTE_ALPHABET,
         show_progress=False,
-    )  # fmt: skip
+    )
     rust.train_from_iterator((chunk for text in texts for chunk in _short(chunks(text))), trainer)
     rust.add_special_tokens([END_OF_TEXT])  # added after training: the last id, as in GPT-2
     return rust
