@@ -12,7 +12,7 @@ import json
 import os
 import secrets
 import shutil
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import IO, Any, TypeVar
 
@@ -189,6 +189,11 @@ def format_bytes(n_bytes: float) -> str:
 def format_count(count: float, noun: str) -> str:
     """Return a count with its noun: `1 minute`, `2,400 documents`."""
     return f"1 {noun}" if count == 1 else f"{count:,.10g} {noun}s"
+
+
+def list_some(names: Sequence[str], most: int = 3) -> str:
+    """Return the first names with commas between them, and ", ..." if there are more."""
+    return ", ".join([*names[:most], *(["..."] if len(names) > most else [])])
 
 
 def require_room(directory: Path, n_bytes: int) -> None:

@@ -93,11 +93,11 @@ class Conversation:
             del turns[self.n_system : self.n_system + 2]
             n_dropped += 1
         if len(ids) >= context:
-            what = "the message and --system have" if self.n_system else "the message has"
-            raise UserError(
-                f"{what} {len(ids):,} tokens and the context is {context:,}",
-                hint="send a shorter message" + " or --system" * bool(self.n_system),
-            )
+            what, hint = "the message has", "send a shorter message"
+            if self.n_system:
+                what, hint = "the message and --system have", f"{hint} or --system"
+            problem = f"{what} {len(ids):,} tokens and the context is {context:,}"
+            raise UserError(problem, hint=hint)
         if n_dropped:
             turn = "turn was" if n_dropped == 1 else f"{n_dropped} turns were"
             note(f"the conversation is longer than the context: its oldest {turn} dropped")

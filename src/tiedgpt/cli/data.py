@@ -17,7 +17,7 @@ from tiedgpt.cli.console import bar, console, fact, note
 from tiedgpt.cli.options import parse
 from tiedgpt.cli.source import source_or_newest
 from tiedgpt.errors import UserError
-from tiedgpt.files import format_bytes, format_count
+from tiedgpt.files import format_bytes, format_count, list_some
 from tiedgpt.options import argument, option
 from tiedgpt.runtime import count_cores
 from tiedgpt.train.plan.groups import DataOptions, FileOptions
@@ -47,7 +47,7 @@ the parts that are missing; files that have changed since are refused."""
 ABOUT_VERIFY = """Read every file of prepared texts, and compare it with the manifest.
 
 The exit code is 6 if a file is missing or has changed."""
-STYLES = {False: ("dim", ""), True: ("green", "bold green")}
+UNTRAINED, TRAINED = ("dim", ""), ("green", "bold green")
 """Styles of untrained and trained tokens; two alternate, to show where tokens end."""
 
 EDGE = 150
@@ -173,7 +173,7 @@ def run(arguments: list[str]) -> None:
 def prepare(arguments: list[str]) -> None:
     """Encode texts into a directory."""
     args = parse(PrepareArguments, "data prepare", arguments, ABOUT_PREPARE)
-    note(f"preparing {', '.join(args.data[:3])}{', ...' * (len(args.data) > 3)} in {args.out}")
+    note(f"preparing {list_some(args.data)} in {args.out}")
     from tiedgpt.data import plan_preparation, prepare_data
     from tiedgpt.data.encode import note_split_characters
     from tiedgpt.data.prepare import TOKENIZER, VOCAB_SIZE
@@ -339,7 +339,7 @@ def _marked(example: Example, tokenizer: Tokenizer, *, colour: bool) -> Text:
     for number, (token, trained) in enumerate([*tokens, ("", False)]):
         if trained != before and not colour:
             text.append("{+" if trained else "+}")
-        text.append(token, STYLES[trained][number % 2])
+        text.append(token, (TRAINED if trained else UNTRAINED)[number % 2])
         before = trained
     return text.append("\n")
 

@@ -184,8 +184,10 @@ def _evaluate_head(args: Arguments, corpus: FileCorpus) -> None:
         scored = _score_all(args, lines, answers.score_lines(head, tokenizer, lines), len(lines))
     result = answers.summarize(head, scored)
     numbers = result.to_json()
-    cut = f"; {numbers['texts_cut']} texts cut to the context" * bool(numbers["texts_cut"])
-    rows = {"measured on": format_count(numbers["examples"], "example") + cut}
+    size = format_count(numbers["examples"], "example")
+    if numbers["texts_cut"]:
+        size += f"; {numbers['texts_cut']} texts cut to the context"
+    rows = {"measured on": size}
     if isinstance(result, answers.NumbersScore):
         errors = {
             "squared error": result.to_json()["loss"],
@@ -257,14 +259,15 @@ def _describe_texts(result: TextScore) -> dict[str, str]:
         f"  (95 %: {math.exp(low):.4f} to {math.exp(high):.4f})",
         f"  ({low:.4f} to {high:.4f})",
     )
+    prefix = ""
     if math.isnan(low):
-        ranges = "", ""
+        ranges, prefix = ("", ""), "none: "
     return {
         "perplexity": f"{result.perplexity:.4f}{ranges[0]}",
         "nats a token": f"{result.nats:.4f}{ranges[1]}",
         "bits per byte": f"{result.bits_per_byte:.4f}",
-        "measured on": f"{result.tokens:,} tokens in {n:,} window{'s' * (n != 1)}",
-        "interval": f"{'none: ' * math.isnan(low)}{result.groups.basis}",
+        "measured on": f"{result.tokens:,} tokens in {format_count(n, 'window')}",
+        "interval": f"{prefix}{result.groups.basis}",
         "windows": f"context {windows.context}, stride {windows.stride}, {first}",
     }
 
@@ -283,9 +286,10 @@ def _describe_examples(result: ExamplesScore) -> dict[str, str]:
         rows["by length"] = f"{share('accuracy_by_length')}, logprob per character"
         rows["by chance"] = f"{numbers['chance']:.2%}"
     rows["answers"] = f"{numbers['answer_nats']:.4f} nats each"
-    cut = f"; {numbers['contexts_cut']} contexts cut on the left" * bool(numbers["contexts_cut"])
-    size = f"{numbers['examples']:,} example" + "s" * (numbers["examples"] != 1)
-    return rows | {"measured on": size + cut}
+    size = format_count(numbers["examples"], "example")
+    if numbers["contexts_cut"]:
+        size += f"; {numbers['contexts_cut']} contexts cut on the left"
+    return rows | {"measured on": size}
 
 
 def _harness(engine: Engine, args: Arguments) -> None:

@@ -98,7 +98,8 @@ def _print_ledger(ledger: Ledger) -> None:
         rows.append(
             (
                 name,
-                f"{len(members)} x " * (len(members) > 1) + _format_shape(members[0].shape),
+                (f"{len(members)} x " if len(members) > 1 else "")
+                + _format_shape(members[0].shape),
                 f"{sum(row.parameters for row in members):,}",
                 f"{sum(row.bytes for row in members) / 1e6:,.2f}",
                 f"{sum(row.multiply_adds for row in members):,}",
@@ -158,7 +159,7 @@ def _print_audit(audit: Audit) -> None:
         ],
         title=f"{audit.source} ({audit.format})",
     )
-    claimed = {True: "tied", False: "untied", None: "nothing"}[audit.claim]
+    claimed = "nothing" if audit.claim is None else "tied" if audit.claim else "untied"
     show_text("")
     fact("claimed", f"{claimed} ({audit.claim_source})")
     fact("verdict", audit.verdict, style=GOOD if audit.exit_code == EXIT_OK else BAD)

@@ -43,7 +43,7 @@ from tiedgpt.data.remarks import (
     printable,
 )
 from tiedgpt.errors import CorruptInputError, UserError
-from tiedgpt.files import PREPARED, suggest_path
+from tiedgpt.files import PREPARED, list_some, suggest_path
 from tiedgpt.signatures import checked
 from tiedgpt.text.bpe import END_OF_TEXT
 
@@ -412,7 +412,7 @@ def documents(
     if not corpus.paths:
         problem, hint = "no data was named", "give a text file, a folder, a glob or - for stdin"
         if missing := sorted(corpus.remarks.skipped):
-            names = ", ".join(map(_describe_special, missing[:3])) + ", ..." * (len(missing) > 3)
+            names = list_some([*map(_describe_special, missing)])
             problem, hint = f"no file to read: {names}", "check the name"
         raise UserError(problem, hint=hint)
     return corpus

@@ -26,7 +26,7 @@ from tiedgpt.data.corpus import Corpus, Document
 from tiedgpt.data.remarks import note_special_tokens, special_token_finder
 from tiedgpt.data.shards import TOKENS_PER_SHARD, Shards, ShardWriter
 from tiedgpt.errors import CorruptInputError, UserError
-from tiedgpt.files import PREPARED, read_json, replacing, write_json
+from tiedgpt.files import PREPARED, list_some, read_json, replacing, write_json
 from tiedgpt.signatures import checked
 
 if TYPE_CHECKING:
@@ -88,10 +88,9 @@ class Split:
 
     def notes(self) -> list[str]:
         """Return a note on the documents that are left out, if there are any."""
-        count, names = len(self.left_out), ", ".join(self.left_out[:3])
-        more = ", ..." * (count > 3)
+        count, names = len(self.left_out), list_some(self.left_out)
         documents = "document is" if count == 1 else "documents are"
-        note = f"{count:,} {documents} also in --val and not trained on: {names}{more}"
+        note = f"{count:,} {documents} also in --val and not trained on: {names}"
         return [note] if count else []
 
 

@@ -28,7 +28,7 @@ class HubData:
     @property
     def name(self) -> str:
         """The source with its commit."""
-        folder, split = f"/{self.folder}" * bool(self.folder), f":{self.split}" * bool(self.split)
+        folder, split = self.folder and f"/{self.folder}", f":{self.split}" if self.split else ""
         return f"{HUB}{self.repository}{folder}@{self.commit}{split}"
 
     def count_shards(self) -> int:

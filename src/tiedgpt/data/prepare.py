@@ -60,7 +60,7 @@ from tiedgpt.errors import (
     TiedGPTError,
     UserError,
 )
-from tiedgpt.files import PREPARED, remove, remove_leftovers, replacing, writing
+from tiedgpt.files import PREPARED, list_some, remove, remove_leftovers, replacing, writing
 from tiedgpt.signatures import checked
 
 if TYPE_CHECKING:
@@ -549,9 +549,8 @@ def verify_data(directory: str | Path, progress: Progress | None = None) -> Enco
         done += identity[0]
         (progress or _ignore)("verifying", done, total)
     if damaged:
-        names = ", ".join(damaged[:3]) + ", ..." * (len(damaged) > 3)
-        tops = sorted({name.partition("/")[0] for name in damaged})
-        delete = ", ".join(tops[:3]) + ", ..." * (len(tops) > 3)
+        names = list_some(damaged)
+        delete = list_some(sorted({name.partition("/")[0] for name in damaged}))
         raise CheckFailedError(
             f"{directory}: {len(damaged):,} of {len(files):,} files are missing or have changed: "
             f"{names}",

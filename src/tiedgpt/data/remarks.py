@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from tiedgpt.data.records import UnreadFields, describe_kind
-from tiedgpt.files import format_count
+from tiedgpt.files import format_count, list_some
 from tiedgpt.text.bpe import END_OF_TEXT
 
 STDIN = "-"
@@ -91,7 +91,7 @@ class Remarks:
         if self.unread:
             reasons[f"as {format_endings(self.unread)} is not read"] = self.unread
         for reason, paths in reasons.items():
-            names = ", ".join(sorted(paths)[:3]) + ", ..." * (len(paths) > 3)
+            names = list_some(sorted(paths))
             files = format_count(len(paths), "file")
             notes += [f"left out {files}, {reason}: {names}"] if paths else []
         notes += [

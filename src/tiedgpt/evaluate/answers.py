@@ -18,7 +18,7 @@ from tiedgpt.core.loss import cross_entropy
 from tiedgpt.data.corpus import FileCorpus
 from tiedgpt.errors import UserError
 from tiedgpt.evaluate.intervals import Interval, share_interval
-from tiedgpt.files import parse_records
+from tiedgpt.files import list_some, parse_records
 from tiedgpt.heads import MultipleChoice, SequenceClassifier
 from tiedgpt.heads.inputs import read_answer, read_field, read_label, read_text
 from tiedgpt.heads.predictions import read_outputs
@@ -231,5 +231,4 @@ def _name(head: SequenceClassifier, record: dict[str, Any]) -> str:
     for name in (label, f"LABEL_{label}"):  # transformers' name of a label that has none
         if name in head.labels:
             return name
-    names = ", ".join(head.labels[:5]) + ", ..." * (len(head.labels) > 5)
-    raise UserError(f"the model has no label {label!r}, it has {names}")
+    raise UserError(f"the model has no label {label!r}, it has {list_some(head.labels, 5)}")

@@ -10,6 +10,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from tiedgpt.files import format_count
 from tiedgpt.inspect.distributions import (
     chunks,
     entropy_bits,
@@ -73,7 +74,7 @@ class Positions(Result):
             f"{rows}\n\n"
             f"mean loss {number_cell(self.loss)} nats, "
             f"{number_cell(self.bits_per_byte)} bits per byte\n"
-            f"training learns from {self.next} prediction{'s' * (self.next != 1)}, "
+            f"training learns from {format_count(self.next, 'prediction')}, "
             f"generation reads position {self.next}\n"
             "bits: surprisal of the next token; entropy: of the prediction, in bits"
         )

@@ -157,7 +157,9 @@ class Vocabulary(Result):
             ("reached", [self._reach(id) for id in order]),
         )
         head = f"{matrix.name} {matrix.does}: {size:,} rows e; c is e minus the mean row"
-        which = "longest and shortest rows" + ", all of them" * (len(order) == size)
+        which = "longest and shortest rows"
+        if len(order) == size:
+            which += ", all of them"
         return f"{head}\n{matrix.trends()}\n{which}\n{rows}"
 
     def _reach(self, id: int) -> str:
