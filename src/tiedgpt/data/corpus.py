@@ -18,11 +18,10 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, BinaryIO
 
+from tiedgpt.data.encodings import PEEK_BYTES, decode, has_lines, is_binary, require_encoding
 from tiedgpt.data.hub import HUB, HubData, find_data
 from tiedgpt.data.readers import (
-    BYTE_ORDER_MARKS,
     DECOMPRESSORS,
-    GIVE_ENCODING,
     LARGEST_LINE,
     PARQUET,
     Section,
@@ -55,19 +54,11 @@ NOT_TEXT = (
     ".json", ".arrow", ".xlsx", ".npy", ".npz", ".pdf", ".docx", ".zip", ".tar", ".tgz", ".7z",
 )  # fmt: skip
 """Endings of files that are never read as text."""
-SURROGATE = re.compile(rb"\xed[\xa0-\xbf][\x80-\xbf]")
-"""One surrogate encoded like a character, which UTF-8 forbids."""
-ENCODINGS = (
-    "cp1252", "cp1251", "cp1253", "koi8_r", "shift_jis", "euc_jp", "gb18030", "big5", "euc_kr",
-)  # fmt: skip
-"""Candidates for the encoding of text that is not UTF-8."""
 URL = re.compile(r"(https?|ftp|s3|gs)://", re.IGNORECASE)
 HUB_URL = re.compile(r"https?://huggingface\.co/datasets/([\w.-]+/[\w.-]+)/?$")
 """The page of a data set of the hub."""
 COMPRESSION = 4
 """Estimated ratio of a text's size to that of its compressed file."""
-PEEK_BYTES = 65536
-"""Bytes read from the beginning of a file to decide whether it is text."""
 
 
 @dataclass(frozen=True)
@@ -224,22 +215,17 @@ class FileCorpus:
         """The text between documents of a text file; "" for none."""
         return "" if self.keep_end_of_text else END_OF_TEXT
 
-    def has_lines(self, head: bytes) -> bool:
-        """Return whether a text with these first bytes can be cut at newlines, unlike UTF-16."""
-        one_byte = self.encoding == "auto" or "\n".encode(self.encoding) == b"\n"
-        return one_byte and not head.startswith((*BYTE_ORDER_MARKS,)) and not self._is_binary(head)
-
     def _read_text(self, file: BinaryIO, path: str) -> Iterator[tuple[str, dict[str, Any]]]:
         """Yield the documents of a text file; with `in_parts`, several for each long one."""
         name, head = printable(path), file.read(PEEK_BYTES)
         if self.section is None and (records := find_json(head)):
             self.remarks.json_texts[name] = records
-        if self.in_parts and self.has_lines(head):
+        if self.in_parts and has_lines(head, self.encoding):
             pieces = cut_text(file, self.separator.encode(), head)
             for location, text in self._read_pieces(pieces, path):
                 yield location, {self.text_field: text}
             return
-        if not self._is_binary(head):
+        if not is_binary(head, self.encoding):
             head += file.read(LARGEST_LINE if self.in_parts else -1)
         if self.in_parts and len(head) > LARGEST_LINE:
             raise CorruptInputError(f"{name} is too large for UTF-16", hint="write it as UTF-8")
@@ -276,23 +262,14 @@ class FileCorpus:
 
     def _decode(self, data: bytes, path: str) -> str | None:
         """Return the text of a file's bytes; None if the file is skipped."""
-        name, is_binary = printable(path), self._is_binary(data)
-        text = None if is_binary else self._decode_text(data, path)
-        if text is not None:
-            return text.replace("\r\n", "\n")
-        if not self.paths[path]:
-            (self.remarks.binary if is_binary else self.remarks.skipped).add(name)
-            return None
-        if is_binary:
-            location = f"a NUL byte at {data.index(0):,}"
-            raise CorruptInputError(
-                f"{name} contains {location}, so it is taken for a binary file",
-                hint="remove the byte if it is text, or give its --encoding (utf-8 or utf-16)",
-            )
-        is_other = self.encoding.lower() not in ("auto", "utf-8", "utf8")
-        nor = f", nor in {self.encoding}" if is_other else ""
-        hint = "give another --encoding" if is_other else f"name text files, or {GIVE_ENCODING}"
-        raise CorruptInputError(f"{name} is not text in UTF-8{nor}", hint=hint)
+        name = printable(path)
+        text, encoding = decode(data, name, self.encoding, is_named=self.paths[path])
+        if text is None:
+            skipped_binary = is_binary(data, self.encoding)
+            (self.remarks.binary if skipped_binary else self.remarks.skipped).add(name)
+        elif encoding not in ("utf-8-sig", self.encoding):
+            self.remarks.guessed[name] = encoding
+        return text
 
     def is_text(self, path: str) -> bool:
         """Return whether a file's name is that of text; raise `UserError` for a named file."""
@@ -308,28 +285,6 @@ class FileCorpus:
             raise UserError(f"{printable(path)} is not read: {problem}", hint=hint)
         self.remarks.unread.add(printable(path))
         return False
-
-    def _is_binary(self, data: bytes) -> bool:
-        has_mark = data.startswith((*BYTE_ORDER_MARKS,))
-        return b"\0" in data and not has_mark and self.encoding == "auto"
-
-    def _decode_text(self, data: bytes, path: str) -> str | None:
-        """Return the text of bytes in UTF-8, marked UTF-16 or UTF-32, or in `encoding`.
-
-        Raises `CorruptInputError` for a named file that is UTF-8 but for encoded surrogates.
-        """
-        marked = (name for mark, name in BYTE_ORDER_MARKS.items() if data.startswith(mark))
-        encodings = [next(marked, "utf-8-sig")]
-        if self.encoding != "auto":
-            is_utf_8 = self.encoding.lower().replace("_", "-") in ("utf-8", "utf8")
-            encodings.insert(0 if b"\0" in data and not is_utf_8 else 1, self.encoding)
-        text, encoding = _decode_as(encodings, data)
-        if text is None and self.encoding == "auto" and self.paths[path]:
-            _require_no_surrogate(data, printable(path))
-            text, encoding = _decode_as(_guess_encoding(data), data)
-        if text is not None and encoding not in ("utf-8-sig", self.encoding):
-            self.remarks.guessed[printable(path)] = encoding
-        return text
 
     def _open(self, path: str) -> BinaryIO:
         if path != STDIN and os.path.isfile(path):
@@ -374,13 +329,7 @@ def documents(
         UserError: a source is missing, a glob matches nothing, a folder has no files, or Python
             does not know the encoding.
     """
-    try:
-        "".encode("utf-8" if encoding == "auto" else encoding)
-    except (LookupError, ValueError):
-        raise UserError(
-            f"--encoding {encoding}: Python knows no such encoding",
-            hint="give one such as utf-8, utf-16 or cp1252",
-        ) from None
+    require_encoding(encoding)
     corpus = FileCorpus(
         text_field,
         encoding=encoding,
@@ -450,43 +399,6 @@ def _search(source: str) -> list[str]:
         check = f"check the name (the current folder is {os.getcwd()})"
         raise UserError(f"no file matches {source!r}", hint=suggest_path(source) or check)
     return paths
-
-
-def _decode_as(encodings: Iterable[str], data: bytes) -> tuple[str | None, str]:
-    """Return the text and the first of the encodings that decodes it, or None and ""."""
-    for encoding in encodings:
-        with contextlib.suppress(UnicodeError):
-            return data.decode(encoding), encoding
-    return None, ""
-
-
-def _require_no_surrogate(data: bytes, name: str) -> None:
-    """Raise `CorruptInputError` for bytes that are UTF-8 but for encoded surrogates."""
-    try:
-        data.decode()
-    except UnicodeDecodeError as error:
-        if SURROGATE.match(data, error.start) is None:
-            return
-        with contextlib.suppress(UnicodeDecodeError):
-            data.decode(errors="surrogatepass")
-            raise CorruptInputError(
-                f"{name} is not valid UTF-8: at byte {error.start:,} it has a surrogate, half of a "
-                "character",
-                hint="remove it, or write the file again as UTF-8",
-            ) from None
-
-
-def _guess_encoding(data: bytes) -> list[str]:
-    """Return the likeliest encoding of text that is not UTF-8; [] for other bytes."""
-    high = len(data) - len(data.translate(None, bytes(range(128, 256))))
-    if high == 0 or data.startswith(b"\xef\xbb\xbf"):  # it is UTF-8, or claims to be
-        return []
-    if high <= len(data) / 4:
-        return ["cp1252"]  # western: few of its letters are beyond ASCII
-    from charset_normalizer import from_bytes
-
-    best = from_bytes(data[: 4 * PEEK_BYTES], cp_isolation=list(ENCODINGS)).best()
-    return [] if best is None else [best.encoding]
 
 
 def _unreadable(path: str, error: OSError) -> UserError:

@@ -26,7 +26,7 @@ from itertools import pairwise
 from pathlib import Path, PurePath
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
-from tiedgpt.data.corpus import PEEK_BYTES, FileCorpus, documents
+from tiedgpt.data.corpus import FileCorpus, documents
 from tiedgpt.data.encode import (
     SIDES,
     TARGET_SHARE,
@@ -42,6 +42,7 @@ from tiedgpt.data.encode import (
     write_sealed,
     write_shards,
 )
+from tiedgpt.data.encodings import PEEK_BYTES, has_lines
 from tiedgpt.data.readers import (
     DECOMPRESSORS,
     DELIMITERS,
@@ -253,9 +254,9 @@ def _list_sections(path: str, size: int, corpus: FileCorpus, target: int) -> lis
     with open(path, "rb") as file:
         if ending(path) == PARQUET:
             size = count_row_groups(file, path)
-        elif not (corpus.in_parts or has_records(path)) or not corpus.has_lines(
-            file.read(PEEK_BYTES)
-        ):
+        elif not (corpus.in_parts or has_records(path)):
+            return []
+        elif not has_lines(file.read(PEEK_BYTES), corpus.encoding):
             return []
     n_sections = min(n_sections, size)
     cuts = [number * size // n_sections for number in range(n_sections + 1)]
