@@ -9,6 +9,7 @@ from typing import Any, Literal
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from typing_extensions import override
 
 from tiedgpt.core.loss import IGNORED, cross_entropy
 from tiedgpt.core.model import GPT
@@ -77,6 +78,7 @@ class SequenceClassifier(Head):
             return logits.sigmoid()
         return logits.softmax(-1)
 
+    @override
     def losses(self, *batch: Tensor) -> tuple[Tensor, ...]:
         """Ids (B, T), lengths (B,), labels -> the mean loss, as transformers' class.
 
@@ -107,8 +109,8 @@ class SequenceClassifier(Head):
             return F.mse_loss(logits, targets)
         return F.binary_cross_entropy_with_logits(logits, targets)
 
+    @override
     def config_entries(self) -> dict[str, Any]:
-        """Return the labels and the problem for config.json."""
         problem = {} if self.problem_type is None else {"problem_type": self.problem_type}
         return problem | {
             "id2label": {str(number): name for number, name in enumerate(self.labels)},
@@ -116,6 +118,7 @@ class SequenceClassifier(Head):
         }
 
     @classmethod
+    @override
     def options_from(cls, config: Mapping[str, Any], n_outputs: int) -> dict[str, Any]:
         """Return the labels and the problem in config.json."""
         numbers = [str(number) for number in range(n_outputs)]
@@ -154,6 +157,7 @@ class MultipleChoice(Head):
         """
         return self._choices(self.gpt.body(ids.flatten(0, 1)), ids, lengths)
 
+    @override
     def losses(self, *batch: Tensor) -> tuple[Tensor, ...]:
         """Ids (B, C, T), lengths (B, C), targets (B, C, T), answers (B,) -> both terms of L_3.
 
@@ -175,8 +179,8 @@ class MultipleChoice(Head):
         logits = self.multiple_choice_head(last_state(h, flat))[:, 0]
         return logits.masked_fill(flat == 0, float("-inf")).view(ids.shape[:2])
 
+    @override
     def config_entries(self) -> dict[str, Any]:
-        """Return the choices' settings for config.json."""
         return SUMMARY | {
             "summary_first_dropout": self.multiple_choice_head.get_submodule("dropout").p,
             "id2label": {"0": "LABEL_0"},
@@ -184,6 +188,7 @@ class MultipleChoice(Head):
         }
 
     @classmethod
+    @override
     def options_from(cls, config: Mapping[str, Any], n_outputs: int) -> dict[str, Any]:
         """Return the dropout in config.json."""
         for key, value in SUMMARY.items():
@@ -219,11 +224,12 @@ class FeatureExtractor(Head):
         is_token = torch.arange(ids.shape[-1], device=ids.device) < lengths[:, None]  # (B, T)
         return (h * is_token[..., None]).sum(1) / lengths[:, None]
 
+    @override
     def config_entries(self) -> dict[str, Any]:
-        """Return the pooling for config.json."""
         return {"pooling": self.pooling}
 
     @classmethod
+    @override
     def options_from(cls, config: Mapping[str, Any], n_outputs: int) -> dict[str, Any]:
         """Return the pooling in config.json."""
         return {"pooling": config.get("pooling", "last")}

@@ -16,6 +16,7 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor
+from typing_extensions import override
 
 from tiedgpt.core.model import GPT
 from tiedgpt.errors import UserError
@@ -44,8 +45,8 @@ class GradientSplit(Result):
     read: np.ndarray | None = field(metadata=NOT_IN_JSON)  # (V, D), if asked for
     predict: np.ndarray | None = field(metadata=NOT_IN_JSON)  # (V, D), if asked for
 
+    @override
     def table(self, top: int = SHOWN_ROWS) -> str:
-        """Return the lengths of both parts, and the `top` rows with the largest gradient."""
         matrices = f"{self.reads} reads and predicts: both gradients are added"
         both = "their sum is the ordinary gradient"
         if self.reads != self.predicts:
@@ -65,8 +66,8 @@ class GradientSplit(Result):
             f"{both}; relative difference {number_cell(self.residual)}\n\n{rows}"
         )
 
+    @override
     def figure(self) -> Figure:
-        """Return both parts of the 40 rows with the largest gradient."""
         order = self._largest(40)
         parts = {
             "from reading": self.rows_read[order],

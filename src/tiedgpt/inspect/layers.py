@@ -16,6 +16,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
+from typing_extensions import override
 
 from tiedgpt.core.layers import Attention
 from tiedgpt.core.model import GPT
@@ -63,8 +64,8 @@ class Lens(Result):
     watch_logprob: np.ndarray  # (S, m) in nats
     words: dict[int, str]  # the text of every id above
 
+    @override
     def table(self, top: int = SHOWN_ROWS) -> str:
-        """Return a row for each state, at the position that is watched."""
         at = self.position
         columns: list[tuple[str, Any]] = [("state", self.layers)]
         for k in range(min(2, self.top_ids.shape[2])):
@@ -82,8 +83,8 @@ class Lens(Result):
             "KL: from the model's own prediction\nearly layers were not trained for this head"
         )
 
+    @override
     def figure(self) -> Figure:
-        """Return the likeliest token of every state and position, and the watched ones' curves."""
         likeliest = self.top_ids[..., 0].tolist()
         texts = [[visible(self.words[id])[:9] for id in row] for row in likeliest]
         grid = Grid(
@@ -200,8 +201,8 @@ class AttentionMaps(Result):
     """(L + 1, T, D) the residual stream: transformers' `hidden_states`, but for the last, which
     is before the final norm here. Not in the JSON."""
 
+    @override
     def table(self, top: int = SHOWN_ROWS) -> str:
-        """Return a row for each head of the layer."""
         keys = self.patterns[:, -1].argmax(1)
         rows = number_table(
             ("head", range(len(keys))),
@@ -213,8 +214,8 @@ class AttentionMaps(Result):
         )
         return f"heads of layer {self.layer}: means over all positions but the first\n{rows}"
 
+    @override
     def figure(self) -> Figure:
-        """Return the layer's attention maps, and three numbers of every head."""
         tokens: dict[str, Any] = {"x_label": "key", "y_label": "query"}
         tokens["x_names"] = tokens["y_names"] = list(map(visible, self.pieces))
         heads: dict[str, Any] = {"x_label": "head", "y_label": "layer"}
@@ -290,8 +291,8 @@ class Ablation(Result):
     attention: np.ndarray  # (L,) the same without a layer's attention, its biases included
     mlp: np.ndarray  # (L,) the same without a layer's MLP, its biases included
 
+    @override
     def table(self, top: int = SHOWN_ROWS) -> str:
-        """Return a row for each layer, with its four costliest heads."""
         instead = "zero" if self.mode == "zero" else "its mean over the text"
         costliest = [
             "  ".join(f"{h}: {heads[h]:+.3f}" for h in heads.argsort()[::-1][:4])
@@ -306,8 +307,8 @@ class Ablation(Result):
         loss = number_cell(self.loss)
         return f"loss {loss} nats, and its change when a part's output is {instead}\n{rows}"
 
+    @override
     def figure(self) -> Figure:
-        """Return the change of the loss for each head, attention and MLP."""
         has_room = self.heads.shape[1] <= MAX_TEXT_COLUMNS
         texts = [[f"{x:+.2f}" for x in row] for row in self.heads] if has_room else ()
         unit, values = "change of the loss, nats", self.heads.tolist()

@@ -17,6 +17,7 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor
+from typing_extensions import override
 
 from tiedgpt.core.model import GPT
 from tiedgpt.errors import UserError
@@ -57,8 +58,8 @@ class Patching(Result):
         apart = self.clean - self.corrupted
         return (scores - self.corrupted) / (apart if apart else np.nan)
 
+    @override
     def table(self, top: int = SHOWN_ROWS) -> str:
-        """Return, for each layer, the position and the head that bring most of it back."""
         layers = range(len(self.mlp))
         columns: list[tuple[str, Any]] = [("layer", layers)]
         for name in PARTS:
@@ -78,8 +79,8 @@ class Patching(Result):
         named = [id for id in (self.answer, self.wrong) if id >= 0]
         return " - ".join(f"log P({visible(self.words[id], 12)})" for id in named)
 
+    @override
     def figure(self) -> Figure:
-        """Return the share that comes back, by layer and position, and by layer and head."""
         unit, tokens = "share that comes back", token_axis(self.pieces)
         grids: list[Panel | Grid] = []
         for name in PARTS:

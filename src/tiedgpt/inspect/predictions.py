@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor
+from typing_extensions import override
 
 from tiedgpt.files import format_count
 from tiedgpt.inspect.distributions import (
@@ -54,8 +55,8 @@ class Positions(Result):
     replaced: tuple[int, int, int] | None  # position, old id and new id of the replaced token
     max_abs_change: np.ndarray | None  # (T,) largest change of a logit after the replacement
 
+    @override
     def table(self, top: int = SHOWN_ROWS) -> str:
-        """Return a row for each position, and the effect of a replaced token."""
         changes = self.max_abs_change
         next_words = token_cells(self.words[id] for id in self.target[:-1])
         rows = number_table(
@@ -88,8 +89,8 @@ class Positions(Result):
         )
         return f"{text}\nToken {at}, {change}. Before it, logits {moved}."
 
+    @override
     def figure(self) -> Figure:
-        """Return surprisal and entropy along the text, and the effect of the replaced token."""
         bits = {"surprisal of the next token": self.surprisal_bits}
         curves = lines(bits | {"entropy of the prediction": self.entropy_bits}, marked=True)
         axis = token_axis(self.pieces)
@@ -209,8 +210,8 @@ class Dot(Result):
     h: np.ndarray  # (D,) what the body makes of the text so far, after the final norm
     rows: np.ndarray  # (k, D) e_i of the likeliest: logit = sum of h * rows, and head_bias
 
+    @override
     def table(self, top: int = SHOWN_ROWS) -> str:
-        """Return a row for each of the likeliest tokens."""
         rows = number_table(
             ("token", token_cells(self.pieces)),
             ("prob", self.prob),
@@ -232,8 +233,8 @@ class Dot(Result):
             "subtracting the mean row from all rows changes |e| and cos, and no probability"
         )
 
+    @override
     def figure(self) -> Figure:
-        """Return the rows by norm and cosine, with curves on which the dot product is equal."""
         panels = [
             self._cloud("e", "rows e as they are", self.all_norm, self.all_cos),
             self._cloud(

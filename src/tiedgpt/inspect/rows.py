@@ -17,6 +17,7 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor
+from typing_extensions import override
 
 from tiedgpt.data import Shards, documents
 from tiedgpt.errors import UserError
@@ -122,8 +123,8 @@ class Vocabulary(Result):
     fragment: np.ndarray | None  # (V,) whether it is part of a character: never encoded alone
     pieces: tuple[str, ...] = field(metadata=NOT_IN_JSON)  # (V,) the tokens' text; not in the JSON
 
+    @override
     def table(self, top: int = SHOWN_ROWS) -> str:
-        """Return each matrix's trends, and its `top` longest and shortest rows."""
         parts = [self._matrix_table(matrix, top) for matrix in self.matrices]
         counts = "no counts: --counts compares the rows with token frequency"
         if self.unseen is not None:
@@ -167,8 +168,8 @@ class Vocabulary(Result):
             return "-"
         return "yes" if self.reachable[id] else "as part" if self.fragment[id] else "no"
 
+    @override
     def figure(self) -> Figure:
-        """Return clouds of tokens: norms by count, and the two main directions."""
         panels: list[Panel | Grid] = []
         for matrix in self.matrices:
             panels += matrix.panels(self.count)

@@ -13,6 +13,7 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor
+from typing_extensions import override
 
 from tiedgpt.errors import UserError
 from tiedgpt.inspect.inputs import Model, numpy, open_model, piece, token_id
@@ -46,8 +47,8 @@ class Neighbours(Result):
     matrices: tuple[NearestRows, ...]
     words: dict[int, str]  # the text of every id above
 
+    @override
     def table(self, top: int = SHOWN_ROWS) -> str:
-        """Return the neighbours by each measure, side by side."""
         text = f"token {self.id}, {visible(self.piece)}: the rows e nearest to its own"
         for near in self.matrices:
             rows = number_table(
@@ -61,8 +62,8 @@ class Neighbours(Result):
             text += f"\n\n{near.name} {near.does}\n{rows}"
         return f"{text}\n\nc is e minus the mean row, which no probability depends on"
 
+    @override
     def figure(self) -> Figure:
-        """Return both cosines by rank, for each matrix."""
         panels: list[Panel | Grid] = []
         for near in self.matrices:
             columns = {"cos": near.cos, "cos of the centred rows": near.centred_cos}

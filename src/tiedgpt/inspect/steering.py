@@ -20,6 +20,7 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor
+from typing_extensions import override
 
 from tiedgpt.core.model import GPT
 from tiedgpt.errors import CorruptInputError, UserError
@@ -47,8 +48,8 @@ class Direction(Result):
     push: np.ndarray  # (2, k) row . vector, less the mean of all rows
     words: dict[int, str]  # the text of every id above
 
+    @override
     def table(self, top: int = SHOWN_ROWS) -> str:
-        """Return the separation of the texts, and the tokens with the largest logits."""
         texts = number_table(
             ("texts", ["toward", "away"]),
             ("number", [len(self.toward), len(self.away)]),
@@ -64,8 +65,8 @@ class Direction(Result):
             f"{number_table(*columns)}\nlogits, if the head read the direction as it is"
         )
 
+    @override
     def figure(self) -> Figure:
-        """Return where the texts lie along the direction, in order."""
         columns = {"toward": np.sort(self.toward), "away": np.sort(self.away)}
         curves = lines(columns, marked=True)
         panel = Panel("each text", "text, in order", curves, y_label="place along the direction")

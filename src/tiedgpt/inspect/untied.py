@@ -13,6 +13,7 @@ from typing import Any
 import numpy as np
 import torch
 from torch import nn
+from typing_extensions import override
 
 from tiedgpt.errors import UserError
 from tiedgpt.inspect.inputs import Model, Text, open_input
@@ -39,8 +40,8 @@ class RandomHead(Result):
     random_top_logprob: np.ndarray  # (k,)
     words: dict[int, str]  # the text of every id
 
+    @override
     def table(self, top: int = SHOWN_ROWS) -> str:
-        """Return both heads' losses, parameters and likeliest tokens."""
         losses = number_table(
             ("head", ["the model's own", "random", "a guess"]),
             ("loss", [self.loss, self.random_loss, self.uniform_loss]),
@@ -55,8 +56,8 @@ class RandomHead(Result):
         std = number_cell(self.std)
         return f"{losses}\n\nthe likeliest tokens after the text; random: of std {std}\n{tokens}"
 
+    @override
     def figure(self) -> Figure:
-        """Return the probabilities of both heads' likeliest tokens, by rank."""
         columns = {"own head": self.top_logprob, "random head": self.random_top_logprob}
         curves = lines({name: np.exp(x) for name, x in columns.items()}, marked=True)
         ranks = [str(rank + 1) for rank in range(len(self.top_ids))]

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 from fastapi import Request
 from fastapi.responses import JSONResponse, Response
+from typing_extensions import override
 
 from tiedgpt.errors import UserError
 from tiedgpt.infer import Completion, Engine, GenerationConfig, Token
@@ -188,20 +189,20 @@ class ChatAnswer(Answer):
     object_type, chunk_type, id_prefix = "chat.completion", "chat.completion.chunk", "chatcmpl"
     has_one_prompt = True
 
+    @override
     def message(self, text: str) -> dict[str, Any]:
-        """Return the message of a choice."""
         return {"message": {"role": "assistant", "content": text, "refusal": None}}
 
+    @override
     def delta(self, text: str) -> dict[str, Any]:
-        """Return the content of a streamed choice."""
         return {"delta": {"content": text} if text else {}}
 
+    @override
     def first_delta(self, _: Choice) -> dict[str, Any]:
-        """Return the role."""
         return {"delta": {"role": "assistant", "content": ""}}
 
+    @override
     def logprobs(self, entries: Sequence[Entry]) -> dict[str, Any]:
-        """Return the log-probabilities of a choice."""
         return chat_logprobs(entries, self.names)
 
 

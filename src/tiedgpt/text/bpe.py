@@ -229,6 +229,7 @@ class ByteLevelBPE(Codec):
     """Characters so far."""
 
     @staticmethod
+    @override
     def reads(rust: tokenizers.Tokenizer) -> bool:
         """Whether `rust` is a BPE whose tokens are bytes in BYTE_ALPHABET and nothing else."""
         return (
@@ -238,8 +239,8 @@ class ByteLevelBPE(Codec):
             and not rust.model.end_of_word_suffix
         )
 
+    @override
     def token_bytes(self, token: str) -> bytes:
-        """Return the bytes of a token of the vocabulary."""
         try:
             return token.translate(_TO_LATIN_1).encode("latin-1")
         except UnicodeEncodeError:  # not written by a byte-level trainer: it stands for its text
@@ -258,6 +259,7 @@ class ByteLevelBPE(Codec):
         ids = map(self._rust.token_to_id, BYTE_ALPHABET)
         return {byte for byte, id in enumerate(ids) if id is None}
 
+    @override
     def encode(self, text: str, at: int = 0) -> Ids:
         """`text` -> (N,) ids.
 

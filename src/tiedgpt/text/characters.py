@@ -44,6 +44,7 @@ class Characters(Codec):
     """Encodes with a vocabulary of single characters; refuses all other characters."""
 
     @staticmethod
+    @override
     def reads(rust: tokenizers.Tokenizer) -> bool:
         """Whether `rust` has the form that `tokenizer_of_ids` returns."""
         return (
@@ -62,6 +63,7 @@ class Characters(Codec):
             ids[ord(character)] = id
         return ids
 
+    @override
     def encode(self, text: str, at: int = 0) -> NDArray[np.uint32]:
         """`text` of N characters -> (N,) ids; `UserError` for a character without an id."""
         points = np.frombuffer(text.encode("utf-32-le"), dtype="<u4")

@@ -10,6 +10,7 @@ Each character outside the vocabulary becomes `<unk>`.
 
 import tokenizers
 from tokenizers import decoders, models, normalizers, pre_tokenizers
+from typing_extensions import override
 
 from tiedgpt.text.bpe import Codec, Ids, chunks
 
@@ -35,6 +36,7 @@ class LowerCaseBPE(Codec):
         self._finds_tokens_in_text = any(not token.special for token in added)
 
     @staticmethod
+    @override
     def reads(rust: tokenizers.Tokenizer) -> bool:
         """Whether `rust` works as GPT-1's tokenizer, and loses no unknown character silently."""
         return (
@@ -47,15 +49,16 @@ class LowerCaseBPE(Codec):
             and rust.token_to_id(rust.model.unk_token or "") is not None
         )
 
+    @override
     def token_bytes(self, token: str) -> bytes:
-        """Return the bytes of a token that is followed by another token."""
         return token.replace(END_OF_WORD, " ").encode()
 
+    @override
     def word_ends(self) -> set[int]:
-        """Return the ids whose last byte is a space that is dropped at the end of a text."""
         vocabulary = self._rust.get_vocab(with_added_tokens=False)
         return {id for token, id in vocabulary.items() if token.endswith(END_OF_WORD)}
 
+    @override
     def encode(self, text: str, at: int = 0) -> Ids:
         """`text` -> ids, of any text.
 

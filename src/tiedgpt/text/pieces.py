@@ -47,6 +47,7 @@ class WordPieces(Pieces):
     """Encodes with BERT's WordPiece, which most Chinese GPT-2s have; other characters are [UNK]."""
 
     @staticmethod
+    @override
     def reads(rust: tokenizers.Tokenizer) -> bool:
         """Whether `rust` is a WordPiece that loses no unknown character silently."""
         return (
@@ -80,6 +81,7 @@ class SentencePieces(Pieces):
     """Encodes with SentencePiece's BPE or unigram in a `tokenizer.json`."""
 
     @staticmethod
+    @override
     def reads(rust: tokenizers.Tokenizer) -> bool:
         """Whether `rust` has such a model and decoder, and loses no unknown character silently."""
         model = rust.model

@@ -22,6 +22,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from typing_extensions import override
 
 from tiedgpt.core.embedding import TiedEmbedding
 from tiedgpt.core.model import GPT
@@ -92,8 +93,8 @@ class LoRALinear(Adapter, nn.Linear):
 class LoRAEmbedding(Adapter, TiedEmbedding):
     """W + s P Q on both sides."""
 
+    @override
     def forward(self, ids: Tensor) -> Tensor:
-        """Read: ids (B, T) -> (B, T, D)."""
         x = super().forward(ids)
         if self.lora_A is not None and self.lora_B is not None:
             x = x + (self.scale * F.embedding(ids, self.lora_B) @ self.lora_A).to(x.dtype)
@@ -104,8 +105,8 @@ class LoRAEmbedding(Adapter, TiedEmbedding):
             x = x + more.to(x.dtype)
         return x
 
+    @override
     def unembed(self, h: Tensor) -> Tensor:
-        """Predict: h (..., D) -> logits (..., V)."""
         return self.add_low_rank(super().unembed(h), h)
 
 
