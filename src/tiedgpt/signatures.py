@@ -9,7 +9,6 @@ some microseconds, so functions that are called for each token or text use `requ
 
 from __future__ import annotations
 
-import collections.abc
 import contextlib
 import dataclasses
 import functools
@@ -19,7 +18,7 @@ import reprlib
 import sys
 import types
 import typing
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from inspect import signature
 from numbers import Real
 from pathlib import Path
@@ -47,10 +46,8 @@ REMEDIES = {
     "path": "give a path, such as 'runs/my-1'",
 }
 """How to make a value, by the name of its type."""
-ITERABLES = (
-    collections.abc.Iterable, collections.abc.Collection, collections.abc.Sequence,
-    collections.abc.Iterator, list, tuple,
-)  # fmt: skip
+ITERABLES = (Iterable, Collection, Sequence, Iterator, list, tuple)
+UNIONS = (typing.Union, types.UnionType)
 CHECKED_ELEMENTS = 16
 """Number of elements of a list that are compared with their annotation."""
 
@@ -115,8 +112,9 @@ def _fields(cls: Any) -> list[tuple[dataclasses.Field[Any], Any, list[Any]]]:
 
 def _members(hint: Any) -> list[Any]:
     """Return the types of a union, and the values of its literals."""
-    is_union = typing.get_origin(hint) in (typing.Union, types.UnionType, typing.Literal)
-    return [x for one in typing.get_args(hint) for x in _members(one)] if is_union else [hint]
+    if typing.get_origin(hint) not in (*UNIONS, typing.Literal):
+        return [hint]
+    return [member for one in typing.get_args(hint) for member in _members(one)]
 
 
 def wrong_type(owner: str, name: str, expected: str, value: object, *, hint: str = "") -> UserError:
@@ -156,7 +154,7 @@ def _hints(function: Any) -> dict[str, Any]:
 def _fits(value: Any, hint: Any) -> bool:
     """Whether a value may be of a type; types that say nothing about values accept all."""
     origin, inner = typing.get_origin(hint), typing.get_args(hint)
-    if origin in (typing.Union, types.UnionType):
+    if origin in UNIONS:
         return any(_fits(value, one) for one in inner)
     if hint is int:
         return is_index(value)
@@ -171,7 +169,7 @@ def _fits(value: Any, hint: Any) -> bool:
         is_record = origin is tuple and inner[1:] != (...,)  # its elements differ
         has_hint = inner and not is_record
         return shape != () and (not has_hint or all(_fits(one, inner[0]) for one in elements))
-    if origin is collections.abc.Callable:
+    if origin is Callable:
         return callable(value)
     if hint is Any or not isinstance(origin or hint, type):
         return True
@@ -190,8 +188,8 @@ def is_index(value: Any) -> bool:
 def _words(hint: Any) -> str:
     """Return a type in words: "str or path", "list of str"."""
     origin, inner = typing.get_origin(hint), typing.get_args(hint)
-    if origin in (typing.Union, types.UnionType):
-        return " or ".join(dict.fromkeys(_words(one) for one in inner))
+    if origin in UNIONS:
+        return " or ".join(dict.fromkeys(map(_words, inner)))
     if (origin or hint) in ITERABLES:
         return f"list of {_words(inner[0])}" if inner else "list"
     if origin is os.PathLike or hint is Path:

@@ -26,10 +26,9 @@ from tiedgpt.runtime import (
 )
 from tiedgpt.weights.registry import Format, formats
 
-NEEDED = (
-    "torch", "numpy", "numba", "safetensors", "tokenizers", "tiktoken", "huggingface_hub", "rich",
-    "plotext",
-)  # fmt: skip
+NEEDED = tuple(
+    "torch numpy numba safetensors tokenizers tiktoken huggingface_hub rich plotext".split()
+)
 FEATURES = {
     "Parquet files, zstd": (("pyarrow",), "pip install 'tiedgpt[data]'"),
     "hf: data sets": (("datasets",), "pip install 'tiedgpt[data]'"),

@@ -81,9 +81,7 @@ class Arguments(EngineOptions, FileOptions):
     )
 
 
-HEAD_OPTIONS = (
-    "source", "data", "encoding", "quoting", "tokenizer", "threads", "limit", "save", "format",
-)  # fmt: skip
+HEAD_OPTIONS = tuple("source data encoding quoting tokenizer threads limit save format".split())
 """The options that apply to a head, too."""
 S = TypeVar("S", "AnswerScore", "ExampleScore", "WindowScore")
 
@@ -259,15 +257,14 @@ def _describe_texts(result: TextScore) -> dict[str, str]:
         f"  (95 %: {math.exp(low):.4f} to {math.exp(high):.4f})",
         f"  ({low:.4f} to {high:.4f})",
     )
-    prefix = ""
     if math.isnan(low):
-        ranges, prefix = ("", ""), "none: "
+        ranges = "", ""
     return {
         "perplexity": f"{result.perplexity:.4f}{ranges[0]}",
         "nats a token": f"{result.nats:.4f}{ranges[1]}",
         "bits per byte": f"{result.bits_per_byte:.4f}",
         "measured on": f"{result.tokens:,} tokens in {format_count(n, 'window')}",
-        "interval": f"{prefix}{result.groups.basis}",
+        "interval": f"{'none: ' if math.isnan(low) else ''}{result.groups.basis}",
         "windows": f"context {windows.context}, stride {windows.stride}, {first}",
     }
 

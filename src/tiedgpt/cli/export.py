@@ -76,15 +76,10 @@ def run(arguments: list[str]) -> None:
         text = read_passage(text, "--text")
     with waiting("packing the model"):
         page = export(
-            model,
-            tokenizer,
-            text,
-            name=model_name(source),
-            source=source,
-            template=chat_template(args.tokenizer or source),
-            precision=args.precision,
+            model, tokenizer, text, name=model_name(source), source=source,
+            template=chat_template(args.tokenizer or source), precision=args.precision,
             max_bytes=int(args.max_size * 1e6),
-        )
+        )  # fmt: skip
     with replacing(args.page) as temporary:
         temporary.write_text(page, encoding="utf-8")
     fact("written", f"{args.page} ({format_bytes(len(page.encode()))}): open it in a browser")

@@ -50,9 +50,7 @@ CACHES = ("__pycache__", "node_modules", "venv", "site-packages")
 """Folders of other programs, which are not searched."""
 MARKERS = ("run.toml", PREPARED, "CACHEDIR.TAG")
 """Files that identify a training run, prepared data and a cache, which are not searched."""
-NOT_TEXT = (
-    ".json", ".arrow", ".xlsx", ".npy", ".npz", ".pdf", ".docx", ".zip", ".tar", ".tgz", ".7z",
-)  # fmt: skip
+NOT_TEXT = tuple(".json .arrow .xlsx .npy .npz .pdf .docx .zip .tar .tgz .7z".split())
 """Endings of files that are never read as text."""
 URL = re.compile(r"(https?|ftp|s3|gs)://", re.IGNORECASE)
 HUB_URL = re.compile(r"https?://huggingface\.co/datasets/([\w.-]+/[\w.-]+)/?$")

@@ -39,8 +39,7 @@ def is_binary(data: bytes, encoding: str) -> bool:
 def has_lines(head: bytes, encoding: str) -> bool:
     """Whether a text with these first bytes can be cut at newlines, unlike UTF-16."""
     one_byte = encoding == "auto" or "\n".encode(encoding) == b"\n"
-    is_marked = head.startswith((*BYTE_ORDER_MARKS,))
-    return one_byte and not is_marked and not is_binary(head, encoding)
+    return one_byte and not head.startswith((*BYTE_ORDER_MARKS,)) and not is_binary(head, encoding)
 
 
 def decode(data: bytes, name: str, encoding: str, *, is_named: bool) -> tuple[str | None, str]:

@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 from functools import cached_property
 from numbers import Real
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 from tiedgpt.errors import UserError
 from tiedgpt.names import NOT_HERE, OTHER_NAMES
@@ -42,51 +42,48 @@ class GenerationConfig:
     Impossible values raise `UserError`, naming the option.
     """
 
-    max_new_tokens: int = option(
-        128, "Maximum number of tokens to generate.", "sampling", short="n", least=1
-    )
+    GROUP: ClassVar = "sampling"
+    max_new_tokens: int = option(128, "Maximum number of tokens to generate.", short="n", least=1)
     temperature: float = option(
-        1.0, "0: greedy decoding; 1: sample from the model's own distribution.", "sampling",
+        1.0, "0: greedy decoding; 1: sample from the model's own distribution.",
         short="t", least=0, served={"most": 2}, neutral=1.0,
     )  # fmt: skip
     top_k: int | None = option(
-        None, "Sample only from the k likeliest tokens; 0 or -1: from all.", "sampling",
-        least=-1, neutral=0,
-    )  # fmt: skip
+        None, "Sample only from the k likeliest tokens; 0 or -1: from all.", least=-1, neutral=0
+    )
     top_p: float | None = option(
         None,
         "Nucleus sampling: sample from the likeliest tokens that together reach this probability; "
         "0: greedy decoding.",
-        "sampling", least=0, most=1, neutral=1.0,
+        least=0, most=1, neutral=1.0,
     )  # fmt: skip
     min_p: float | None = option(
         None, "Drop tokens whose probability is below this share of the highest probability.",
-        "sampling", least=0, most=1, neutral=0.0,
+        least=0, most=1, neutral=0.0,
     )  # fmt: skip
     top_n_sigma: float | None = option(
         None, "Keep tokens whose logit is within this many standard deviations of the highest.",
-        "sampling", least=0, neutral=0.0,
+        least=0, neutral=0.0,
     )  # fmt: skip
     repetition_penalty: float = option(
-        1.0, "Above 1, tokens already in the prompt or the text become less likely.", "sampling",
+        1.0, "Above 1, tokens already in the prompt or the text become less likely.",
         least=1e-6, served={"most": 10}, neutral=1.0,
     )  # fmt: skip
     presence_penalty: float = option(
-        0.0, "Subtracted from the logits of tokens that were already generated.", "sampling",
+        0.0, "Subtracted from the logits of tokens that were already generated.",
         served={"least": -2, "most": 2}, neutral=0.0,
     )  # fmt: skip
     frequency_penalty: float = option(
         0.0, "Subtracted from a token's logit once for each time that it was generated.",
-        "sampling", served={"least": -2, "most": 2}, neutral=0.0,
+        served={"least": -2, "most": 2}, neutral=0.0,
     )  # fmt: skip
     logit_bias: Mapping[int, float] = field(default_factory=dict)
     """Added to the logits of these ids; -inf excludes an id."""
     processors: Sequence[Processor] = ()
     """Functions that change the logits before all other options, in this order."""
     seed: int | None = option(
-        None, "The same seed gives the same text; default: a new seed each time.", "sampling",
-        least=0,
-    )  # fmt: skip
+        None, "The same seed gives the same text; default: a new seed each time.", least=0
+    )
     stop: str | Sequence[str] = option(
         (),
         "The text ends where the first of these strings begins, however tokens divide it.",
@@ -108,9 +105,11 @@ class GenerationConfig:
         "the end",
     )
     timeout: float | None = option(
-        None, "End the text after this many seconds, including the wait for a slot.", "the end",
+        None,
+        "End the text after this many seconds, including the wait for a slot.",
+        "the end",
         least=0,
-    )  # fmt: skip
+    )
     top_logprobs: int = option(0, least=0)
     """For each new token, return this many of the likeliest tokens with their logprobs."""
     prompt_logprobs: bool | int = option(False, least=0)
@@ -286,10 +285,7 @@ def _ids(name: str, ids: Any) -> tuple[int, ...]:
         isinstance(ids, Sequence) or hasattr(ids, "__array__")
     ):
         raise _refusal(name, "a list of ids", ids)
-    for token in ids:
-        if not is_id(token) or token < 0:
-            raise _refusal(name, "ids >= 0", token)
-    return tuple(map(operator.index, ids))
+    return tuple(read_number(name, token, int, least=0) for token in ids)
 
 
 def _check_bias(bias: Any) -> None:

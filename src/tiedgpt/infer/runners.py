@@ -24,9 +24,9 @@ if TYPE_CHECKING:
 
 QUANTIZED = ("int8", "int4")
 PRECISIONS = ("auto", "fp32", "bf16", "fp16", *QUANTIZED)
-ENGINE_OPTIONS = (
-    "precision", "slots", "backend", "device", "tokenizer", "resolve", "threads", "queue_size",
-)  # fmt: skip
+ENGINE_OPTIONS = tuple(
+    "precision slots backend device tokenizer resolve threads queue_size".split()
+)
 BACKENDS = ("auto", "torch", "kernels")
 LARGE = 5_000_000
 """The parameters of a model from which kernels are worth the time to compile them once."""

@@ -224,12 +224,9 @@ class SequenceState:
         suppress = (self._suppress_ends,) if config.min_new_tokens else ()
         self._processors = (*config.processors, *processors, *suppress)
         self._detokenizer = Detokenizer(
-            tokenizer,
-            prompt[-1],
-            config.stop,
-            include_stop=config.include_stop,
-            min_tokens=config.min_new_tokens,
-        )
+            tokenizer, prompt[-1], config.stop,
+            include_stop=config.include_stop, min_tokens=config.min_new_tokens,
+        )  # fmt: skip
         seeds = None if config.seed is None else [config.seed, copies]
         self._generator = np.random.Generator(np.random.PCG64(seeds))
 
@@ -246,14 +243,10 @@ class SequenceState:
         """Return everything that sampling the next token from logits (V,) depends on."""
         processed = self._process(self.ids, logits)
         return SamplingInput(
-            self.config,
-            processed,
-            self.ids,
-            self.n_prompt,
-            self.n_tokens,
+            self.config, processed, self.ids, self.n_prompt, self.n_tokens,
             uniform=0.0 if self.config.greedy else self._generator.random(),
             model_logits=logits if self._processors else None,
-        )
+        )  # fmt: skip
 
     def _process(self, ids: Sequence[int], logits: Array) -> Array:
         """Return logits (V,) after the processors, which may change their argument."""
@@ -335,18 +328,10 @@ class SequenceState:
     def completion(self, error: Exception | None = None) -> Completion:
         """Return the text so far; it is complete when `finish_reason` is not None."""
         return Completion(
-            self.new_ids,
-            self._detokenizer.text,
-            self.finish_reason or "length",
-            self.logprobs,
-            self.start,
-            self.top_logprobs,
-            self.prompt_logprobs,
-            self.prompt_top_logprobs,
-            error,
-            self.stop_reason,
-            self.cached_tokens,
-        )
+            self.new_ids, self._detokenizer.text, self.finish_reason or "length",
+            self.logprobs, self.start, self.top_logprobs, self.prompt_logprobs,
+            self.prompt_top_logprobs, error, self.stop_reason, self.cached_tokens,
+        )  # fmt: skip
 
 
 def decode(

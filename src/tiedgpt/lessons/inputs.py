@@ -255,10 +255,8 @@ def _train_tiny(tied: bool, report: Callable[[int], None]) -> Tiny:
     tokenizer = Tokenizer.train([text], VOCABULARY)
     ids = torch.tensor(tokenizer.encode(text), device="cpu")
     seen, held_out = ids[:-HELD_OUT], ids[-HELD_OUT:]
-    config = GPTConfig(
-        vocab_size=len(tokenizer), n_positions=64, n_embd=64, n_layer=2, n_head=4,
-        embd_pdrop=0.0, attn_pdrop=0.0, resid_pdrop=0.0, tie_word_embeddings=tied,
-    )  # fmt: skip
+    sizes = {"vocab_size": len(tokenizer), "n_positions": 64, "n_head": 4}
+    config = GPTConfig.preset("nano", **sizes, tie_word_embeddings=tied)
     draws = torch.Generator().manual_seed(0)
     with torch.random.fork_rng(devices=[]), torch.enable_grad():
         torch.manual_seed(0)

@@ -66,12 +66,8 @@ class Service:
     def require_model(self, name: str | None) -> None:
         """Raise `APIError` for another model's name."""
         if name not in (None, self.name):
-            raise APIError(
-                404,
-                f"there is no model {name!r}: this server has {self.name!r}",
-                param="model",
-                code="model_not_found",
-            )
+            problem = f"there is no model {name!r}: this server has {self.name!r}"
+            raise APIError(404, problem, param="model", code="model_not_found")
 
 
 @dataclass(frozen=True)
@@ -274,12 +270,8 @@ async def encode_messages(
 
     template, tokenizer = service.template, service.engine.tokenizer
     if template is None or tokenizer is None:
-        raise APIError(
-            400,
-            "this model has no chat template: use /v1/completions",
-            param=param,
-            code="no_chat_template",
-        )
+        problem = "this model has no chat template: use /v1/completions"
+        raise APIError(400, problem, param=param, code="no_chat_template")
     if options.continue_final_message and options.add_generation_prompt:
         both = ("continue_final_message", "add_generation_prompt")
         raise UserError("exclude each other", option=both)
@@ -309,12 +301,8 @@ async def _encode(
     """Check the fields of both APIs; return the texts to be generated, as `encode_prompts`."""
     service.require_model(body.model)
     if len(prompts) * body.n > service.max_choices:
-        raise APIError(
-            400,
-            f"the number of prompts times n must be at most {service.max_choices}, got "
-            f"{len(prompts)} x {body.n}",
-            param="prompt",
-        )
+        problem = f"must be at most {service.max_choices}, got {len(prompts)} x {body.n}"
+        raise APIError(400, f"the number of prompts times n {problem}", param="prompt")
     slides = body.context_end == "slide"
     longest = MAX_CONTEXTS * service.engine.runner.config.n_positions
     if slides and max_tokens > longest:

@@ -38,9 +38,7 @@ NEUTRAL: Mapping[str, tuple[Any, ...]] = {
 }  # fmt: skip
 """Neutral fields of a request, each with its accepted values; null is always accepted."""
 RESPONSES_LABELS = frozenset({"reasoning", "max_tool_calls", "context_management"})
-RESPONSES_NEUTRAL: Mapping[str, tuple[Any, ...]] = {
-    **NEUTRAL, "background": (False,), "truncation": ("disabled",)
-}  # fmt: skip
+RESPONSES_NEUTRAL = {**NEUTRAL, "background": (False,), "truncation": ("disabled",)}
 """Further labels and neutral fields of /v1/responses."""
 MESSAGE_LABELS = frozenset({"id", "status", "phase", "name", "annotations"})
 MESSAGE_NEUTRAL: Mapping[str, tuple[Any, ...]] = {

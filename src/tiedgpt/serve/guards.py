@@ -202,11 +202,8 @@ class Guard:
             raise APIError(415, f"the body is compressed ({encoding[:20]}): send plain JSON")
         media_type = headers.get("content-type", "").partition(";")[0].strip().lower()
         if method == "POST" and media_type != "application/json":
-            raise APIError(
-                415,
-                f"the body's type is {media_type[:40] or 'missing'}: send JSON with the "
-                "header Content-Type: application/json",
-            )
+            problem = f"the body's type is {media_type[:40] or 'missing'}"
+            raise APIError(415, f"{problem}: send JSON with Content-Type: application/json")
 
     def _check_caller(self, path: str, headers: Headers) -> None:
         """Raise `APIError` for a host, an origin or a key that is not allowed."""
@@ -216,11 +213,9 @@ class Guard:
             return values[0] if len(values) == 1 else ""
 
         if not self.hosts.allow(only("host")):
-            raise APIError(
-                403,
-                "this server is not called that: use its address, or start it with --allow-host",
-                code="host_not_allowed",
-            )
+            remedy = "use its address, or start it with --allow-host"
+            problem = f"this server is not called that: {remedy}"
+            raise APIError(403, problem, code="host_not_allowed")
         if "origin" in headers and not self.hosts.allow_origin(only("origin")):
             raise APIError(403, "pages of other origins are refused", code="origin_not_allowed")
         if self.key is None or path in self.open:

@@ -92,11 +92,8 @@ async def embed(
 
         width = service.engine.runner.config.n_embd
         if body.dimensions not in (None, width):
-            raise APIError(
-                400,
-                f"dimensions must be {width}: cut and normalize the vector yourself",
-                param="dimensions",
-            )
+            problem = f"dimensions must be {width}: cut and normalize the vector yourself"
+            raise APIError(400, problem, param="dimensions")
         each = [_read(service.engine, one, body) for one in as_list(body.input)]
         vectors = []
         for ids in each:

@@ -108,10 +108,10 @@ def _byte_alphabet() -> list[str]:
 
 
 BYTE_ALPHABET = _byte_alphabet()
-OTHER_SETTINGS = (
-    "dropout", "continuing_subword_prefix", "end_of_word_suffix", "ignore_merges", "byte_fallback",
-    "unk_token",
-)  # fmt: skip
+OTHER_SETTINGS = tuple(
+    "dropout continuing_subword_prefix end_of_word_suffix ignore_merges byte_fallback "
+    "unk_token".split()
+)
 """Settings of a model in `tokenizer.json` that are off where only merges decide."""
 _TO_LATIN_1 = {ord(character): byte for byte, character in enumerate(BYTE_ALPHABET)}
 LONG_TEXT = 4_000

@@ -41,9 +41,9 @@ EXPECTED = (
     f"{TOKENIZER_JSON}, or {' or '.join(' with '.join(pair) for pair in PAIRS)}, or {WORDPIECE}"
 )
 DOWNLOAD_AGAIN = "download the file again"
-TOKEN_NAMES = (
-    "bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token",
-)  # fmt: skip
+TOKEN_NAMES = tuple(
+    "bos_token eos_token unk_token sep_token pad_token cls_token mask_token".split()
+)
 CLASSES = {"gpt2": "GPT2Tokenizer", "openai-gpt": "OpenAIGPTTokenizer"}
 """Transformers' class of a tokenizer whose settings name none, by the type of its model."""
 CLASS_TOKENS = {

@@ -40,11 +40,10 @@ from tiedgpt.weights.roles import Roles, is_transposed
 
 SAME_WEIGHTS = "it was loaded, and its weights are the source's"
 NOT_RUN = "its matrices were audited, and all its tensors are the source's byte for byte"
-MODEL_FILES = (
-    "tokenizer*", "vocab*", "merges.txt", "*.model", "special_tokens_map.json",
-    "added_tokens.json", "generation_config.json", "preprocessor*", "chat_template*", "*.md",
-    "LICENSE*",
-)  # fmt: skip
+MODEL_FILES = tuple(
+    "tokenizer* vocab* merges.txt *.model special_tokens_map.json added_tokens.json "
+    "generation_config.json preprocessor* chat_template* *.md LICENSE*".split()
+)
 """Files of a model directory that belong to the model, besides its weights and config."""
 
 

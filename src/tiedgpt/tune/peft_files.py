@@ -46,18 +46,15 @@ from tiedgpt.weights.sources import local_directory
 from tiedgpt.weights.torch_file import read_torch_file, stored_tensor
 from tiedgpt.weights.wrappers import BODY_PREFIX
 
-CONFIG, TENSORS, OLD_TENSORS = (
-    "adapter_config.json", "adapter_model.safetensors", "adapter_model.bin",
-)  # fmt: skip
+CONFIG, TENSORS = "adapter_config.json", "adapter_model.safetensors"
+OLD_TENSORS = "adapter_model.bin"
 PREFIX, BASE = "base_model.model.", "tiedgpt_base"
 LORA = {"A": "lora_A.weight", "B": "lora_B.weight"}
 EMBEDDING = {"B": "lora_embedding_A", "A": "lora_embedding_B"}  # transposed
 MAX_REPETITIONS = 6
 """Maximum number of repetitions in a config's regex: with more, matching could take forever."""
 ROWS, COPY = "token_adapter.trainable_tokens_delta", "base_layer.weight"
-TASKS = {
-    "ForSequenceClassification": "SEQ_CLS", "Model": "FEATURE_EXTRACTION",
-}  # fmt: skip
+TASKS = {"ForSequenceClassification": "SEQ_CLS", "Model": "FEATURE_EXTRACTION"}
 READ = (
     "r lora_alpha rank_pattern alpha_pattern use_rslora target_modules exclude_modules "
     "layers_to_transform trainable_token_indices modules_to_save ensure_weight_tying"
