@@ -182,6 +182,31 @@ def test_an_invalid_command_is_code_2_with_a_hint(capsys, arguments, says, hint)
     assert hinted.startswith("hint: ") and hint in hinted
 
 
+@pytest.mark.parametrize(
+    ("command", "option"),
+    [
+        ("serve --port 65536", "--port"),
+        ("serve --drain 3601", "--drain"),
+        ("serve --slots 0", "--slots"),
+        ("chat --seed -1", "--seed"),
+        ("chat -t -1", "--temperature"),
+        ("export m page.html --max-size 0", "--max-size"),
+        ("generate m --n-head 0", "--n-head"),
+        ("generate m --threads 257", "--threads"),
+        ("inspect lens m --ids 1 --top 0", "--top"),
+        ("data show x --context 1", "--context"),
+        ("data prepare x -o y --workers 0", "--workers"),
+        ("eval m x --limit 0", "--limit"),
+        ("train --warmup 2", "--warmup"),
+        ("tune x --lora 0", "--lora"),
+    ],
+)
+def test_a_number_beyond_its_bounds_is_refused_before_anything_is_opened(capsys, command, option):
+    assert main(command.split()) == 1
+    refusal = rf"error: {option} must be an? (integer|finite number) (from|>)"
+    assert re.match(refusal, capsys.readouterr().err)
+
+
 @pytest.mark.parametrize("verb", ["generate", "tie show", "convert --to gguf", "explain tie"])
 def test_a_folder_of_runs_and_a_run_are_not_confused(tmp_path, monkeypatch, capsys, verb):
     monkeypatch.chdir(tmp_path)

@@ -42,9 +42,12 @@ class Arguments(SourceOrNewest, EngineOptions):
         None,
         "Maximum number of tokens in a reply; default: half of the model's context.",
         short="n",
+        least=1,
     )
-    temperature: float = option(0.7, "Sampling temperature; 0: greedy decoding.", short="t")
-    seed: int = option(0, "Seed of the sampling.")
+    temperature: float = option(
+        0.7, "Sampling temperature; 0: greedy decoding.", short="t", least=0
+    )
+    seed: int = option(0, "Seed of the sampling.", least=0)
     keep_history: bool = option(
         False, "Send earlier turns also to a model that was tuned on single exchanges."
     )

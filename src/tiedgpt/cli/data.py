@@ -83,11 +83,15 @@ class ShowArguments(FileOptions):
     template: Literal["chatml", "plain"] | None = option(
         None, "Chat template; default: the one in the tokenizer's directory, or chatml."
     )
-    context: int | None = option(None, "Maximum number of tokens in an example; default: no limit.")
+    context: int | None = option(
+        None, "Maximum number of tokens in an example; default: no limit.", least=2
+    )
     too_long: Literal["drop", "cut", "error"] = option("drop", "What to do with longer examples.")
     skip_bad: bool = option(False, "Skip and count lines that are not valid examples.")
     examples: int = option(
-        3, "Number of examples to print; the middle of long ones is left out. All are counted."
+        3,
+        "Number of examples to print; the middle of long ones is left out. All are counted.",
+        least=0,
     )
     format: Literal["human", "json"] = option("human", "json: one object.", short="f")
 
@@ -107,10 +111,10 @@ class PrepareArguments(DataOptions):
         metavar="TOKENIZER",
     )
     vocab_size: int | None = option(
-        None, "Size of the vocabulary to train; default: 8,192.", metavar="N"
+        None, "Size of the vocabulary to train; default: 8,192.", metavar="N", least=1
     )
     workers: int | None = option(
-        None, "Number of processes; default: one for each core.", "processes"
+        None, "Number of processes; default: one for each core.", "processes", least=1
     )
     part: str | None = option(
         None,
@@ -128,9 +132,6 @@ class PrepareArguments(DataOptions):
     format: Literal["human", "json"] = option("human", "json: one object.", short="f")
 
     def __post_init__(self) -> None:
-        for name in ("workers", "vocab_size"):
-            if (value := getattr(self, name)) is not None and value < 1:
-                raise UserError(f"must be at least 1, got {value}", option=name)
         if self.vocab_size is not None and self.tokenizer != "bpe":
             raise UserError("is for --tokenizer bpe, which is trained", option="vocab_size")
         if self.workers is not None and self.ray is not None:

@@ -24,7 +24,6 @@ from tiedgpt.cli.source import (
 )
 from tiedgpt.errors import TiedGPTError, UserError
 from tiedgpt.files import format_count, replacing
-from tiedgpt.infer.generation_config import MAX_THREADS, require_positive
 from tiedgpt.options import argument, option
 from tiedgpt.runtime import count_cores
 from tiedgpt.train.plan.groups import FileOptions
@@ -72,7 +71,9 @@ class Arguments(EngineOptions, FileOptions):
         "Put the beginning-of-text token before each text, so that the first token is scored, "
         "too. A tokenizer with add_bos_token does so anyway.",
     )
-    limit: int | None = option(None, "Use only this many records of a file, or of each task.")
+    limit: int | None = option(
+        None, "Use only this many records of a file, or of each task.", least=1
+    )
     save: Path | None = option(
         None, "Save the score of each window or example in this new file, as JSON lines."
     )
@@ -95,12 +96,8 @@ def run(arguments: list[str]) -> None:
     if (args.data is None) == (not args.tasks):
         right = f"tiedgpt eval {shlex.quote(args.source)} DATA"
         raise UsageError("`tiedgpt eval` needs DATA or --tasks", f"give one of them: {right}")
-    if args.limit is not None and args.limit < 1:
-        raise UserError(f"--limit must be at least 1, got {args.limit}")
     if args.save is not None and args.save.exists():
         raise UserError(f"--save {args.save} exists", hint="name another file, or delete it")
-    if args.threads is not None:
-        require_positive("threads", args.threads, MAX_THREADS)
     _evaluate(args)
 
 

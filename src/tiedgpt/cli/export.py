@@ -51,7 +51,7 @@ class Arguments(ModelOptions):
         "Precision of the matrices in the file: int8 has a scale for each row. auto: fp32 up to "
         "500,000 parameters, int8 above.",
     )
-    max_size: float = option(50, "The largest file to write, in MB.", metavar="MB")
+    max_size: float = option(50, "The largest file to write, in MB.", metavar="MB", above=0)
 
 
 def run(arguments: list[str]) -> None:

@@ -25,7 +25,7 @@ from tiedgpt.cli.source import (
 )
 from tiedgpt.errors import UserError
 from tiedgpt.inspect.registry import INSPECTIONS, Inspection
-from tiedgpt.options import argument, option, read_number
+from tiedgpt.options import argument, option
 from tiedgpt.plots.figure import require_figures, save_figure
 from tiedgpt.runtime import device_for_inference
 
@@ -142,8 +142,6 @@ def _options(inspection: Inspection, args: Any) -> dict[str, Any]:
             continue
         if setting.type == int | str and value.isdecimal():
             value = int(value)
-        if type(value) is int:
-            value = read_number(name, value, int, **setting.metadata["bounds"])
         options[name] = value
     return options
 

@@ -21,6 +21,7 @@ from typing import Any, NoReturn, TypeVar, get_args, get_origin, get_type_hints
 from tiedgpt.errors import EXIT_USAGE, TiedGPTError
 from tiedgpt.names import NOT_HERE, OTHER_NAMES
 from tiedgpt.options import flag, is_argument, is_option_of, option_of_verb
+from tiedgpt.signatures import check_fields
 
 Options = TypeVar("Options")
 PLACEHOLDERS = {int: "N", float: "X", str: "TEXT", Path: "FILE"}
@@ -68,10 +69,12 @@ def parse(
 
 
 def _build(options: Any, values: dict[str, Any]) -> Any:
-    """Return a dataclass, and its nested ones, from values by name."""
+    """Return a dataclass, and its nested ones, from values by name; check types and bounds."""
     direct = {f.name: values[f.name] for f in dataclasses.fields(options) if f.name in values}
     parts = {name: _build(cls, values) for name, cls in _list_parts(options).items()}
-    return options(**direct, **parts)
+    built = options(**direct, **parts)
+    check_fields(built)
+    return built
 
 
 def _list_parts(options: type) -> dict[str, type]:

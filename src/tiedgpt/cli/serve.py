@@ -24,7 +24,6 @@ from tiedgpt.cli.source import (
     source_or_newest,
 )
 from tiedgpt.errors import UserError
-from tiedgpt.infer.generation_config import require_positive
 from tiedgpt.options import option
 
 if TYPE_CHECKING:
@@ -52,7 +51,7 @@ class Arguments(SourceOrNewest, EngineOptions):
         "The address to listen on; 0.0.0.0 is open to other machines and needs a key or "
         "--insecure.",
     )
-    port: int = option(8000, "The port; 0: any free port.")
+    port: int = option(8000, "The port; 0: any free port.", least=0, most=65535)
     api_key: str | None = option(
         None,
         "The key that clients must send as Authorization: Bearer KEY, on every route but /health.",
@@ -69,20 +68,20 @@ class Arguments(SourceOrNewest, EngineOptions):
     beside: str | None = option(
         None, "Another model, which the page compares with this one: untied, or before tuning."
     )
-    slots: int = option(8, "Maximum number of texts that are generated at the same time.")
+    slots: int = option(8, "Maximum number of texts that are generated at the same time.", least=1)
     queue: int = option(
         64,
         "Maximum number of texts that wait, and of inspections; further requests get status 429.",
+        least=1,
     )
-    drain: float = option(30.0, "Seconds that running texts have to finish after SIGTERM.")
+    drain: float = option(
+        30.0, "Seconds that running texts have to finish after SIGTERM.", least=0, most=3600
+    )
 
 
 def run(arguments: list[str]) -> None:
     """Serve until a signal."""
     args = parse(Arguments, "serve", arguments, ABOUT)
-    require_positive("queue", args.queue)
-    if not 0 <= args.drain <= 3600:
-        raise UserError(f"drain must be from 0 to 3,600 seconds, got {args.drain}")
     key = os.environ.get(KEY) or None if args.api_key is None else args.api_key
     if key is not None and not re.fullmatch("[!-~]+", key):
         raise UserError("--api-key must be ASCII letters, digits and symbols, without spaces")

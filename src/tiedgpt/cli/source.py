@@ -17,6 +17,7 @@ from tiedgpt.cli.console import note, waiting
 from tiedgpt.cli.options import UsageError
 from tiedgpt.errors import CorruptInputError, UserError
 from tiedgpt.files import suggest_path
+from tiedgpt.infer.generation_config import MAX_THREADS
 from tiedgpt.options import argument, option
 
 if TYPE_CHECKING:
@@ -48,7 +49,10 @@ class ModelOptions:
         metavar="TOKENIZER",
     )
     n_head: int | None = option(
-        None, "The number of heads, if the file does not hold it (minGPT, bare weights).", "model"
+        None,
+        "The number of heads, if the file does not hold it (minGPT, bare weights).",
+        "model",
+        least=1,
     )
     activation_function: str | None = option(
         None, "gelu_new or gelu, if the file does not hold it (some nanoGPT files).", "model"
@@ -97,6 +101,8 @@ class EngineOptions(ModelOptions, DeviceOption):
         None,
         "Number of CPU threads; default: the cores that this process may use, at most 16.",
         "speed",
+        least=1,
+        most=MAX_THREADS,
     )
 
     @contextmanager

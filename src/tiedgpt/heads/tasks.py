@@ -120,7 +120,6 @@ class SequenceClassifier(Head):
     @classmethod
     @override
     def options_from(cls, config: Mapping[str, Any], n_outputs: int) -> dict[str, Any]:
-        """Return the labels and the problem in config.json."""
         numbers = [str(number) for number in range(n_outputs)]
         names = config.get("id2label")
         if names is None:
@@ -190,7 +189,6 @@ class MultipleChoice(Head):
     @classmethod
     @override
     def options_from(cls, config: Mapping[str, Any], n_outputs: int) -> dict[str, Any]:
-        """Return the dropout in config.json."""
         for key, value in SUMMARY.items():
             if (config.get(key, value) or None) != (value or None):
                 raise UserError(
@@ -231,5 +229,4 @@ class FeatureExtractor(Head):
     @classmethod
     @override
     def options_from(cls, config: Mapping[str, Any], n_outputs: int) -> dict[str, Any]:
-        """Return the pooling in config.json."""
         return {"pooling": config.get("pooling", "last")}

@@ -9,6 +9,7 @@ import time
 import uuid
 from collections.abc import AsyncIterator, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from fastapi import Request
@@ -309,15 +310,8 @@ async def _encode(
         message = f"must be at most {longest:,} if the context slides, got {max_tokens:,}"
         raise APIError(400, f"{body.length_field} {message}", param=body.length_field)
     room = None if slides else max_tokens
-    return await asyncio.to_thread(
-        encode_prompts,
-        service.engine,
-        prompts,
-        n=body.n,
-        room=room,
-        length_field=body.length_field,
-        **options,
-    )
+    encode = partial(encode_prompts, n=body.n, room=room, length_field=body.length_field)
+    return await asyncio.to_thread(encode, service.engine, prompts, **options)
 
 
 async def _respond(answer: Answer) -> Response:
