@@ -11,9 +11,14 @@ import pytest
 import torch
 
 from tiedgpt import GPTConfig
+from tiedgpt.data import documents
+from tiedgpt.data.examples import ExampleReader
 from tiedgpt.errors import UserError
 from tiedgpt.infer import GenerationConfig
+from tiedgpt.inspect import attention, lens, neighbours, positions, random_head
+from tiedgpt.tie import add_tokens, resize_vocab
 from tiedgpt.train import TrainOptions
+from tiedgpt.tune import lora
 
 
 def types_of(hint):
@@ -79,3 +84,31 @@ def test_another_choice_is_refused_with_the_choices(cls, options, choices):
     with pytest.raises(UserError, match=f"one of {choices}, got") as refused:
         CLASSES[cls](**options)
     assert refused.value.options == tuple(options)
+
+
+@pytest.mark.parametrize(
+    ("call", "name"),
+    [
+        (lambda model, n: positions(model, None, [1, 2], top=n), "top"),
+        (lambda model, n: positions(model, None, [1, 2], replace_at=n), "replace_at"),
+        (lambda model, n: lens(model, None, [1, 2], position=n), "position"),
+        (lambda model, n: attention(model, None, [1, 2], layer=n), "layer"),
+        (lambda model, n: neighbours(model, None, token=1, top=n), "top"),
+        (lambda model, n: random_head(model, None, [1, 2], seed=n), "seed"),
+        (lambda model, n: resize_vocab(model, n), "n"),
+        (lambda model, n: add_tokens(model, n), "n_new"),
+        (lambda model, n: ExampleReader(documents(["README.md"]), None, context=n), "context"),
+    ],
+)
+@pytest.mark.parametrize("wrong", [True, 1.5, "1", 2**70, torch.ones(2)], ids=str)
+def test_a_function_names_an_argument_that_is_no_integer(tiny, call, name, wrong):
+    with pytest.raises(UserError) as refused:
+        call(tiny, wrong)
+    assert refused.value.options == (name,)
+
+
+@pytest.mark.parametrize("wrong", [0, -1.0, math.nan, math.inf, True, "1"])
+def test_a_function_names_an_argument_that_is_no_number(tiny, wrong):
+    with pytest.raises(UserError) as refused:
+        lora(tiny, rank=2, alpha=wrong)
+    assert refused.value.options == ("alpha",)

@@ -517,7 +517,7 @@ def leave(model):
     """Change nothing."""
 
 
-INTEGER, LOST = "whole number", "eos_token_id=96 and pad_token_id=90 would be lost"
+INTEGER, LOST = "an integer", "eos_token_id=96 and pad_token_id=90 would be lost"
 SAMPLES = ([[1, 2], [3]], [[1.5]], [1, 2], [[100]], [[-1]], [[]], "text", [[10**30]])
 RESIZES = [(resize_vocab, {"n": 110}), (resize_vocab, {"n": 50}), (prune, {"keep_ids": [3]})]
 HEADS = [

@@ -34,6 +34,7 @@ from tiedgpt.data.records import (
 from tiedgpt.data.remarks import note_special_tokens, special_token_finder
 from tiedgpt.data.templates import CHATML, Piece, Template, encode_pieces, read_template
 from tiedgpt.errors import CorruptInputError, UserError
+from tiedgpt.options import read_number
 from tiedgpt.signatures import wrong_type
 from tiedgpt.text.bpe import END_OF_TEXT
 
@@ -104,8 +105,8 @@ class ExampleReader:
     ) -> None:
         if not hasattr(corpus, "records"):
             raise wrong_type("ExampleReader", "corpus", "FileCorpus", corpus)
-        if context is not None and context < 2:
-            raise UserError(f"context must be at least 2 tokens, got {context}")
+        if context is not None:
+            context = read_number("context", context, int, least=2)
         self.corpus, self.context, self.template = corpus, context, CHATML
         self.too_long, self.skip_bad = too_long, skip_bad
         self.remarks: dict[str, Remark] = {}

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from tiedgpt.core.model import GPT
 from tiedgpt.errors import UserError
+from tiedgpt.options import read_number
 
 ROWS = 64
 """Number of positions in a chunk: its logits take 13 MB in fp32 for V = 50,257."""
@@ -53,8 +54,7 @@ def measure(logits: Tensor, targets: Tensor, top: int) -> dict[str, Tensor]:
     The statistics are top_ids and top_logprob (n, k), and logprob and rank of the target (n,): NaN
     and 0 without a target. Equal logits have the same rank.
     """
-    if top < 1:
-        raise UserError(f"must be at least 1, got {top}", option="top")
+    top = read_number("top", top, int, least=1)
     logprobs, has_target = logits.log_softmax(-1), targets >= 0
     top_ids = logits.topk(min(top, logits.shape[-1])).indices
     answers = targets.clamp(min=0)[:, None]

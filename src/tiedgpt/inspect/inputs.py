@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 from tiedgpt.core.model import GPT
 from tiedgpt.errors import UserError
+from tiedgpt.options import read_number
 from tiedgpt.text import Tokenizer
 from tiedgpt.weights.tokenizer_files import tokenizer_for
 
@@ -46,6 +47,7 @@ class InspectionInput:
 
 def index(value: int, n: int, name: str) -> int:
     """Return an index from 0 to n - 1; a negative one counts from the end."""
+    value = read_number(name, value, int)
     if not -n <= value < n:
         raise UserError(f"must be from 0 to {n - 1}, or -1 to -{n}, got {value}", option=name)
     return value % n

@@ -15,10 +15,10 @@ import torch
 from torch import Tensor
 from typing_extensions import override
 
-from tiedgpt.errors import UserError
 from tiedgpt.inspect.inputs import Model, numpy, open_model, piece, token_id
 from tiedgpt.inspect.results import SHOWN_ROWS, Figure, Result, lines
 from tiedgpt.inspect.vocab_matrices import VocabMatrix, finite_vocab_matrices
+from tiedgpt.options import read_number
 from tiedgpt.plots.panel import Grid, Panel
 from tiedgpt.plots.table import number_table, token_cells, visible
 from tiedgpt.runtime import eval_mode
@@ -84,8 +84,7 @@ def neighbours(
     Raises `UserError` for a text of several tokens, an id out of range and a nonlinear head.
     """
     gpt, tokenizer = open_model(model, tokenizer, needed=isinstance(token, str))
-    if top < 1:
-        raise UserError(f"must be at least 1, got {top}", option="top")
+    top = read_number("top", top, int, least=1)
     id = token_id(token, tokenizer, gpt.config.vocab_size, "token")
     with eval_mode(gpt):
         matrices = tuple(_nearest(matrix, id, top) for matrix in finite_vocab_matrices(gpt))

@@ -28,6 +28,7 @@ from tiedgpt.files import read_json, split_lines
 from tiedgpt.inspect.inputs import Model, index, numpy, open_input, open_model, piece
 from tiedgpt.inspect.results import SHOWN_ROWS, Figure, Result, lines
 from tiedgpt.inspect.vocab_matrices import vocab_matrices
+from tiedgpt.options import read_number
 from tiedgpt.plots.panel import Panel
 from tiedgpt.plots.table import number_cell, number_table, token_cells
 from tiedgpt.runtime import eval_mode
@@ -91,8 +92,7 @@ def direction(
     the middle one; negative ones count from the last. Other arguments as of `positions`. Raises
     `UserError` as `positions`, and where the two means are equal.
     """
-    if top < 1:
-        raise UserError(f"must be at least 1, got {top}", option="top")
+    top = read_number("top", top, int, least=1)
     gpt, tokenizer = open_model(model, tokenizer, needed=True)
     n_layer = gpt.config.n_layer
     at = n_layer // 2 if layer is None else index(layer, n_layer, "layer")

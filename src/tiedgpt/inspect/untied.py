@@ -19,6 +19,7 @@ from tiedgpt.errors import UserError
 from tiedgpt.inspect.inputs import Model, Text, open_input
 from tiedgpt.inspect.predictions import positions
 from tiedgpt.inspect.results import SHOWN_ROWS, Figure, Result, lines
+from tiedgpt.options import read_number
 from tiedgpt.plots.panel import Panel
 from tiedgpt.plots.table import number_cell, number_table, token_cells
 from tiedgpt.tie.heads import copy_sharing
@@ -84,7 +85,7 @@ def random_head(
         raise UserError(f"must be positive and finite, got {std}", option="std")
     inputs = open_input(model, tokenizer, text, least=2)
     gpt, size, width = inputs.model, inputs.model.config.vocab_size, inputs.model.config.n_embd
-    generator = torch.Generator().manual_seed(seed)
+    generator = torch.Generator().manual_seed(read_number("seed", seed, int, least=0))
     drawn = torch.randn(size, width, generator=generator, device="cpu") * std
     twin = copy_sharing(gpt)
     twin.head = nn.Linear(width, size, bias=False, device="meta")

@@ -22,6 +22,7 @@ from torch import Tensor, nn
 
 from tiedgpt.core.model import GPT
 from tiedgpt.errors import NoRoomError, UserError
+from tiedgpt.options import read_number
 from tiedgpt.runtime import eval_mode
 from tiedgpt.tie.heads import (
     find_head_layers,
@@ -98,11 +99,8 @@ def resize_vocab(model: GPT, n: int, *, sample: Sample = None, seed: int = 0) ->
     not finite; `NoRoomError` if the rows do not fit in memory. Nothing has changed then.
     """
     model = require_gpt(model)
-    for name, value, least in (("n", n, 1), ("seed", seed, -(2**63))):
-        if isinstance(value, bool) or not isinstance(value, int) or not least <= value < 2**63:
-            raise UserError(
-                f"must be a whole number of 64 bits, >= {least}; got {value!r}", option=name
-            )
+    n = read_number("n", n, int, least=1)
+    seed = read_number("seed", seed, int, least=-(2**63))
     before, size = ledger(model), model.config.vocab_size
     if n == size:
         return VocabularyReport(n, n, (), before.difference(before))
@@ -122,8 +120,7 @@ def add_tokens(model: GPT, n_new: int, *, sample: Sample = None, seed: int = 0) 
 
     The same as `resize_vocab(model, V + n_new)`.
     """
-    if isinstance(n_new, bool) or not isinstance(n_new, int) or n_new < 1:
-        raise UserError(f"must be a whole number above 0, got {n_new!r}", option="n_new")
+    n_new = read_number("n_new", n_new, int, least=1)
     size = require_gpt(model).config.vocab_size
     return resize_vocab(model, size + n_new, sample=sample, seed=seed)
 

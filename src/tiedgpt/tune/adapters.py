@@ -29,6 +29,7 @@ from tiedgpt.core.model import GPT
 from tiedgpt.errors import CheckFailedError, UserError
 from tiedgpt.heads import Head
 from tiedgpt.names import explains_arguments
+from tiedgpt.options import read_number
 from tiedgpt.runtime import eval_mode
 from tiedgpt.tie.heads import find_second_names, is_tied, predicts_through_wte
 from tiedgpt.tune.freezing import TWO_CHOICES, Model, TrainableParameters, count_trainable, gpt_of
@@ -150,8 +151,7 @@ def lora(
     gpt, alpha = gpt_of(model), 2 * rank if alpha is None else alpha
     if isinstance(rank, bool) or not isinstance(rank, int) or not 1 <= rank <= gpt.config.n_embd:
         raise UserError(f"rank (--lora) must be 1 to the width {gpt.config.n_embd}, got {rank!r}")
-    if not (math.isfinite(alpha) and alpha > 0):
-        raise UserError(f"must be above 0, got {alpha}", option="alpha")
+    alpha = read_number("alpha", alpha, float, above=0)
     sizes = {name: Size(rank, alpha / rank) for name in _find_targets(gpt, targets)}
     ids = tuple(sorted({*tokens}))
     for name in ("wte", "head") if ids else ():
