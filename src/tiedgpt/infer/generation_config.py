@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 from functools import cached_property
 from numbers import Real
-from typing import TYPE_CHECKING, Any, ClassVar, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 from tiedgpt.errors import UserError
 from tiedgpt.names import NOT_HERE, OTHER_NAMES
@@ -42,7 +42,7 @@ class GenerationConfig:
     Impossible values raise `UserError`, naming the option.
     """
 
-    GROUP: ClassVar = "sampling"
+    GROUP = "sampling"
     max_new_tokens: int = option(128, "Maximum number of tokens to generate.", short="n", least=1)
     temperature: float = option(
         1.0, "0: greedy decoding; 1: sample from the model's own distribution.",
