@@ -36,11 +36,12 @@ def random_logits(seed, size=60):
     return (3 * generator(seed).standard_normal(size)).astype(np.float32)
 
 
-def distribution(config, logits, seen):
-    """Return the filtered logits (V,), -inf for excluded tokens."""
-    kept, scores = filter_logits(config, adjust_logits(config, logits, seen))
-    whole = np.full(len(logits), -np.inf, np.float32)
-    whole[slice(None) if kept is None else kept] = scores
+def distribution(config, logits, seen, **row):
+    """Return the filtered logits (V,) over the temperature, -inf for excluded tokens."""
+    scores = adjust_logits(config, logits, seen)
+    kept = filter_logits(SamplingInput(config, logits, seen, 0, len(logits), **row), scores)
+    whole = np.full(len(logits), -np.inf)
+    whole[kept] = scores[kept] / np.float64(config.temperature)
     return whole
 
 
@@ -101,6 +102,17 @@ def test_top_n_sigma_matches_llama_cpp(n, expected):
         config = GenerationConfig(top_n_sigma=n, temperature=temperature)
         kept = np.isfinite(distribution(config, logits, []))
         assert kept.tolist() == [True] * expected + [False] * (5 - expected)
+
+
+def test_min_p_keeps_equal_shares_and_all_tokens_at_an_enormous_temperature():
+    logits = np.array([0, 0, -1, -np.inf, 3e38, -3e38], np.float32)
+    for options, expected in (
+        ({"min_p": 1.0}, [4]),
+        ({"min_p": 0.5, "temperature": 1e300}, [0, 1, 2, 4, 5]),
+        ({"top_p": 0.5, "temperature": 1e300}, [0, 1, 4]),
+    ):
+        ids = np.flatnonzero(distribution(GenerationConfig(**options), logits, []) > -np.inf)
+        assert ids.tolist() == expected, options
 
 
 @given(seed=st.integers(0, 1000))

@@ -249,12 +249,14 @@ def test_draws_follow_the_filtered_distribution(tmp_path):
     answers = page.ask(*(("/v1/completions", body | options | {"seed": n}) for n in range(600)))
     ids = [answer["events"][0]["choices"][0]["logprobs"]["token_ids"][0] for answer in answers]
     from tiedgpt.infer.generation_config import GenerationConfig
-    from tiedgpt.infer.sampling import filter_logits
+    from tiedgpt.infer.sampling import SamplingInput, filter_logits
 
     with torch.no_grad():
         logits = page.model(torch.tensor([[1, 2, 3]]))[0, -1].numpy()
-    kept, scores = filter_logits(GenerationConfig(**options), logits)
-    p = np.exp(scores - scores.max()) / np.exp(scores - scores.max()).sum()
+    row = SamplingInput(GenerationConfig(**options), logits, [], 0, len(logits))
+    kept = filter_logits(row, logits)
+    p = np.exp(logits[kept] / options["temperature"])
+    p /= p.sum()
     assert set(ids) <= set(kept.tolist())
     shares = np.array([ids.count(id) for id in kept.tolist()]) / len(ids)
     assert np.abs(shares - p).max() < 0.08

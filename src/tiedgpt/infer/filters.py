@@ -1,7 +1,9 @@
 """Penalties and filters of the next token's logits (V,) in plain numpy.
 
 Each computes the same as transformers under the same name; presence and frequency penalties are
-those of OpenAI's API. Filters return the ids that may be drawn. None sorts the whole vocabulary.
+those of OpenAI's API. Filters get the scores that are left, all above -inf, and return the indices
+of those that may be drawn. They decide by the float32 scores and by sums in float64, and none sorts
+the whole vocabulary. They define what `kernels/sampling_kernels.py` computes.
 """
 
 from __future__ import annotations
@@ -19,6 +21,7 @@ FIRST_LOOK = 512
 """How many candidates are sorted at first; if they do not suffice, eight times as many."""
 ROUNDING = 1e-12
 """Share of a sum of float64 probabilities that its rounding may take: a sum so near reaches p."""
+SMALLEST, LARGEST = float(np.finfo(np.float32).tiny), float(np.finfo(np.float32).max)
 BLOCK = 256
 """Tokens whose probabilities are summed together when one is drawn."""
 
@@ -39,6 +42,7 @@ def penalize_counts(
 ) -> None:
     """Subtract `presence`, and `frequency` for each time, from generated tokens (in place)."""
     ids, counts = np.unique(np.asarray(generated, dtype=np.intp), return_counts=True)
+    ids, counts = ids[ids < len(scores)], counts[ids < len(scores)]
     scores[ids] -= (presence + frequency * counts).astype(np.float32)
 
 
@@ -49,56 +53,56 @@ def add_bias(scores: Array, bias: Mapping[int, float]) -> None:
             scores[token] += value
 
 
-def softmax(scores: Array) -> Array:
-    """Return probabilities; that of -inf is 0. At least one score must be finite."""
-    p = _unnormalized(scores)
-    p /= p.sum(dtype=np.float64).astype(np.float32)
-    return p
-
-
-def _unnormalized(scores: Array) -> Array:
-    """Return the exponentials of scores, scaled so that the highest is 1."""
-    p: Array = scores - scores.max()
-    return np.exp(p, out=p)
+def masses(scores: Array, temperature: float) -> NDArray[np.float64]:
+    """Return e^((score - highest) / temperature), which probabilities are proportional to."""
+    return np.exp((scores.astype(np.float64) - scores.max()) / temperature)
 
 
 def top_n_sigma(scores: Array, n: float) -> Ids:
-    """Return the ids whose scores are at most n standard deviations below the highest.
+    """Return the indices of scores at most n standard deviations below the highest.
 
-    Scores of -inf are not counted. Tang et al. 2024, "Top-nσ: Not All Logits Are You Need".
+    Tang et al. 2024, "Top-nσ: Not All Logits Are You Need".
     """
-    deviation = scores[scores > -np.inf].std(dtype=np.float64)
-    return np.flatnonzero(scores >= np.float32(scores.max() - n * deviation))
+    deviation = float(scores.std(dtype=np.float64))
+    return np.flatnonzero(scores >= _float32(float(scores.max()) - n * deviation))
 
 
-def top_k(scores: Array, k: int) -> Ids | None:
-    """Return the ids of the k highest scores, and of ties with the last of them; None for all."""
-    if k >= len(scores):
-        return None
+def top_k(scores: Array, k: int) -> Ids:
+    """Return the indices of the k highest scores, and of ties with the last of them."""
+    k = min(k, len(scores))
     return np.flatnonzero(scores >= np.partition(scores, len(scores) - k)[-k])
 
 
-def top_p(scores: Array, mass: float) -> Ids:
-    """Return the fewest ids, the likeliest first, that together reach this probability.
+def top_p(scores: Array, temperature: float, mass: float) -> Ids:
+    """Return the fewest indices, the likeliest first, that together reach this probability.
 
-    Of equal scores, lower ids come first. Sums are in float64. Holtzman et al. 2020, "The Curious
-    Case of Neural Text Degeneration".
+    Of equal scores, lower indices come first. Holtzman et al. 2020, "The Curious Case of Neural
+    Text Degeneration".
     """
-    p = np.exp(scores.astype(np.float64) - scores.max())
+    p = masses(scores, temperature)
     return _until_mass(-scores, p, mass * p.sum() * (1 - ROUNDING))
 
 
-def min_p(scores: Array, share: float) -> Ids:
-    """Return the ids that have at least this share of the likeliest one's probability.
+def min_p(scores: Array, temperature: float, share: float) -> Ids:
+    """Return the indices of at least this share of the likeliest one's probability.
 
     Nguyen et al. 2024, "Turning Up the Heat: Min-p Sampling".
     """
-    p = softmax(scores)
-    return np.flatnonzero(p >= np.float32(share) * p.max())
+    return np.flatnonzero(scores >= _score_at(share, scores, temperature))
+
+
+def _score_at(mass: float, scores: Array, temperature: float) -> np.float32:
+    """Return the score with this mass, that of the highest being 1."""
+    return _float32(float(scores.max()) + temperature * math.log(max(mass, SMALLEST)))
+
+
+def _float32(number: float) -> np.float32:
+    """Return the nearest finite float32."""
+    return np.float32(min(max(number, -LARGEST), LARGEST))
 
 
 def _until_mass(rank: Array, p: NDArray[np.float64], mass: float) -> Ids:
-    """Return the ids lowest in `rank` up to the one with which the sum of `p` reaches `mass`."""
+    """Return the indices lowest in `rank` up to that with which the sum of `p` reaches `mass`."""
     n = FIRST_LOOK
     while True:
         if n < len(rank):
@@ -106,17 +110,16 @@ def _until_mass(rank: Array, p: NDArray[np.float64], mass: float) -> Ids:
         else:
             near = np.arange(len(rank))
         near = near[np.argsort(rank[near], kind="stable")]
-        reached = np.cumsum(p[near])
-        last = int(np.searchsorted(reached, mass))
+        last = int(np.searchsorted(np.cumsum(p[near]), mass))
         if last < len(near) or len(near) == len(rank):
-            ids = near[: last + 1]
-            return np.sort(ids[p[ids] > 0])
+            return np.sort(near[: last + 1])
         n *= 8
 
 
 def log_normalizer(logits: Array) -> float:
     """Return log sum exp(logits), which turns a logit into log P."""
-    return float(logits.max()) + math.log(_unnormalized(logits).sum(dtype=np.float64))
+    p: Array = logits - logits.max()
+    return float(logits.max()) + math.log(np.exp(p, out=p).sum(dtype=np.float64))
 
 
 def highest(values: NDArray[Any], k: int) -> Ids:
@@ -132,16 +135,15 @@ def likeliest(logits: Array, k: int, n_tokens: int) -> list[tuple[int, float]]:
     return [(int(i), float(logits[i]) - total) for i in highest(logits[:n_tokens], k)]
 
 
-def draw(scores: Array, uniform: float) -> int:
-    """Return the index at which the cumulative probability passes `uniform`, from [0, 1).
+def draw(p: NDArray[np.float64], uniform: float) -> int:
+    """Return the index at which the running sum of p passes a share, from [0, 1), of the whole.
 
     The sum is searched by blocks, then within one: a running sum over V takes ten times as long.
     """
-    p = _unnormalized(scores)
     starts = np.arange(0, len(p), BLOCK)
-    block, rest = _passing(np.add.reduceat(p, starts, dtype=np.float64), uniform)
+    block, rest = _passing(np.add.reduceat(p, starts), uniform * (1 - ROUNDING))
     start = int(starts[block])
-    within, _ = _passing(p[start : start + BLOCK].astype(np.float64), rest)
+    within, _ = _passing(p[start : start + BLOCK], rest)
     return start + within
 
 

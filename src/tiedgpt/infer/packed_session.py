@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import math
 from collections.abc import Collection, Sequence
-from typing import Any, cast
+from typing import Any
 
 import numpy as np
-from numpy.typing import NDArray
 
 from tiedgpt.errors import NoRoomError, UserError
 from tiedgpt.infer.kernels import sampling
@@ -99,18 +98,7 @@ class PackedSession:
 
     def sample(self, inputs: Sequence[SamplingInput]) -> list[NextToken | UserError]:
         """Sample a token for each; see `Session.sample`."""
-        results = sampling.sample(self._pool, inputs)
-        tokens = {
-            at: result.token
-            for at, (row, result) in enumerate(zip(inputs, results, strict=True))
-            if row.model_logits is not None and isinstance(result, NextToken)
-        }
-        if tokens:  # processors changed the logits: logprobs are of the model's own
-            logits = [cast("NDArray[np.float32]", inputs[at].model_logits) for at in tokens]
-            logprobs, _ = sampling.score_targets(self._pool, logits, list(tokens.values()))
-            for (at, token), logprob in zip(tokens.items(), logprobs, strict=True):
-                results[at] = NextToken(token, logprob)
-        return results
+        return sampling.sample(self._pool, inputs)
 
     def score_targets(
         self, logits: Logits, targets: Sequence[int], n_tokens: int

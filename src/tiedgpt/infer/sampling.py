@@ -1,16 +1,16 @@
 """From one position's logits to one token: penalties, filters, and a seeded draw.
 
-The order is that of transformers: bias, penalties, temperature, (top-n-sigma,) top-k, top-p, min-p.
-A draw takes one uniform number. This is the numpy reference; `kernels/sampling.py` computes the
-same for a whole batch at once.
+The order is that of transformers: bias, penalties, (top-n-sigma,) top-k, temperature, top-p, min-p.
+A draw takes one random number. This is the definition in numpy;
+`kernels/sampling.py` chooses the same tokens for a whole batch at once.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -59,9 +59,9 @@ def _sample(row: SamplingInput) -> NextToken | UserError:
     if row.config.greedy:
         token = int(scores.argmax())
     else:
-        ids, scores = filter_logits(row.config, scores)
-        at = filters.draw(scores, row.uniform)
-        token = at if ids is None else int(ids[at])
+        ids = filter_logits(row, scores)
+        p = filters.masses(scores[ids], row.config.temperature)
+        token = int(ids[filters.draw(p, row.uniform)])
     logits = row.logits if row.model_logits is None else row.model_logits
     return NextToken(token, float(logits[token]) - filters.log_normalizer(logits))
 
@@ -97,27 +97,25 @@ def adjust_logits(
     return scores
 
 
-def filter_logits(config: GenerationConfig, scores: Array) -> tuple[Ids | None, Array]:
-    """Return the ids that may be drawn (None: all) and their logits over the temperature."""
-    if config.greedy:
-        return None, scores
-    if config.temperature != 1:
-        scores = scores / np.float32(config.temperature)
-    ids: Ids | None = None
-    for name, keep in FILTERS.items():
-        value = config.numbers[name]
-        indices = None if value == NEUTRAL[name] else keep(scores, value)
-        if indices is not None:
-            ids, scores = indices if ids is None else ids[indices], scores[indices]
-    return ids, scores
+def filter_logits(row: SamplingInput, scores: Array) -> Ids:
+    """Return the ids that may be drawn by adjusted logits (V,), from the lowest."""
+    numbers, ids = row.config.numbers, np.flatnonzero(scores > -np.inf)
+    for name, keep in STAGES.items():
+        if numbers[name] != NEUTRAL[name]:
+            ids = ids[keep(scores[ids], numbers)]
+    return ids
 
 
-FILTERS: dict[str, Callable[..., Ids | None]] = {
-    "top_n_sigma": filters.top_n_sigma,
-    "top_k": filters.top_k,
-    "top_p": filters.top_p,
-    "min_p": filters.min_p,
+STAGES: dict[str, Callable[[Array, Mapping[str, Any]], Ids]] = {
+    "top_n_sigma": lambda scores, x: filters.top_n_sigma(scores, x["top_n_sigma"]),
+    "top_k": lambda scores, x: filters.top_k(scores, x["top_k"]),
+    "top_p": lambda scores, x: filters.top_p(scores, x["temperature"], x["top_p"]),
+    "min_p": lambda scores, x: filters.min_p(scores, x["temperature"], x["min_p"]),
 }
+"""The filters in their order, by the option that turns each on.
+
+Each gets the scores that are left, and returns the indices of those that stay.
+"""
 
 
 def no_token_error(highest: float) -> UserError | None:

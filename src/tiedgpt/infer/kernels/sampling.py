@@ -7,7 +7,7 @@ A row's result depends on that row alone, bit for bit. `sampling_kernels.py` is 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, NamedTuple, get_type_hints
+from typing import Any, NamedTuple, cast, get_type_hints
 
 import numpy as np
 from numpy.typing import NDArray
@@ -21,7 +21,7 @@ from tiedgpt.infer.sampling import NextToken, SamplingInput, no_token_error
 
 Logits = NDArray[np.float32] | Sequence[NDArray[np.float32]]
 """(N, V), or N arrays (V,); contiguous rows are not copied."""
-SCRATCH = 5
+SCRATCH = 6
 """Arrays of a vocabulary's size that a thread works on."""
 
 
@@ -54,6 +54,8 @@ class Row(NamedTuple):
     token: int = -1
     """The token that was chosen; one that is given is ranked instead."""
     rank: int = 0
+    n_kept: int = 0
+    """How many tokens could be drawn."""
     logprob: float = 0.0
     highest: float = 0.0
     """The highest logit after bias and penalties."""
@@ -65,31 +67,57 @@ fill_rows = Kernel("tiedgpt.infer.kernels.sampling_kernels", "fill_rows")
 
 def sample(pool: ThreadPool, inputs: Sequence[SamplingInput]) -> list[NextToken | UserError]:
     """Sample a token for each; return an error in the place of one that cannot be chosen."""
+    table = _choose(pool, inputs)
+    results = [
+        no_token_error(highest) or NextToken(token, logprob)
+        for token, logprob, highest in table[["token", "logprob", "highest"]].tolist()
+    ]
+    tokens = {
+        at: result.token
+        for at, (row, result) in enumerate(zip(inputs, results, strict=True))
+        if row.model_logits is not None and isinstance(result, NextToken)
+    }
+    if tokens:  # processors changed the logits: logprobs are of the model's own
+        logits = [cast("NDArray[np.float32]", inputs[at].model_logits) for at in tokens]
+        logprobs, _ = score_targets(pool, logits, list(tokens.values()))
+        for (at, token), logprob in zip(tokens.items(), logprobs, strict=True):
+            results[at] = NextToken(token, logprob)
+    return results
+
+
+def filter_logits(row: SamplingInput) -> NDArray[np.int32]:
+    """Return the ids that may be drawn, from the lowest, as `infer.sampling.filter_logits`."""
+    pool = ThreadPool(1)
+    table = _choose(pool, [row])
+    ids, scores = pool.scratch(0, 0)[0, :2, : table["n_kept"][0]]
+    finite: NDArray[np.int32] = ids.view(np.int32)[scores > -np.inf]
+    return finite
+
+
+def _choose(pool: ThreadPool, inputs: Sequence[SamplingInput]) -> NDArray[Any]:
+    """Return a row for each input, with its token."""
     arrays = [np.ascontiguousarray(row.logits, np.float32) for row in inputs]
     size = len(arrays[0]) if arrays else 0
-    rows, seen, bias_ids, bias = list[Row](), list[int](), list[int](), list[float]()
+    rows, bias = list[Row](), list[float]()
+    seen, bias_ids = list[int](), list[int]()
     for row, array in zip(inputs, arrays, strict=True):
-        config, seen_start, bias_start = row.config, len(seen), len(bias_ids)
+        config, starts = row.config, (len(seen), len(bias_ids))
         if config.penalizes:
             seen += row.seen
         bias_ids += config.logit_bias
         bias += config.logit_bias.values()
         rows.append(Row(
             address=array.ctypes.data, n_tokens=min(row.n_tokens, size), uniform=row.uniform,
-            seen=seen_start, generated=min(seen_start + row.n_prompt, len(seen)),
-            seen_end=len(seen), bias=bias_start, bias_end=len(bias_ids), **config.numbers,
+            seen=starts[0], seen_end=len(seen),
+            generated=min(starts[0] + row.n_prompt, len(seen)), bias=starts[1],
+            bias_end=len(bias_ids), **config.numbers,
         ))  # fmt: skip
     for ids in filter(None, (seen, bias_ids)):
         if not 0 <= min(ids) <= max(ids) < size:
             raise UserError(f"an id is outside the {size} logits: {min(ids)} or {max(ids)}")
-    lists = TokenLists(
-        np.array(seen, np.int64), np.array(bias_ids, np.int64), np.array(bias, np.float32)
-    )
-    table = _run(pool, rows, arrays, lists)
-    return [
-        no_token_error(highest) or NextToken(token, logprob)
-        for token, logprob, highest in table[["token", "logprob", "highest"]].tolist()
-    ]
+    ids_seen, ids_biased = np.array(seen, np.int64), np.array(bias_ids, np.int64)
+    lists = TokenLists(ids_seen, ids_biased, np.array(bias, np.float32))
+    return _run(pool, rows, arrays, lists)
 
 
 def score_targets(
@@ -106,7 +134,8 @@ def score_targets(
         for array, token in zip(arrays, targets, strict=True)
     ]
     none = np.zeros(0, np.int64)
-    table = _run(pool, rows, arrays, TokenLists(none, none, np.zeros(0, np.float32)))
+    lists = TokenLists(none, none, np.zeros(0, np.float32))
+    table = _run(pool, rows, arrays, lists)
     return table["logprob"].tolist(), table["rank"].tolist()
 
 

@@ -22,8 +22,7 @@ BLOCK = 256
 SAMPLE = 64
 """Keys that a pivot is taken from."""
 NONE = np.float32(-np.inf)
-TOP_N_SIGMA, TOP_K, TOP_P, MIN_P = range(4)
-SMALLEST = float(np.finfo(np.float32).tiny)
+SMALLEST, LARGEST = filters.SMALLEST, filters.LARGEST
 ROUNDING = filters.ROUNDING
 
 
@@ -34,8 +33,21 @@ class Candidates(NamedTuple):
     """The bits of int32."""
     scores: Any
     weights: Any
-    """Proportional to the probabilities."""
-    spare_keys: Any
+    """Their masses in float32."""
+    spare_scores: Any
+    spare_weights: Any
+
+
+class Scale(NamedTuple):
+    """The scale of scores: probabilities are proportional to e^((score - top) / temperature)."""
+
+    top: Any
+    """The highest score; its mass is 1."""
+    temperature: Any
+    factor: Any
+    """The temperature's inverse in float32."""
+    error: Any
+    """Error of an exponent x in float32, as a share of |x|; 0: masses are in float64."""
 
 
 @njit(error_model="numpy")
@@ -58,7 +70,7 @@ def _copy(logits, scores):
 
 @njit(error_model="numpy")
 def _exponentials(scores, n, top, factor, weights):
-    """Write e^((score - top) * factor) to weights; return their sum."""
+    """Write e^((score - top) * factor) to weights; return their sum, in float32 by blocks."""
     total = 0.0
     for block in range(0, n, BLOCK):
         block_sum = vec.splat(np.float32(0.0))
@@ -71,106 +83,170 @@ def _exponentials(scores, n, top, factor, weights):
 
 
 @njit(error_model="numpy")
-def _total(weights, begin, end):
-    """Return the sum of weights begin..end - 1, of one block."""
-    block_sum = vec.splat(np.float32(0.0))
-    for at in range(begin, end, LANES):
-        block_sum = vec.add(block_sum, vec.load(weights, at))
-    return np.float64(vec.total(block_sum))
+def _scale(temperature, top):
+    """Return the scale of a row's scores, with masses in float32."""
+    factor = np.float32(max(1 / temperature, SMALLEST))
+    is_extreme = max(temperature, abs(top)) > 1e30
+    error = 7e-8 if temperature == 1 else 2e-7
+    return Scale(top, temperature, factor, np.float64(np.inf) if is_extreme else error)
 
 
 @njit(error_model="numpy")
-def _sum(weights, n):
-    """Return the sum of n weights."""
-    total = 0.0
-    for block in range(0, n, BLOCK):
-        total += _total(weights, block, min(block + BLOCK, n))
-    return total
+def _exact(scale):
+    """Return the scale with masses in float64."""
+    return Scale(scale.top, scale.temperature, scale.factor, 0.0)
 
 
 @njit(error_model="numpy")
-def _count(keys, n, pivot):
-    """Return how many keys are > pivot and equal to it."""
-    n_above, n_equal = 0, 0
+def _mass(score, scale):
+    """Return e^((score - top) / temperature)."""
+    return math.exp((np.float64(score) - np.float64(scale.top)) / scale.temperature)
+
+
+@njit(error_model="numpy")
+def _error(mass, rest, share, n, scale):
+    """Return a bound of the error of `mass - share * (mass + rest)`, sums of n masses in all.
+
+    An exponential in float32 is within 1.4e-7 of itself, and its exponent x within `scale.error` of
+    |x|. In a sum s of masses e^x, the mean of |x| is at most log n - log s: it is the entropy of
+    their shares, less log s.
+    """
+    mass, rest = max(mass, SMALLEST), max(rest, SMALLEST)
+    most = math.log(n) + 2
+    mass_error = mass * scale.error * (most - min(math.log(mass), 0.0))
+    rest_error = rest * scale.error * (most - min(math.log(rest), 0.0))
+    return (1 - share) * mass_error + share * rest_error
+
+
+@njit(error_model="numpy")
+def _sum(scores, weights, begin, end, scale):
+    """Return the sum of masses begin..end - 1; `begin` is a multiple of LANES."""
+    total = vec.splat64(0.0)
+    if scale.error > 0:
+        for at in range(begin, end, LANES):
+            total = vec.add64(total, vec.widen(vec.load(weights, at)))
+    else:
+        for at in range(begin, end, LANES):
+            total = vec.add64(total, vec.exp64(vec.load(scores, at), scale.top, scale.temperature))
+    return vec.total64(total)
+
+
+@njit(error_model="numpy")
+def _score_at(mass, scale):
+    """Return the score of a mass, a finite float32."""
+    score = scale.top + math.log(max(mass, SMALLEST)) * scale.temperature
+    return np.float32(min(max(score, -LARGEST), LARGEST))
+
+
+@njit(error_model="numpy")
+def _measure(scores, weights, n, pivot, scale):
+    """Return the sum of the masses of scores >= pivot, and how many are equal to it."""
+    total, n_equal = vec.splat64(0.0), 0
     for at in range(0, n, LANES):
-        key = vec.load(keys, at)
-        n_above += vec.count_bits(vec.above(key, pivot))
-        n_equal += vec.count_bits(vec.equal(key, pivot))
-    return n_above, n_equal
+        score = vec.load(scores, at)
+        n_equal += vec.count_bits(vec.equal(score, pivot))
+        if scale.error > 0:
+            mass = vec.widen(vec.load(weights, at))
+        else:
+            mass = vec.exp64(score, scale.top, scale.temperature)
+        total = vec.add_masked64(total, mass, vec.at_least(score, pivot))
+    return vec.total64(total), n_equal
 
 
 @njit(error_model="numpy")
-def _masses(keys, n, pivot, temperature, top):
-    """Return the sums, in float64, of e^(key / temperature - top) of keys > pivot and of all."""
-    above, total = vec.splat64(0.0), vec.splat64(0.0)
-    for at in range(0, n, LANES):
-        key = vec.load(keys, at)
-        mass = vec.exp64(key, temperature, top)
-        above = vec.add_masked64(above, mass, vec.above(key, pivot))
-        total = vec.add64(total, mass)
-    return vec.total64(above), vec.total64(total)
-
-
-@njit(error_model="numpy")
-def _partition(keys, n, pivot, above, spare):
-    """Write the keys above or below a pivot to the spare; return how many."""
+def _partition(scores, weights, n, pivot, above, tokens):
+    """Write the scores above or below a pivot, with their weights, to the spare; return n."""
     n_kept = 0
     for at in range(0, n, LANES):
-        key = vec.load(keys, at)
-        those = vec.above(key, pivot if above else NONE)
+        score, weight = vec.load(scores, at), vec.load(weights, at)
+        those = vec.above(score, pivot if above else NONE)
         if not above:
-            those ^= vec.at_least(key, pivot)
-        vec.compress(spare, n_kept, key, those)
+            those ^= vec.at_least(score, pivot)
+        vec.compress(tokens.spare_scores, n_kept, score, those)
+        vec.compress(tokens.spare_weights, n_kept, weight, those)
         n_kept += vec.count_bits(those)
-    vec.store(spare, n_kept, vec.splat(NONE))
+    vec.store(tokens.spare_scores, n_kept, vec.splat(NONE))
+    vec.store(tokens.spare_weights, n_kept, vec.splat(np.float32(0.0)))
     return n_kept
 
 
 @njit(error_model="numpy")
-def _threshold(keys, n, pivot, count, share, temperature, top, spare):
-    """Find the highest key such that the keys from it on are `count`, or reach this share.
-
-    The share is of the probability at a temperature, for a `count` of 0. Return the key, and how
-    many keys equal to it are needed beside all keys above it. The first guess is `pivot`.
-    """
-    threshold, reached, target = NONE, 0.0, np.float64(count)
+def _kth(tokens, n, k):
+    """Return the k-th highest of n scores; -inf if fewer are above -inf."""
+    scores, pivot = tokens.scores, tokens.scores[0]
+    for at in range(0, n, n // SAMPLE + 1):
+        pivot = max(pivot, scores[at])
     while n > 0:
-        n_above, n_equal = _count(keys, n, pivot)
-        above, one = np.float64(n_above), 1.0
-        if not count:
-            above, total = _masses(keys, n, pivot, temperature, top)
-            one = math.exp(np.float64(pivot / temperature) - np.float64(top))
-            target = target or share * total * (1 - ROUNDING)
-        go_up = reached + above >= target
-        if go_up:
+        n_above, n_equal = 0, 0
+        for at in range(0, n, LANES):
+            score = vec.load(scores, at)
+            n_above += vec.count_bits(vec.above(score, pivot))
+            n_equal += vec.count_bits(vec.equal(score, pivot))
+        if n_above < k <= n_above + n_equal:
+            return pivot
+        n = _partition(scores, scores, n, pivot, n_above >= k, tokens)
+        if n_above < k:
+            k -= n_above + n_equal
+        scores = tokens.spare_scores
+        pivot = scores[n // 2]
+    return NONE
+
+
+@njit(error_model="numpy")
+def _nucleus(tokens, n, share, scale):
+    """Find the highest score such that the scores from it on reach this share of the probability.
+
+    Return it, and how many scores equal to it are needed beside all above it. Masses are in
+    float64 as soon as those in float32 cannot tell.
+    """
+    scores, weights, n_left = tokens.scores, tokens.weights, n
+    total = _sum(scores, weights, 0, n, scale)
+    target, threshold = share * total * (1 - ROUNDING), NONE
+    reached, limit = 0.0, np.float32(np.inf)  # the mass of scores >= limit
+    pivot = _score_at((1 - share) * total / n, scale)  # all below it together stay out
+    while n_left > 0:
+        mass, n_equal = _measure(scores, weights, n_left, pivot, scale)
+        one = _mass(pivot, scale)
+        mass += reached
+        above = mass - n_equal * one
+        if scale.error > 0:
+            error = _error(mass, total - above, share, n, scale)
+            is_near = min(abs(mass - target), abs(above - target)) <= error
+            if is_near or (n_equal > 1 and above < target < mass):
+                scale = _exact(scale)
+                reached, _ = _measure(tokens.scores, tokens.weights, n, limit, scale)
+                target = share * _sum(tokens.scores, tokens.weights, 0, n, scale) * (1 - ROUNDING)
+                continue
+        if above >= target:
             threshold = pivot
-        elif pivot == NONE:
-            break
-        elif reached + above + one * n_equal >= target:
-            return pivot, max(1, math.ceil((target - reached - above) / one))
+        elif mass >= target:
+            return pivot, max(1, math.ceil((target - above) / one))
         else:
-            reached += above + one * n_equal
-        n = _partition(keys, n, pivot, go_up, spare)
-        keys = spare
-        pivot = keys[n // 2]
+            reached, limit = mass, pivot
+        n_left = _partition(scores, weights, n_left, pivot, above >= target, tokens)
+        scores, weights = tokens.spare_scores, tokens.spare_weights
+        pivot = scores[n_left // 2]
     return threshold, 0
 
 
 @njit(error_model="numpy")
-def _keep(keys, threshold, ties, n, tokens):
-    """Keep tokens with keys above a threshold, and the first `ties` of those at it; return n."""
+def _keep(tokens, n, threshold, ties):
+    """Keep tokens with scores above a threshold, and the first `ties` of those at it; return n.
+
+    None with -inf is kept.
+    """
     ids, scores, weights, n_kept = tokens.ids, tokens.scores, tokens.weights, 0
+    ties = ties if threshold > NONE else 0
     for at in range(0, n, LANES):
-        key = vec.load(keys, at)
-        equal = vec.equal(key, threshold)
+        token, score, weight = vec.load(ids, at), vec.load(scores, at), vec.load(weights, at)
+        equal = vec.equal(score, threshold)
         while vec.count_bits(equal) > ties:  # without the last of them
             last = LANES - 1
             while not equal >> last:
                 last -= 1
             equal ^= 1 << last
         ties -= vec.count_bits(equal)
-        those = vec.above(key, threshold) | equal
-        token, score, weight = vec.load(ids, at), vec.load(scores, at), vec.load(weights, at)
+        those = vec.above(score, threshold) | equal
         vec.compress(ids, n_kept, token, those)
         vec.compress(scores, n_kept, score, those)
         vec.compress(weights, n_kept, weight, those)
@@ -191,67 +267,56 @@ def _below(scores, n, top, deviations):
             total += distance
             squares += distance * distance
     variance = squares / count - (total / count) ** 2
-    return np.float32(top - deviations * math.sqrt(max(variance, 0.0)))
+    return np.float32(max(top - deviations * math.sqrt(max(variance, 0.0)), -LARGEST))
 
 
 @njit(error_model="numpy")
 def _filter(row, n, top, changed, tokens):
-    """Leave the tokens that may be drawn, with their weights; return how many."""
+    """Leave the tokens that may be drawn, and return their number and their scale.
+
+    The order is that of `sampling.STAGES`.
+    """
     scores, weights = tokens.scores, tokens.weights
-    factor = np.float32(max(1 / row.temperature, SMALLEST))
-    temperature = np.float32(row.temperature)
     for at in range(0, n, LANES):
         vec.store(tokens.ids, at, vec.count_from(at))
-    for filter_id in range(4):
-        keys, threshold, ties, count = scores, NONE, n, 0
-        if filter_id == TOP_N_SIGMA:
-            if row.top_n_sigma <= 0:
-                continue
-            threshold = _below(scores, n, top, row.top_n_sigma)
-        elif filter_id == TOP_K:
-            if not 0 < row.top_k < n:
-                continue
-            count, changed = int(row.top_k), True
-            pivot = scores[0]
-            for at in range(0, n, n // SAMPLE + 1):
-                pivot = max(pivot, scores[at])
-        elif filter_id == TOP_P:
-            if changed or factor != 1:
-                _exponentials(scores, n, top, factor, weights)
-            if row.top_p >= 1:
-                continue
-            rest = (1 - row.top_p) * _sum(weights, n)  # tokens of this together stay out:
-            pivot = np.float32(top + math.log(max(rest / n, SMALLEST)) / factor)
-        else:
-            keys, threshold = weights, np.float32(row.min_p)
-        if filter_id in (TOP_K, TOP_P):
-            threshold, ties = _threshold(
-                keys, n, pivot, count, row.top_p, temperature, top / temperature, tokens.spare_keys
-            )
-            if filter_id == TOP_K and threshold > NONE:
-                ties = n
-        n = _keep(keys, threshold, ties, n, tokens)
-    return n
+    if row.top_n_sigma > 0:
+        n = _keep(tokens, n, _below(scores, n, top, row.top_n_sigma), n)
+    if 0 < row.top_k < n:
+        n = _keep(tokens, n, _kth(tokens, n, int(row.top_k)), n)
+    scale = _scale(row.temperature, top)
+    if changed or scale.factor != 1:
+        _exponentials(scores, n, top, scale.factor, weights)
+    if row.top_p < 1:
+        threshold, ties = _nucleus(tokens, n, row.top_p, scale)
+        n = _keep(tokens, n, threshold, ties)
+    if row.min_p > 0:
+        n = _keep(tokens, n, _score_at(row.min_p, scale), n)
+    return n, scale
 
 
 @njit(error_model="numpy")
-def _draw(weights, n, uniform):
-    """Return the index at which the running sum of weights passes this share of the whole."""
-    remaining = uniform * _sum(weights, n)
+def _draw(tokens, n, uniform, scale):
+    """Return the index at which the running sum of masses passes this share of the whole.
+
+    It is -1 if sums in float32 cannot tell.
+    """
+    scores, weights, last = tokens.scores, tokens.weights, 0
+    total = _sum(scores, weights, 0, n, scale)
+    remaining = uniform * total * (1 - ROUNDING)
+    error = _error(remaining, total - remaining, uniform, n, scale)
     for block in range(0, n, BLOCK):
         stop = min(block + BLOCK, n)
-        block_sum = _total(weights, block, stop)
-        if remaining < block_sum:
-            for i in range(block, stop):
-                remaining -= weights[i]
-                if remaining < 0:
-                    return i
-            remaining = 0.0  # rounding: the next that can be drawn
-        else:
-            remaining -= block_sum
-    while weights[n - 1] == 0:  # rounding: the last
-        n -= 1
-    return n - 1
+        block_mass = _sum(scores, weights, block, stop, scale)
+        if remaining >= block_mass and stop < n:
+            remaining -= block_mass
+            continue
+        for at in range(block, stop):
+            mass = np.float64(weights[at]) if error > 0 else _mass(scores[at], scale)
+            if remaining < mass:
+                return -1 if error > min(remaining, mass - remaining) else at
+            remaining -= mass
+            last = at if mass > 0 else last
+    return -1 if error > 0 else last  # rounding
 
 
 @njit(error_model="numpy")
@@ -307,7 +372,7 @@ def _rank(scores, n, target):
 def _fill(row, size, lists, scratch):
     """Choose or rank the token of a row of `size` logits."""
     logits, n = vec.array_at(row.address, size), row.n_tokens
-    tokens = Candidates(scratch[0], scratch[1], scratch[2], scratch[3])
+    tokens = Candidates(scratch[0], scratch[1], scratch[2], scratch[3], scratch[4])
     scores = tokens.scores
     top = _copy(logits, scores)
     log_total = top + math.log(_exponentials(scores, size, top, np.float32(1.0), tokens.weights))
@@ -316,7 +381,7 @@ def _fill(row, size, lists, scratch):
     else:
         changed = n < size or row.bias < row.bias_end or row.seen < row.seen_end
         if changed:
-            _adjust(row, scores, scratch[4].view(np.int32), lists)
+            _adjust(row, scores, scratch[5].view(np.int32), lists)
             top = _copy(scores[:n], scores)
         row.highest = top
         if not math.isfinite(top):
@@ -324,8 +389,11 @@ def _fill(row, size, lists, scratch):
         if row.temperature == 0:
             row.token = _first(scores, top)
         else:
-            n = _filter(row, n, top, changed, tokens)
-            row.token = tokens.ids.view(np.int32)[_draw(tokens.weights, n, row.uniform)]
+            n, scale = _filter(row, n, top, changed, tokens)
+            at = _draw(tokens, n, row.uniform, scale)
+            if at < 0:
+                at = _draw(tokens, n, row.uniform, _exact(scale))
+            row.token, row.n_kept = tokens.ids.view(np.int32)[at], n
     row.logprob = np.float64(logits[row.token]) - log_total
 
 

@@ -171,14 +171,18 @@ def splat64(builder, x):
     return simd.splat(builder, x)
 
 
-@instructions(D16, F16, types.float32, types.float32)
-def exp64(builder, a, divisor, x):
-    """Return e^(a / divisor - x): the quotient is a float32, the rest is in float64."""
-    quotients = builder.fdiv(a, simd.splat(builder, divisor))
-    wide, shift = vector(f64), builder.fpext(x, f64)
-    return simd.exponential64(
-        builder, builder.fsub(builder.fpext(quotients, wide), simd.splat(builder, shift))
-    )
+@instructions(D16, F16)
+def widen(builder, a):
+    """Return sixteen float32 as float64."""
+    return builder.fpext(a, vector(f64))
+
+
+@instructions(D16, F16, types.float32, types.float64)
+def exp64(builder, a, x, divisor):
+    """Return e^((a - x) / divisor) in float64."""
+    shifts = simd.splat(builder, builder.fpext(x, f64))
+    differences = builder.fsub(builder.fpext(a, vector(f64)), shifts)
+    return simd.exponential64(builder, builder.fdiv(differences, simd.splat(builder, divisor)))
 
 
 @instructions(D16, D16, D16)
