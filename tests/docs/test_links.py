@@ -14,6 +14,7 @@ from tiedgpt.cli.inspect import arguments_of
 from tiedgpt.cli.main import EXIT_CODES, VERBS
 from tiedgpt.cli.options import option_fields
 from tiedgpt.errors import TiedGPTError
+from tiedgpt.infer.generation_config import NEUTRAL, default_of
 from tiedgpt.inspect.registry import INSPECTIONS
 from tiedgpt.options import flag
 
@@ -154,6 +155,23 @@ def test_every_option_is_shown_in_a_guide_or_an_example():
         shown = {name for name in names if re.search(rf"(?<![\w-]){name}(?![\w-])", text)}
         shown |= {name for name in names if f"`{name[2:].replace('-', '_')}" in text}
         assert names == shown, verb
+
+
+def test_sampling_options_are_in_the_lists_that_are_kept_by_hand():
+    page = ROOT / "src" / "tiedgpt" / "serve" / "page" / "model" / "filters.js"
+    for guide in ("generate.md", "serve.md"):
+        rows = [
+            line
+            for line in (ROOT / "docs" / "guides" / guide).read_text().splitlines()
+            if line[:1] == "|"
+        ]
+        assert {name for name in NEUTRAL if not re.search(rf"`{name}\b", "".join(rows))} == set()
+    (shown,) = re.findall(r"NEUTRAL = {(.*)}", page.read_text())
+    values = dict(re.findall(r"(\w+): ([\d.]+)", shown))
+    changes_nothing = {name: float(NEUTRAL[name]) for name in values.keys() - {"xtc_threshold"}}
+    assert changes_nothing | {"xtc_threshold": default_of("xtc_threshold")} == {
+        name: float(value) for name, value in values.items()
+    }
 
 
 def test_every_error_class_and_exit_code_is_explained():

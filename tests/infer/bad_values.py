@@ -9,6 +9,8 @@ BAD_VALUES = {
     "top_p": [1.1, -1],
     "min_p": [-0.1, 2, "0.1"],
     "top_n_sigma": [-1, "1"],
+    "xtc_probability": [-0.1, 1.5, "0.5"],
+    "xtc_threshold": [-0.1, 2, True],
     "repetition_penalty": [0, -1],
     "presence_penalty": [math.inf, "a"],
     "frequency_penalty": [math.nan],
@@ -37,6 +39,7 @@ BAD_VALUES = {
 BAD_PAIRS = [
     {"num_beams": 2, "temperature": 0.7},
     {"num_beams": 2, "top_p": 0.9},
+    {"num_beams": 2, "xtc_probability": 0.5},
     {"num_beams": 2, "stop": "x"},
     {"num_beams": 2, "context_end": "slide"},
     {"num_beams": 2, "top_logprobs": 2},

@@ -33,6 +33,22 @@ def test_a_seed_repeats_the_text_and_no_seed_draws_a_new_one(engine):
     assert twice[0].ids == first.ids != twice[1].ids
 
 
+def test_xtc_excludes_the_likeliest_tokens_of_a_seeded_text_except_its_ends(backend):
+    tokenizer, threshold = backend.tokenizer, 0.02
+    spared = {tokenizer.eos_token_id, *tokenizer.encode("\n")}
+    options = {"max_new_tokens": 30, "seed": 1, "xtc_threshold": threshold, "top_logprobs": 50}
+    text = backend.generate("the", xtc_probability=1, **options)
+    assert backend.generate("the", xtc_probability=1, **options) == text
+    assert backend.generate("the", xtc_probability=0, **options).ids != text.ids
+    n_excluding = 0
+    for token, likeliest in zip(text.ids, text.top_logprobs, strict=True):
+        top_choices = [id for id, logprob in likeliest if logprob >= math.log(threshold)]
+        if len(top_choices) > 1 and not spared & {*top_choices[:-1]}:
+            assert token not in top_choices[:-1]
+            n_excluding += 1
+    assert n_excluding > 9
+
+
 def test_generation_leaves_the_global_random_stream_and_the_mode_alone(engine):
     engine.model.train()
     before = torch.get_rng_state()

@@ -1,5 +1,6 @@
 """The filters against transformers', and what each promises."""
 
+import ctypes
 import math
 import warnings
 
@@ -12,6 +13,7 @@ from hypothesis import strategies as st
 from tiedgpt import GPTConfig
 from tiedgpt.errors import UserError
 from tiedgpt.infer import GenerationConfig
+from tiedgpt.infer.kernels import sampling as kernels
 from tiedgpt.infer.sampling import SamplingInput, adjust_logits, filter_logits, sample
 from tiedgpt.infer.sequence import SequenceState
 
@@ -110,9 +112,83 @@ def test_min_p_keeps_equal_shares_and_all_tokens_at_an_enormous_temperature():
         ({"min_p": 1.0}, [4]),
         ({"min_p": 0.5, "temperature": 1e300}, [0, 1, 2, 4, 5]),
         ({"top_p": 0.5, "temperature": 1e300}, [0, 1, 4]),
+        ({"xtc_probability": 1.0, "temperature": 1e300}, [5]),
     ):
         ids = np.flatnonzero(distribution(GenerationConfig(**options), logits, []) > -np.inf)
         assert ids.tolist() == expected, options
+
+
+def kept_by_llama_cpp(llama_cpp, logits, threshold, temperature, top_k, min_p):
+    """The ids that llama.cpp's samplers leave."""
+    tokens = [(token, float(score), 0.0) for token, score in enumerate(logits)]
+    data = (llama_cpp.llama_token_data * len(logits))(*tokens)
+    array = llama_cpp.llama_token_data_array(data=data, size=len(data), selected=-1, sorted=False)
+    for sampler in (
+        llama_cpp.llama_sampler_init_temp(temperature),
+        llama_cpp.llama_sampler_init_top_k(top_k),
+        llama_cpp.llama_sampler_init_min_p(min_p, 1),
+        llama_cpp.llama_sampler_init_xtc(1.0, threshold, 1, 3),
+    ):
+        llama_cpp.llama_sampler_apply(sampler, ctypes.byref(array))
+        llama_cpp.llama_sampler_free(sampler)
+    return sorted(array.data[i].id for i in range(array.size))
+
+
+@pytest.mark.parametrize("threshold", [0.01, 0.1, 0.25, 0.5, 0.6])
+@pytest.mark.parametrize(("temperature", "top_k", "min_p"), [(1, 0, 0), (0.7, 9, 0), (2, 0, 0.1)])
+def test_xtc_keeps_the_tokens_of_llama_cpp(threshold, temperature, top_k, min_p):
+    llama_cpp = pytest.importorskip("llama_cpp", reason="llama-cpp-python is not installed")
+    options = {"temperature": temperature, "top_k": top_k, "min_p": min_p}
+    config = GenerationConfig(xtc_probability=1, xtc_threshold=threshold, **options)
+    for seed in range(50):
+        logits = random_logits(seed, 53)
+        expected = kept_by_llama_cpp(llama_cpp, logits, threshold, **options)
+        assert np.flatnonzero(np.isfinite(distribution(config, logits, []))).tolist() == expected
+
+
+@pytest.mark.parametrize(
+    ("parts", "threshold", "spared", "expected"),
+    [
+        ((5, 3, 1, 1), 0.25, (), [1, 2, 3]),
+        ((1, 3, 1, 5), 0.25, (), [0, 1, 2]),
+        ((5, 3, 1, 1), 0.4, (), [0, 1, 2, 3]),
+        ((4, 4, 4, 1), 0.2, (), [2, 3]),
+        ((1, 1, 1), 0.0, (), [2]),
+        ((5, 3, 1, 1), 0.25, (0,), [0, 1, 2, 3]),
+        ((5, 3, 1, 1), 0.25, (1, 2), [1, 2, 3]),
+        ((9, 0, 0, 1), 0.05, (), [3]),
+        ((9,), 0.1, (), [0]),
+    ],
+)
+def test_xtc_excludes_the_top_choices_but_the_least_likely_and_no_spared_ones(
+    parts, threshold, spared, expected
+):
+    config = GenerationConfig(xtc_probability=0.3, xtc_threshold=threshold)
+    with np.errstate(divide="ignore"):
+        logits = np.log(np.array(parts, np.float32))
+    for uniform in (0.0, 0.29, 0.3, 0.9):
+        row = SamplingInput(
+            config, logits, [], 0, len(parts), uniform=0.4, xtc_uniform=uniform, spared=spared
+        )
+        ids = expected if uniform < 0.3 else np.flatnonzero(parts).tolist()
+        assert filter_logits(row, logits).tolist() == kernels.filter_logits(row).tolist() == ids
+
+
+def test_xtc_draws_a_number_of_its_own_and_spares_line_breaks_and_the_ends_of_the_text(tokenizer):
+    drawn = np.random.Generator(np.random.PCG64([4, 0])).random(4).tolist()
+    model = GPTConfig(
+        vocab_size=len(tokenizer), n_positions=8, n_embd=8, n_layer=1, n_head=1,
+        eos_token_id=tokenizer.eos_token_id,
+    )  # fmt: skip
+    options = {"seed": 4, "stop_ids": [7], "ignore_eos": True}
+    config = GenerationConfig(xtc_probability=0.5, **options)
+    text = SequenceState([1], config, model=model, tokenizer=tokenizer, end_ids=[9])
+    rows = [text.sampling_input(random_logits(0, len(tokenizer))) for _ in range(2)]
+    assert [x for row in rows for x in (row.uniform, row.xtc_uniform)] == drawn
+    (line_break,) = tokenizer.encode("\n")
+    assert set(rows[0].spared) == {line_break, tokenizer.eos_token_id, 7, 9}
+    off = SequenceState([1], GenerationConfig(**options), model=model, tokenizer=tokenizer)
+    assert [off.sampling_input(random_logits(0)).uniform for _ in range(2)] == drawn[:2]
 
 
 @given(seed=st.integers(0, 1000))

@@ -310,8 +310,9 @@ BODIES = {
     "llama.cpp's page": ("/v1/chat/completions", {
         "messages": [USER], "stream": True, "reasoning_format": "auto", "temperature": 0.8,
         "max_tokens": 4, "dynatemp_range": 0, "top_k": 40, "top_p": 0.95, "min_p": 0.05,
-        "xtc_probability": 0, "typical_p": 1, "presence_penalty": 0, "frequency_penalty": 0,
-        "dry_multiplier": 0, "timings_per_token": True, "return_progress": True,
+        "xtc_probability": 0, "xtc_threshold": 0.1, "typical_p": 1, "presence_penalty": 0,
+        "frequency_penalty": 0, "dry_multiplier": 0, "timings_per_token": True,
+        "return_progress": True,
     }),
 }  # fmt: skip
 """Bodies that programs send by default, with small lengths."""

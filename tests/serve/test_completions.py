@@ -214,10 +214,15 @@ def test_every_option_of_the_command_line_is_a_field_with_its_bounds_and_help(cl
 
 @pytest.mark.parametrize(
     "options",
-    [{"num_beams": 3}, {"context_end": "slide", "temperature": 0}, {"timeout": 0.0, "seed": 1}],
+    [
+        {"num_beams": 3},
+        {"context_end": "slide", "temperature": 0},
+        {"timeout": 0.0, "seed": 1},
+        {"xtc_probability": 0.9, "xtc_threshold": 0.02, "seed": 1},
+    ],
     ids=str,
 )
-def test_beams_a_sliding_context_and_a_timeout_equal_the_engines(client, engine, options):
+def test_beams_a_sliding_context_a_timeout_and_xtc_equal_the_engines(client, engine, options):
     length = engine.runner.config.n_positions + 5 if "context_end" in options else 9
     told = complete(client, prompt=PROMPT, max_tokens=length, **options)
     expected = engine.generate(PROMPT, max_new_tokens=length, **options)

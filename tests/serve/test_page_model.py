@@ -242,10 +242,11 @@ def test_greedy_texts_equal_the_librarys(tmp_path, tokenizer):
 
 
 @needs_node
-def test_draws_follow_the_filtered_distribution(tmp_path):
+@pytest.mark.parametrize("xtc", [{}, {"xtc_probability": 0.6, "xtc_threshold": 0.02}], ids=str)
+def test_draws_follow_the_filtered_distribution(tmp_path, xtc):
     page = InNode(tmp_path, small())
     body = {"prompt": [1, 2, 3], "max_tokens": 1, "logprobs": 0}
-    options = {"temperature": 1.3, "top_k": 40, "top_p": 0.8, "min_p": 0.05}
+    options = {"temperature": 1.3, "top_k": 40, "top_p": 0.8, "min_p": 0.05, **xtc}
     answers = page.ask(*(("/v1/completions", body | options | {"seed": n}) for n in range(600)))
     ids = [answer["events"][0]["choices"][0]["logprobs"]["token_ids"][0] for answer in answers]
     from tiedgpt.infer.generation_config import GenerationConfig
@@ -253,13 +254,14 @@ def test_draws_follow_the_filtered_distribution(tmp_path):
 
     with torch.no_grad():
         logits = page.model(torch.tensor([[1, 2, 3]]))[0, -1].numpy()
-    row = SamplingInput(GenerationConfig(**options), logits, [], 0, len(logits))
-    kept = filter_logits(row, logits)
-    p = np.exp(logits[kept] / options["temperature"])
-    p /= p.sum()
-    assert set(ids) <= set(kept.tolist())
-    shares = np.array([ids.count(id) for id in kept.tolist()]) / len(ids)
-    assert np.abs(shares - p).max() < 0.08
+    config, expected = GenerationConfig(**options), np.zeros(len(logits))
+    for xtc_uniform, share in ((0.0, config.xtc_probability), (1.0, 1 - config.xtc_probability)):
+        row = SamplingInput(config, logits, [], 0, len(logits), xtc_uniform=xtc_uniform)
+        drawable = filter_logits(row, logits)
+        p = np.exp(logits[drawable] / config.temperature)
+        expected[drawable] += share * p / p.sum()
+    assert set(ids) <= set(np.flatnonzero(expected))
+    assert np.abs(np.bincount(ids, minlength=len(logits)) / len(ids) - expected).max() < 0.08
 
 
 @needs_node

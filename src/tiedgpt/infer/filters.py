@@ -91,6 +91,22 @@ def min_p(scores: Array, temperature: float, share: float) -> Ids:
     return np.flatnonzero(scores >= _score_at(share, scores, temperature))
 
 
+def xtc(scores: Array, temperature: float, threshold: float, spared: NDArray[np.bool_]) -> Ids:
+    """Return the indices without those of at least this probability, except the least likely one.
+
+    Of equal scores, the last index stays. All stay if a spared one would be excluded. "Exclude Top
+    Choices", text-generation-webui's pull request 6335.
+    """
+    least = threshold * masses(scores, temperature).sum()
+    top_choices = np.flatnonzero(scores >= _score_at(least, scores, temperature))
+    if len(top_choices) > 1:
+        last = np.flatnonzero(scores == scores[top_choices].min())[-1]
+        excluded = top_choices[top_choices != last]
+        if not spared[excluded].any():
+            return np.delete(np.arange(len(scores)), excluded)
+    return np.arange(len(scores))
+
+
 def _score_at(mass: float, scores: Array, temperature: float) -> np.float32:
     """Return the score with this mass, that of the highest being 1."""
     return _float32(float(scores.max()) + temperature * math.log(max(mass, SMALLEST)))

@@ -65,6 +65,17 @@ class GenerationConfig:
         None, "Keep tokens whose logit is within this many standard deviations of the highest.",
         least=0, neutral=0.0,
     )  # fmt: skip
+    xtc_probability: float = option(
+        0.0,
+        "Exclude top choices (XTC): probability of drawing a token without the likeliest ones.",
+        "sampling", bounds=(0, 1), neutral=0.0,
+    )  # fmt: skip
+    xtc_threshold: float = option(
+        0.1,
+        "XTC excludes tokens of at least this probability, except the least likely of them; above "
+        "0.5: none.",
+        "sampling", bounds=(0, 1), neutral=1.0,
+    )  # fmt: skip
     repetition_penalty: float = option(
         1.0, "Above 1, tokens already in the prompt or the text become less likely.",
         least=1e-6, served={"most": 10}, neutral=1.0,

@@ -1,14 +1,14 @@
 """From one position's logits to one token: penalties, filters, and a seeded draw.
 
-The order is that of transformers: bias, penalties, (top-n-sigma,) top-k, temperature, top-p, min-p.
-A draw takes one random number. This is the definition in numpy;
+The order is that of transformers: bias, penalties, (top-n-sigma,) top-k, temperature, top-p, min-p,
+(XTC). A draw takes one random number, and XTC another. This is the definition in numpy;
 `kernels/sampling.py` chooses the same tokens for a whole batch at once.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -35,6 +35,10 @@ class SamplingInput:
     """Ids from here on have no token and are never chosen."""
     uniform: float = 0.0
     """A random number from [0, 1) for the draw."""
+    xtc_uniform: float = 0.0
+    """A random number from [0, 1): XTC is applied if it is below `xtc_probability`."""
+    spared: Collection[int] = ()
+    """Ids that XTC does not exclude: those of a line break and of the ends of the text."""
     model_logits: Array | None = None
     """(V,), the model's logits if processors changed them; logprobs are of these."""
 
@@ -102,19 +106,27 @@ def filter_logits(row: SamplingInput, scores: Array) -> Ids:
     numbers, ids = row.config.numbers, np.flatnonzero(scores > -np.inf)
     for name, keep in STAGES.items():
         if numbers[name] != NEUTRAL[name]:
-            ids = ids[keep(scores[ids], numbers)]
+            ids = ids[keep(scores[ids], numbers, ids, row)]
     return ids
 
 
-STAGES: dict[str, Callable[[Array, Mapping[str, Any]], Ids]] = {
-    "top_n_sigma": lambda scores, x: filters.top_n_sigma(scores, x["top_n_sigma"]),
-    "top_k": lambda scores, x: filters.top_k(scores, x["top_k"]),
-    "top_p": lambda scores, x: filters.top_p(scores, x["temperature"], x["top_p"]),
-    "min_p": lambda scores, x: filters.min_p(scores, x["temperature"], x["min_p"]),
+def _xtc(scores: Array, numbers: Mapping[str, Any], ids: Ids, row: SamplingInput) -> Ids:
+    if row.xtc_uniform >= numbers["xtc_probability"]:
+        return np.arange(len(ids))
+    spared = np.isin(ids, list(row.spared))
+    return filters.xtc(scores, numbers["temperature"], numbers["xtc_threshold"], spared)
+
+
+STAGES: dict[str, Callable[[Array, Mapping[str, Any], Ids, SamplingInput], Ids]] = {
+    "top_n_sigma": lambda scores, x, *_: filters.top_n_sigma(scores, x["top_n_sigma"]),
+    "top_k": lambda scores, x, *_: filters.top_k(scores, x["top_k"]),
+    "top_p": lambda scores, x, *_: filters.top_p(scores, x["temperature"], x["top_p"]),
+    "min_p": lambda scores, x, *_: filters.min_p(scores, x["temperature"], x["min_p"]),
+    "xtc_probability": _xtc,
 }
 """The filters in their order, by the option that turns each on.
 
-Each gets the scores that are left, and returns the indices of those that stay.
+Each gets the scores and the ids that are left, and returns the indices of those that stay.
 """
 
 

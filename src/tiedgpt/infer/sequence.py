@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Literal, NamedTuple
 
@@ -227,6 +228,7 @@ class SequenceState:
             tokenizer, prompt[-1], config.stop,
             include_stop=config.include_stop, min_tokens=config.min_new_tokens,
         )  # fmt: skip
+        self._spared = {*model_ends, *self.ends, *_line_break(tokenizer)} - {None}
         seeds = None if config.seed is None else [config.seed, copies]
         self._generator = np.random.Generator(np.random.PCG64(seeds))
 
@@ -241,10 +243,12 @@ class SequenceState:
 
     def sampling_input(self, logits: Array) -> SamplingInput:
         """Return everything that sampling the next token from logits (V,) depends on."""
-        processed = self._process(self.ids, logits)
+        processed, config = self._process(self.ids, logits), self.config
         return SamplingInput(
-            self.config, processed, self.ids, self.n_prompt, self.n_tokens,
-            uniform=0.0 if self.config.greedy else self._generator.random(),
+            config, processed, self.ids, self.n_prompt, self.n_tokens,
+            uniform=0.0 if config.greedy else self._generator.random(),
+            xtc_uniform=self._generator.random() if config.xtc_probability else 0.0,
+            spared=self._spared if config.xtc_probability else (),
             model_logits=logits if self._processors else None,
         )  # fmt: skip
 
@@ -332,6 +336,14 @@ class SequenceState:
             self.logprobs, self.start, self.top_logprobs, self.prompt_logprobs,
             self.prompt_top_logprobs, error, self.stop_reason, self.cached_tokens,
         )  # fmt: skip
+
+
+def _line_break(tokenizer: Tokenizer | None) -> list[int]:
+    """Return the id of a line break, if a vocabulary has one."""
+    with suppress(UserError):  # a character vocabulary may lack it
+        if tokenizer is not None and "\n" in tokenizer.decode(ids := tokenizer.encode("\n")[-1:]):
+            return ids
+    return []
 
 
 def decode(

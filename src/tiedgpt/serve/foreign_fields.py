@@ -33,7 +33,7 @@ NEUTRAL: Mapping[str, tuple[Any, ...]] = {
     "allowed_token_ids": ([],), "logprob_token_ids": ([],),
     "bad_words": ([],), "documents": ([],), "return_prompt_text": (False,), "echo": (False,),
     # llama.cpp
-    "typical_p": (1,), "mirostat": (0,), "dynatemp_range": (0,), "xtc_probability": (0,),
+    "typical_p": (1,), "mirostat": (0,), "dynatemp_range": (0,),
     "dry_multiplier": (0,), "n_keep": (0,), "lora": ([],),
 }  # fmt: skip
 """Neutral fields of a request, each with its accepted values; null is always accepted."""

@@ -24,9 +24,12 @@ with warnings.catch_warnings():
 pool = ThreadPool(1)
 
 
-def choice(logits, uniform=0.0, n_tokens=None, seen=(), n_prompt=0, **options):
+def choice(logits, uniform=0.0, n_tokens=None, seen=(), n_prompt=0, xtc=None, **options):
     config = GenerationConfig(**options)
-    return SamplingInput(config, logits, seen, n_prompt, n_tokens or len(logits), uniform)
+    xtc_uniform, spared = xtc or (0.0, ())
+    return SamplingInput(
+        config, logits, seen, n_prompt, n_tokens or len(logits), uniform, xtc_uniform, spared
+    )
 
 
 def chosen(logits, uniform, **options):
@@ -59,18 +62,23 @@ def peaked(seed, size, sharpness=1.0):
     step=st.sampled_from([None, 0.5]),
     ruled_out=st.sampled_from([0.0, 0.3, 0.99]),
     uniform=st.floats(0, 1 - 1e-9),
+    xtc=st.tuples(st.sampled_from([0.2, 0.7]), st.sampled_from([(), (0, 3)])),
     temperature=st.sampled_from([2e-5, 0.3, 1.0, 2.5, 30.0, 1e300]),
     top_k=st.sampled_from([None, 1, 5, 40, 5_000]),
     top_p=st.sampled_from([None, 1e-8, 0.2, 0.5, 0.95, 0.9999, 1.0]),
     min_p=st.sampled_from([None, 0.0, 0.05, 0.5, 1.0]),
     top_n_sigma=st.sampled_from([None, 0.0, 0.5, 2.0]),
+    xtc_probability=st.sampled_from([0.0, 0.5]),
+    xtc_threshold=st.sampled_from([0.0, 0.01, 0.1, 0.25]),
 )
-def test_filters_and_draws_equal_numpys(seed, size, sharpness, step, ruled_out, uniform, **options):
+def test_filters_and_draws_equal_numpys(
+    seed, size, sharpness, step, ruled_out, uniform, xtc, **options
+):
     logits = peaked(seed, size, sharpness)
     logits = logits if step is None else (logits / step).round() * np.float32(step)
     out = np.random.default_rng(seed + 1).random(size) < ruled_out
     logits[out & (np.arange(size) != seed % size)] = -np.inf
-    assert_equals_numpy(choice(logits, uniform, **options))
+    assert_equals_numpy(choice(logits, uniform, xtc=xtc, **options))
 
 
 @settings(deadline=None, max_examples=80)
@@ -152,6 +160,8 @@ def mixed(i, size):
         top_p=1 - 0.2 * (i % 2),
         min_p=0.01 * (i % 5),
         top_n_sigma=float(i % 4),
+        xtc_probability=0.5 * (i % 3),
+        xtc=((0.3 * i) % 1, (5, i)),
         repetition_penalty=1 + 0.1 * (i % 2),
         frequency_penalty=0.5 * (i % 2),
     )

@@ -148,8 +148,9 @@ class Batch(NamedTuple):
 
 
 class TokenLists(NamedTuple):
-    """The ids of prompts and texts, and those whose logits `bias` is added to; see `Row`."""
+    """The ids of prompts and texts, of biases, and those that XTC spares; see `Row`."""
 
     seen: Any
     bias_ids: Any
+    spared: Any
     bias: Any

@@ -38,11 +38,15 @@ class Row(NamedTuple):
     top_p: float
     min_p: float
     top_n_sigma: float
+    xtc_probability: float
+    xtc_threshold: float
     repetition_penalty: float
     presence_penalty: float
     frequency_penalty: float
     uniform: float = 0.0
     """A random number from [0, 1) for the draw."""
+    xtc_uniform: float = 0.0
+    """Another one: XTC is applied if it is below `xtc_probability`."""
     seen: int = 0
     """The part of `TokenLists.seen` that is this row's: it begins here."""
     generated: int = 0
@@ -51,6 +55,9 @@ class Row(NamedTuple):
     bias: int = 0
     """The part of `TokenLists.bias` that is this row's: it begins here."""
     bias_end: int = 0
+    spared: int = 0
+    """The part of `TokenLists.spared` that is this row's: it begins here."""
+    spared_end: int = 0
     token: int = -1
     """The token that was chosen; one that is given is ranked instead."""
     rank: int = 0
@@ -99,24 +106,25 @@ def _choose(pool: ThreadPool, inputs: Sequence[SamplingInput]) -> NDArray[Any]:
     arrays = [np.ascontiguousarray(row.logits, np.float32) for row in inputs]
     size = len(arrays[0]) if arrays else 0
     rows, bias = list[Row](), list[float]()
-    seen, bias_ids = list[int](), list[int]()
+    seen, bias_ids, spared = list[int](), list[int](), list[int]()
     for row, array in zip(inputs, arrays, strict=True):
-        config, starts = row.config, (len(seen), len(bias_ids))
+        config, starts = row.config, (len(seen), len(bias_ids), len(spared))
         if config.penalizes:
             seen += row.seen
         bias_ids += config.logit_bias
         bias += config.logit_bias.values()
+        spared += row.spared
         rows.append(Row(
             address=array.ctypes.data, n_tokens=min(row.n_tokens, size), uniform=row.uniform,
-            seen=starts[0], seen_end=len(seen),
+            xtc_uniform=row.xtc_uniform, seen=starts[0], seen_end=len(seen),
             generated=min(starts[0] + row.n_prompt, len(seen)), bias=starts[1],
-            bias_end=len(bias_ids), **config.numbers,
+            bias_end=len(bias_ids), spared=starts[2], spared_end=len(spared), **config.numbers,
         ))  # fmt: skip
     for ids in filter(None, (seen, bias_ids)):
         if not 0 <= min(ids) <= max(ids) < size:
             raise UserError(f"an id is outside the {size} logits: {min(ids)} or {max(ids)}")
-    ids_seen, ids_biased = np.array(seen, np.int64), np.array(bias_ids, np.int64)
-    lists = TokenLists(ids_seen, ids_biased, np.array(bias, np.float32))
+    ids_seen, ids_biased, ids_spared = (np.array(x, np.int64) for x in (seen, bias_ids, spared))
+    lists = TokenLists(ids_seen, ids_biased, ids_spared, np.array(bias, np.float32))
     return _run(pool, rows, arrays, lists)
 
 
@@ -134,7 +142,7 @@ def score_targets(
         for array, token in zip(arrays, targets, strict=True)
     ]
     none = np.zeros(0, np.int64)
-    lists = TokenLists(none, none, np.zeros(0, np.float32))
+    lists = TokenLists(none, none, none, np.zeros(0, np.float32))
     table = _run(pool, rows, arrays, lists)
     return table["logprob"].tolist(), table["rank"].tolist()
 

@@ -271,7 +271,32 @@ def _below(scores, n, top, deviations):
 
 
 @njit(error_model="numpy")
-def _filter(row, n, top, changed, tokens):
+def _exclude_top_choices(row, tokens, n, scale, spared):
+    """Apply XTC; return how many tokens are left."""
+    ids, scores = tokens.ids.view(np.int32), tokens.scores
+    total = _sum(scores, scores, 0, n, _exact(scale))
+    least = _score_at(row.xtc_threshold * total, scale)
+    last, n_top = 0, 0
+    for at in range(n):
+        if scores[at] >= least:
+            last = at if n_top == 0 or scores[at] <= scores[last] else last
+            n_top += 1
+    for at in range(n if n_top > 1 else 0):
+        if scores[at] >= least and at != last:
+            for token in spared[row.spared : row.spared_end]:
+                if ids[at] == token:
+                    return n
+    n_kept = 0
+    for at in range(n):
+        if scores[at] < least or at == last:
+            ids[n_kept], scores[n_kept] = ids[at], scores[at]
+            n_kept += 1
+    vec.store(scores, n_kept, vec.splat(NONE))
+    return n_kept
+
+
+@njit(error_model="numpy")
+def _filter(row, n, top, changed, tokens, spared):
     """Leave the tokens that may be drawn, and return their number and their scale.
 
     The order is that of `sampling.STAGES`.
@@ -291,6 +316,12 @@ def _filter(row, n, top, changed, tokens):
         n = _keep(tokens, n, threshold, ties)
     if row.min_p > 0:
         n = _keep(tokens, n, _score_at(row.min_p, scale), n)
+    if row.xtc_uniform < row.xtc_probability:
+        n = _exclude_top_choices(row, tokens, n, scale, spared)
+        for at in range(n):
+            top = scores[at] if at == 0 else max(top, scores[at])
+        scale = _scale(row.temperature, top)
+        _exponentials(scores, n, scale.top, scale.factor, weights)
     return n, scale
 
 
@@ -389,7 +420,7 @@ def _fill(row, size, lists, scratch):
         if row.temperature == 0:
             row.token = _first(scores, top)
         else:
-            n, scale = _filter(row, n, top, changed, tokens)
+            n, scale = _filter(row, n, top, changed, tokens, lists.spared)
             at = _draw(tokens, n, row.uniform, scale)
             if at < 0:
                 at = _draw(tokens, n, row.uniform, _exact(scale))
