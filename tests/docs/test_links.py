@@ -166,8 +166,8 @@ def test_sampling_options_are_in_the_lists_that_are_kept_by_hand():
             if line[:1] == "|"
         ]
         assert {name for name in NEUTRAL if not re.search(rf"`{name}\b", "".join(rows))} == set()
-    (shown,) = re.findall(r"NEUTRAL = {(.*)}", page.read_text())
-    values = dict(re.findall(r"(\w+): ([\d.]+)", shown))
+    (table,) = re.findall(r"NEUTRAL = {(.*)}", page.read_text())
+    values = dict(re.findall(r"(\w+): ([\d.]+)", table))
     changes_nothing = {name: float(NEUTRAL[name]) for name in values.keys() - {"xtc_threshold"}}
     assert changes_nothing | {"xtc_threshold": default_of("xtc_threshold")} == {
         name: float(value) for name, value in values.items()

@@ -1,5 +1,6 @@
 """The choice of a runner by source, precision and size."""
 
+import json
 import math
 import os
 import shutil
@@ -14,6 +15,7 @@ from tiedgpt import GPT, GPTConfig
 from tiedgpt.cli.main import main
 from tiedgpt.errors import CorruptInputError, UserError
 from tiedgpt.infer import Engine, runners
+from tiedgpt.infer.kernels import sampling as kernel_sampling
 from tiedgpt.weights.formats.packed import FILE
 
 
@@ -103,6 +105,29 @@ def test_kernels_and_torch_write_the_same_text(engine, source):
     assert scored == pytest.approx(engine.score("the cat sat on the mat").logprobs, abs=1e-4)
     with pytest.raises(UserError, match="no torch model"):
         _ = kernels.model
+
+
+def test_torch_compiles_nothing_to_sample_and_writes_the_same_text_as_with_kernels(
+    source, tmp_path
+):
+    program = """
+import json, sys
+from tiedgpt.infer import Engine
+
+engine, options = Engine(sys.argv[1], backend="torch"), json.loads(sys.argv[2])
+print(json.dumps([text.ids for text in engine.generate(options.pop("prompts"), **options)]))
+assert "numba" not in sys.modules
+"""
+    options = {"prompts": [[1, 2], [4], [7] * 40], "seed": 3, "top_p": 0.9, "max_new_tokens": 20}
+    options |= {"temperature": 0.8, "xtc_probability": 0.5, "xtc_threshold": 0.02}
+    command = [sys.executable, "-c", program, str(source), json.dumps(options)]
+    empty = os.environ | {"NUMBA_CACHE_DIR": str(tmp_path / "empty")}
+    ran = subprocess.run(command, check=True, env=empty, capture_output=True, text=True)
+    assert not (tmp_path / "empty").exists()
+    greedy(Engine(source, backend="kernels"))  # compiles what is missing
+    assert kernel_sampling.is_compiled()
+    ours = Engine(source, backend="torch").generate(options.pop("prompts"), **options)
+    assert json.loads(ran.stdout) == [text.ids for text in ours]
 
 
 def test_a_packed_directory_refuses_other_precisions_and_configs(packed):

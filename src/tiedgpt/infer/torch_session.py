@@ -19,7 +19,11 @@ import torch
 from tiedgpt.core.cache import KVCache
 from tiedgpt.core.config import GPTConfig
 from tiedgpt.core.model import GPT
-from tiedgpt.infer import filters, sampling
+from tiedgpt.errors import UserError
+from tiedgpt.infer import filters
+from tiedgpt.infer.kernels import sampling as kernels
+from tiedgpt.infer.kernels.thread_pool import ThreadPool
+from tiedgpt.infer.sampling import NextToken, SamplingInput, sample
 from tiedgpt.infer.session import Logits, memory_error, require_memory
 from tiedgpt.runtime import free_memory
 
@@ -92,9 +96,6 @@ def position_bytes(model: GPT) -> int:
 class TorchSession:
     """Slots in a `KVCache`; see `Session`."""
 
-    sample = staticmethod(sampling.sample)
-    score_targets = staticmethod(filters.score_targets)
-
     def __init__(self, runner: TorchRunner, cache: KVCache, n_slots: int, capacity: int) -> None:
         self._runner = runner
         self.model, self.config = runner.model, runner.config
@@ -103,6 +104,8 @@ class TorchSession:
         self._cache = cache
         self._cache_rows = list(range(n_slots))
         """By slot, the row of the cache."""
+        self._pool = ThreadPool(runner.threads_used) if kernels.is_compiled() else None
+        """The kernels' threads; None: numpy chooses the same tokens."""
 
     @property
     def lengths(self) -> list[int]:
@@ -125,6 +128,18 @@ class TorchSession:
                 its = [slot_ids[i] for i in group], [ids[i] for i in group]
                 logits |= zip(group, self._read(*its, all_logits), strict=True)
         return [logits[i] for i in range(len(slot_ids))]
+
+    def sample(self, inputs: Sequence[SamplingInput]) -> list[NextToken | UserError]:
+        """Sample a token for each; see `Session.sample`."""
+        return sample(inputs) if self._pool is None else kernels.sample(self._pool, inputs)
+
+    def score_targets(
+        self, logits: Logits, targets: Sequence[int], n_tokens: int
+    ) -> tuple[list[float], list[int]]:
+        """Return logprobs and ranks; see `Session.score_targets`."""
+        if self._pool is None:
+            return filters.score_targets(logits, targets, n_tokens)
+        return kernels.score_targets(self._pool, logits, targets, n_tokens)
 
     def truncate(self, slot_id: int, length: int) -> None:
         """Forget all but the first `length` positions of a slot."""

@@ -1,7 +1,7 @@
 """Batched sampling from logits: penalties, filters and a draw, one row per chunk of work.
 
-A row's result depends on that row alone, bit for bit. `sampling_kernels.py` is compiled.
-`infer/sampling.py` is the reference in plain numpy.
+A row's result depends on that row alone, bit for bit. `sampling_kernels.py` is compiled. It chooses
+the tokens of `infer/sampling.py`, the definition in plain numpy.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 from tiedgpt.errors import UserError
 from tiedgpt.infer.generation_config import GenerationConfig
 from tiedgpt.infer.kernels.arguments import LANES, TokenLists
-from tiedgpt.infer.kernels.compile_cache import Kernel
+from tiedgpt.infer.kernels.compile_cache import Kernel, cache_directories, digest
 from tiedgpt.infer.kernels.thread_pool import ThreadPool
 from tiedgpt.infer.sampling import NextToken, SamplingInput, no_token_error
 
@@ -70,6 +70,12 @@ class Row(NamedTuple):
 
 ROW = np.dtype([*get_type_hints(Row).items()])
 fill_rows = Kernel("tiedgpt.infer.kernels.sampling_kernels", "fill_rows")
+
+
+def is_compiled() -> bool:
+    """Whether this CPU's machine code is there, so that nothing is compiled first."""
+    files = f"{fill_rows.name}-*-{digest(fill_rows.module):08x}-*"
+    return bool(fill_rows.functions) or any(any(d.glob(files)) for d in cache_directories())
 
 
 def sample(pool: ThreadPool, inputs: Sequence[SamplingInput]) -> list[NextToken | UserError]:
