@@ -24,7 +24,7 @@ from cpu_class import add_class, use_class
 from formats import Files, add_options, files_of
 from peers import open_way
 from tiedgpt import GPTConfig
-from tiedgpt.infer.packed_session import DTYPES
+from tiedgpt.infer.packed_session import ACTIVATION_DTYPES
 from tiedgpt.weights.formats.packed import layout
 from tiedgpt.weights.formats.packed.panels import padded
 from turns import (
@@ -58,7 +58,7 @@ def streamed_bytes(config: GPTConfig, precision: str, positions: float) -> float
         for name, (shape, dtype) in layout(config, precision).items()
         if name != "wpe"
     )
-    dtype = np.dtype(DTYPES[precision])
+    dtype = np.dtype(ACTIVATION_DTYPES[precision])
     vector = padded(config.head_dim) * dtype.itemsize + (4 if dtype == np.int8 else 0)
     return weights + 2 * config.n_layer * config.n_head * vector * positions
 

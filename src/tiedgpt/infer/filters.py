@@ -15,15 +15,12 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from tiedgpt.infer.kernels.arguments import LARGEST, ROUNDING, SMALLEST, SUM_BLOCK
+
 Array = NDArray[np.float32]
 Ids = NDArray[np.intp]
 FIRST_LOOK = 512
 """How many candidates are sorted at first; if they do not suffice, eight times as many."""
-ROUNDING = 1e-12
-"""Share of a sum of float64 probabilities that its rounding may take: a sum so near reaches p."""
-SMALLEST, LARGEST = float(np.finfo(np.float32).tiny), float(np.finfo(np.float32).max)
-BLOCK = 256
-"""Tokens whose probabilities are summed together when one is drawn."""
 
 
 def penalize_repetition(scores: Array, seen: Sequence[int], penalty: float) -> None:
@@ -156,10 +153,10 @@ def draw(p: NDArray[np.float64], uniform: float) -> int:
 
     The sum is searched by blocks, then within one: a running sum over V takes ten times as long.
     """
-    starts = np.arange(0, len(p), BLOCK)
+    starts = np.arange(0, len(p), SUM_BLOCK)
     block, rest = _passing(np.add.reduceat(p, starts), uniform * (1 - ROUNDING))
     start = int(starts[block])
-    within, _ = _passing(p[start : start + BLOCK], rest)
+    within, _ = _passing(p[start : start + SUM_BLOCK], rest)
     return start + within
 
 

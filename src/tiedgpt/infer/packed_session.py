@@ -32,7 +32,7 @@ from tiedgpt.weights.formats.packed.panels import PANEL, padded
 
 MAX_DEFAULT_THREADS = 16
 """More threads do not help when one token is read at a time: memory is the limit."""
-DTYPES = {"fp32": np.float32, "bf16": np.uint16, "int8": np.int8, "int4": np.int8}
+ACTIVATION_DTYPES = {"fp32": np.float32, "bf16": np.uint16, "int8": np.int8, "int4": np.int8}
 """By precision, the dtype of activations and of the KV cache."""
 
 forward = Kernel("tiedgpt.infer.kernels.forward", "forward")
@@ -67,7 +67,7 @@ class PackedSession:
         self.lengths = [0] * n_slots
         self._model, self._weights = model, weights
         self._pool, self._n_phases = ThreadPool(threads), 8 * model.config.n_layer + 3
-        self._dtype = np.dtype(DTYPES[model.precision])
+        self._dtype = np.dtype(ACTIVATION_DTYPES[model.precision])
         self._buffers: Buffers | None = None
         self._buffers_record: Record | None = None
         self._cache_record = Record(self.cache)
@@ -178,7 +178,7 @@ def _vectors(n: int, width: int, dtype: np.dtype[Any]) -> Vectors:
 def _cache(model: PackedModel, n_slots: int, capacity: int) -> Cache:
     """Allocate keys, values and scales; memory is taken when positions are filled."""
     config, room = model.config, padded(capacity)
-    size, dtype = padded(config.head_dim), np.dtype(DTYPES[model.precision])
+    size, dtype = padded(config.head_dim), np.dtype(ACTIVATION_DTYPES[model.precision])
     heads = (config.n_layer, n_slots, config.n_head)
     scaled = (*heads, room if dtype == np.int8 else 0)
     n_bytes = 2 * math.prod(heads) * room * size * dtype.itemsize + 8 * math.prod(scaled)

@@ -105,7 +105,7 @@ def make_runner(model: GPT, options: BackendOptions) -> tuple[Runner, tuple[str,
     import copy
 
     from tiedgpt.core.model import GPT
-    from tiedgpt.infer.torch_session import DTYPES, TorchRunner
+    from tiedgpt.infer.torch_session import PRECISION_DTYPES, TorchRunner
 
     if hasattr(model, "merge_and_unload"):
         raise UserError(
@@ -117,7 +117,7 @@ def make_runner(model: GPT, options: BackendOptions) -> tuple[Runner, tuple[str,
     if options.needs_kernels:
         return _pack(model, options), options.notes()
     weight, name = model.wte.weight, device_name(options.device)
-    dtype = DTYPES[options.precision] or weight.dtype
+    dtype = PRECISION_DTYPES[options.precision] or weight.dtype
     device = weight.device if name == "auto" else find_device(name)
     if (dtype, device) != (weight.dtype, weight.device):
         model = copy.deepcopy(model).to(device, dtype)
@@ -148,12 +148,12 @@ def open_runner(
                 hint=f"pack the model that it was made of with --precision {options.precision}",
             )
         return PackedRunner(model, threads=options.threads), ()
-    from tiedgpt.infer.torch_session import DTYPES, TorchRunner
+    from tiedgpt.infer.torch_session import PRECISION_DTYPES, TorchRunner
     from tiedgpt.weights.load import load
 
     if not options.allows_cpu:
         find_device(options.device)  # an error comes before the weights are read
-    loaded = load(path, dtype=DTYPES.get(options.precision), resolve=resolve, **config)
+    loaded = load(path, dtype=PRECISION_DTYPES.get(options.precision), resolve=resolve, **config)
     if options.needs_kernels:
         return _pack(loaded.model, options), (*loaded.notes, *options.notes())
     gpt = loaded.model

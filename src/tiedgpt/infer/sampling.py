@@ -104,7 +104,7 @@ def adjust_logits(
 def filter_logits(row: SamplingInput, scores: Array) -> Ids:
     """Return the ids that may be drawn by adjusted logits (V,), from the lowest."""
     numbers, ids = row.config.numbers, np.flatnonzero(scores > -np.inf)
-    for name, keep in STAGES.items():
+    for name, keep in SAMPLING_STAGES.items():
         if numbers[name] != NEUTRAL[name]:
             ids = ids[keep(scores[ids], numbers, ids, row)]
     return ids
@@ -117,7 +117,7 @@ def _xtc(scores: Array, numbers: Mapping[str, Any], ids: Ids, row: SamplingInput
     return filters.xtc(scores, numbers["temperature"], numbers["xtc_threshold"], spared)
 
 
-STAGES: dict[str, Callable[[Array, Mapping[str, Any], Ids, SamplingInput], Ids]] = {
+SAMPLING_STAGES: dict[str, Callable[[Array, Mapping[str, Any], Ids, SamplingInput], Ids]] = {
     "top_n_sigma": lambda scores, x, *_: filters.top_n_sigma(scores, x["top_n_sigma"]),
     "top_k": lambda scores, x, *_: filters.top_k(scores, x["top_k"]),
     "top_p": lambda scores, x, *_: filters.top_p(scores, x["temperature"], x["top_p"]),

@@ -199,7 +199,7 @@ class Request:
             self.result = self.sequence.completion(self.error)
 
 
-Batch = list[tuple[Request, list[TokensToRun]]]
+StepBatch = list[tuple[Request, list[TokensToRun]]]
 """Requests, with the chunk of each that runs in a step."""
 
 
@@ -244,7 +244,7 @@ class Scheduler:
         next_tokens = self._sample(ready)
         self._advance(ready, next_tokens)
 
-    def _schedule(self) -> Batch:
+    def _schedule(self) -> StepBatch:
         """End late requests, admit waiting ones, and return the tokens to run.
 
         Prompts that came together all run before the first of their texts goes on. Texts that are
@@ -306,7 +306,7 @@ class Scheduler:
         n_held = self.pool.longest_prefix(prompt)[1]
         return n_shared >= MIN_SHARED and n_shared >= n_held + MIN_SHARED
 
-    def _run(self, batch: Batch) -> list[Request]:
+    def _run(self, batch: StepBatch) -> list[Request]:
         """Run a batch; return the requests that have everything they wait for.
 
         An exception of the computation ends the requests that took part in it.

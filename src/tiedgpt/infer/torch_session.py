@@ -27,7 +27,12 @@ from tiedgpt.infer.sampling import NextToken, SamplingInput, sample
 from tiedgpt.infer.session import Logits, memory_error, require_memory
 from tiedgpt.runtime import free_memory
 
-DTYPES = {"auto": None, "fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+PRECISION_DTYPES = {
+    "auto": None,
+    "fp32": torch.float32,
+    "bf16": torch.bfloat16,
+    "fp16": torch.float16,
+}
 """The dtype of each precision; None: the dtype of the weights."""
 FEW_IDS = 16
 """Ids up to which a shorter sequence is padded, rather than read alone."""

@@ -16,6 +16,12 @@ GELU_NEW, GELU, RELU, SILU = range(4)
 ACTIVATIONS = {"gelu_new": GELU_NEW, "gelu": GELU, "relu": RELU, "silu": SILU}
 LINE = 8
 """The int64 of a cache line: counters lie that far apart."""
+SMALLEST, LARGEST = float.fromhex("0x1p-126"), float.fromhex("0x1.fffffep127")
+"""The smallest normal and the largest float32."""
+ROUNDING = 1e-12
+"""Share of a sum of float64 masses that its rounding may take: a sum so near reaches its target."""
+SUM_BLOCK = 256
+"""Tokens whose masses are summed together when one is drawn."""
 
 
 class Control(NamedTuple):
@@ -148,7 +154,7 @@ class Batch(NamedTuple):
 
 
 class TokenLists(NamedTuple):
-    """The ids of prompts and texts, of biases, and those that XTC spares; see `Row`."""
+    """The ids of prompts and texts, of biases, and those that XTC spares; see `SamplingRow`."""
 
     seen: Any
     bias_ids: Any

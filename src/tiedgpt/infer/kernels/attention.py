@@ -69,7 +69,7 @@ def _set_scale(x, n, position, scales):
     return np.float32(1.0) / scale if scale > 0 else np.float32(0.0)
 
 
-class Rows(NamedTuple):
+class MatrixRows(NamedTuple):
     """The rows of a matrix, from somewhere inside it."""
 
     data: Any
@@ -80,7 +80,7 @@ class Rows(NamedTuple):
 @njit(inline="always", error_model="numpy")
 def _rows_at(array, row, column):
     """Return the rows of a two-dimensional array from a row and a column on."""
-    return Rows(array[row:, column:], array.shape[1])
+    return MatrixRows(array[row:, column:], array.shape[1])
 
 
 def _matmul(n):
@@ -147,7 +147,7 @@ def attend(queries, head, next_keys, p, mixed, out):
             vec.prefetch(head.value_scales, t)
     x = _rows_at(queries.rows, queries.first, queries.column)
     for block in range(begin, stop, BLOCK):
-        keys = Rows(head.keys[block // BLOCK], PANEL)
+        keys = MatrixRows(head.keys[block // BLOCK], PANEL)
         _multiply(n, x, keys, size, _rows_at(p, 0, block), head.values[block:])
     factor = np.float32(1.0 / math.sqrt(size))
     for query in range(n):

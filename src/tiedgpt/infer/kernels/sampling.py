@@ -19,13 +19,13 @@ from tiedgpt.infer.kernels.compile_cache import Kernel, cache_directories, diges
 from tiedgpt.infer.kernels.thread_pool import ThreadPool
 from tiedgpt.infer.sampling import NextToken, SamplingInput, no_token_error
 
-Logits = NDArray[np.float32] | Sequence[NDArray[np.float32]]
+LogitRows = NDArray[np.float32] | Sequence[NDArray[np.float32]]
 """(N, V), or N arrays (V,); contiguous rows are not copied."""
 SCRATCH = 6
 """Arrays of a vocabulary's size that a thread works on."""
 
 
-class Row(NamedTuple):
+class SamplingRow(NamedTuple):
     """One row of logits: how its token is chosen, and the result."""
 
     address: int
@@ -68,7 +68,7 @@ class Row(NamedTuple):
     """The highest logit after bias and penalties."""
 
 
-ROW = np.dtype([*get_type_hints(Row).items()])
+ROW_DTYPE = np.dtype([*get_type_hints(SamplingRow).items()])
 fill_rows = Kernel("tiedgpt.infer.kernels.sampling_kernels", "fill_rows")
 
 
@@ -111,7 +111,7 @@ def _choose(pool: ThreadPool, inputs: Sequence[SamplingInput]) -> NDArray[Any]:
     """Return a row for each input, with its token."""
     arrays = [np.ascontiguousarray(row.logits, np.float32) for row in inputs]
     size = len(arrays[0]) if arrays else 0
-    rows, bias = list[Row](), list[float]()
+    rows, bias = list[SamplingRow](), list[float]()
     seen, bias_ids, spared = list[int](), list[int](), list[int]()
     for row, array in zip(inputs, arrays, strict=True):
         config, starts = row.config, (len(seen), len(bias_ids), len(spared))
@@ -120,7 +120,7 @@ def _choose(pool: ThreadPool, inputs: Sequence[SamplingInput]) -> NDArray[Any]:
         bias_ids += config.logit_bias
         bias += config.logit_bias.values()
         spared += row.spared
-        rows.append(Row(
+        rows.append(SamplingRow(
             address=array.ctypes.data, n_tokens=min(row.n_tokens, size), uniform=row.uniform,
             xtc_uniform=row.xtc_uniform, seen=starts[0], seen_end=len(seen),
             generated=min(starts[0] + row.n_prompt, len(seen)), bias=starts[1],
@@ -135,7 +135,7 @@ def _choose(pool: ThreadPool, inputs: Sequence[SamplingInput]) -> NDArray[Any]:
 
 
 def score_targets(
-    pool: ThreadPool, logits: Logits, targets: Sequence[int], n_tokens: int | None = None
+    pool: ThreadPool, logits: LogitRows, targets: Sequence[int], n_tokens: int | None = None
 ) -> tuple[list[float], list[int]]:
     """Return each row's logprob of its target, and the target's rank, 1 for the likeliest.
 
@@ -144,7 +144,9 @@ def score_targets(
     arrays = [np.ascontiguousarray(row, np.float32) for row in logits]
     numbers = GenerationConfig().numbers
     rows = [
-        Row(array.ctypes.data, len(array) if n_tokens is None else n_tokens, token=token, **numbers)
+        SamplingRow(
+            array.ctypes.data, len(array) if n_tokens is None else n_tokens, token=token, **numbers
+        )
         for array, token in zip(arrays, targets, strict=True)
     ]
     none = np.zeros(0, np.int64)
@@ -154,10 +156,10 @@ def score_targets(
 
 
 def _run(
-    pool: ThreadPool, rows: list[Row], logits: list[NDArray[np.float32]], lists: TokenLists
+    pool: ThreadPool, rows: list[SamplingRow], logits: list[NDArray[np.float32]], lists: TokenLists
 ) -> NDArray[Any]:
     """Return the rows as kernels filled them."""
-    table = np.array(rows, ROW)
+    table = np.array(rows, ROW_DTYPE)
     size = len(logits[0]) if logits else 0
     scratch = pool.scratch(SCRATCH, (size // LANES + 3) * LANES)  # vectors end beyond the last
     pool.run(fill_rows, 1, table, size, lists, scratch, chunks=len(table), alive=logits)

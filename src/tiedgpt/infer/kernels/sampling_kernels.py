@@ -1,7 +1,7 @@
 """From a row of logits to a token: bias, penalties, filters, and a draw; or a token's rank.
 
-`sampling.py` makes the rows. No filter sorts the vocabulary: quickselect finds the last key kept.
-Sums that decide which tokens top-p keeps are in float64.
+`sampling.py` makes the rows. No filter sorts the vocabulary: quickselect finds the last score kept.
+Masses are in float32, and in float64 where their error could change the tokens kept or drawn.
 """
 
 from __future__ import annotations
@@ -12,18 +12,13 @@ from typing import Any, NamedTuple
 import numpy as np
 from numba import njit
 
-from tiedgpt.infer import filters
 from tiedgpt.infer.kernels import vectors as vec
-from tiedgpt.infer.kernels.arguments import LANES
+from tiedgpt.infer.kernels.arguments import LANES, LARGEST, ROUNDING, SMALLEST, SUM_BLOCK
 from tiedgpt.infer.kernels.work_stealing import claim_chunks, end, is_over
 
-BLOCK = 256
-"""Weights that are summed in float32; sums of blocks are added in float64."""
-SAMPLE = 64
-"""Keys that a pivot is taken from."""
+PIVOT_SAMPLE = 64
+"""Scores that a pivot is taken from."""
 NONE = np.float32(-np.inf)
-SMALLEST, LARGEST = filters.SMALLEST, filters.LARGEST
-ROUNDING = filters.ROUNDING
 
 
 class Candidates(NamedTuple):
@@ -72,9 +67,9 @@ def _copy(logits, scores):
 def _exponentials(scores, n, top, factor, weights):
     """Write e^((score - top) * factor) to weights; return their sum, in float32 by blocks."""
     total = 0.0
-    for block in range(0, n, BLOCK):
+    for block in range(0, n, SUM_BLOCK):
         block_sum = vec.splat(np.float32(0.0))
-        for at in range(block, min(block + BLOCK, n), LANES):
+        for at in range(block, min(block + SUM_BLOCK, n), LANES):
             e = vec.exp(vec.shift(vec.load(scores, at), top, factor))
             vec.store(weights, at, e)
             block_sum = vec.add(block_sum, e)
@@ -174,7 +169,7 @@ def _partition(scores, weights, n, pivot, above, tokens):
 def _kth(tokens, n, k):
     """Return the k-th highest of n scores; -inf if fewer are above -inf."""
     scores, pivot = tokens.scores, tokens.scores[0]
-    for at in range(0, n, n // SAMPLE + 1):
+    for at in range(0, n, n // PIVOT_SAMPLE + 1):
         pivot = max(pivot, scores[at])
     while n > 0:
         n_above, n_equal = 0, 0
@@ -299,7 +294,7 @@ def _exclude_top_choices(row, tokens, n, scale, spared):
 def _filter(row, n, top, changed, tokens, spared):
     """Leave the tokens that may be drawn, and return their number and their scale.
 
-    The order is that of `sampling.STAGES`.
+    The order is that of `sampling.SAMPLING_STAGES`.
     """
     scores, weights = tokens.scores, tokens.weights
     for at in range(0, n, LANES):
@@ -335,8 +330,8 @@ def _draw(tokens, n, uniform, scale):
     total = _sum(scores, weights, 0, n, scale)
     remaining = uniform * total * (1 - ROUNDING)
     error = _error(remaining, total - remaining, uniform, n, scale)
-    for block in range(0, n, BLOCK):
-        stop = min(block + BLOCK, n)
+    for block in range(0, n, SUM_BLOCK):
+        stop = min(block + SUM_BLOCK, n)
         block_mass = _sum(scores, weights, block, stop, scale)
         if remaining >= block_mass and stop < n:
             remaining -= block_mass
