@@ -10,7 +10,7 @@ from tests.conftest import TEXT, opinionated
 from tiedgpt import GPT, Tokenizer
 from tiedgpt.data import documents
 from tiedgpt.errors import CorruptInputError, UserError
-from tiedgpt.evaluate.examples import Example, ExamplesScore, read_examples, score_examples
+from tiedgpt.evaluate.examples import ChoiceExample, ExamplesScore, read_examples, score_examples
 from tiedgpt.infer import Engine
 from tiedgpt.infer.prompts import split_choices
 
@@ -26,7 +26,7 @@ def continuation(directory, engine, context, text):
 
 
 def test_choices_are_scored_as_the_model_scores_them(directory, engine):
-    example = Example("the dog", (" ate the hat", " sat", " on the mat"), 1)
+    example = ChoiceExample("the dog", (" ate the hat", " sat", " on the mat"), 1)
     (score,) = score_examples(engine, [example])
     expected = [continuation(directory, engine, "the dog", choice) for choice in example.choices]
     assert score.logprobs == pytest.approx([logprob for logprob, _ in expected], abs=1e-4)
@@ -40,7 +40,9 @@ def test_a_cloze_is_right_if_greedy_decoding_writes_it(engine):
     context = "the cat sat on the"
     written = engine.generate(context, max_new_tokens=2, temperature=0).text
     other = " mat. the" if written != " mat. the" else " hat"
-    scores = list(score_examples(engine, [Example(context, (text,)) for text in (written, other)]))
+    scores = list(
+        score_examples(engine, [ChoiceExample(context, (text,)) for text in (written, other)])
+    )
     result = ExamplesScore(scores)
     assert result.n_right == 1
     assert result.accuracy == 0.5
@@ -53,12 +55,12 @@ def test_a_long_context_is_cut_on_the_left_and_a_long_choice_is_refused(engine):
     assert len(engine.tokenizer.encode(text)) == 47
     scores = list(
         score_examples(
-            engine, [Example(engine.tokenizer.decode(ids), ("!",)) for ids in (fits, longer)]
+            engine, [ChoiceExample(engine.tokenizer.decode(ids), ("!",)) for ids in (fits, longer)]
         )
     )
     assert [score.is_cut for score in scores] == [False, True]
     with pytest.raises(UserError, match="a choice has"):
-        list(score_examples(engine, [Example("the", (text * 3,))]))
+        list(score_examples(engine, [ChoiceExample("the", (text * 3,))]))
 
 
 CHINESE = "\u732b\u5728\u5df4\u9ece\u7684\u57ce\u91cc" * 9
@@ -81,7 +83,7 @@ def test_every_letter_of_a_choice_is_scored_if_a_token_spans_the_context(chinese
         config = chinese.runner.config
         rows, n = split_choices(choices, context, config, chinese.tokenizer)
         n_spanning += rows[0][:n] != encode(context)
-        (score,) = score_examples(chinese, [Example(context, choices)])
+        (score,) = score_examples(chinese, [ChoiceExample(context, choices)])
         for choice, row, logprob in zip(choices, rows, score.logprobs, strict=True):
             assert row[:n] == rows[0][:n]
             assert b"".join(map(spell, row[n:])).endswith(choice.encode())
@@ -113,14 +115,14 @@ def test_an_unscorable_example_is_refused_before_scoring(engine, tmp_path, monke
 
 def test_an_empty_context_is_the_start_token(directory, engine):
     config = engine.runner.config
-    (score,) = score_examples(engine, [Example("", ("the cat",))])
+    (score,) = score_examples(engine, [ChoiceExample("", ("the cat",))])
     ids = [config.bos_token_id, *engine.tokenizer.encode("the cat")]
     assert score.logprobs[0] == pytest.approx(engine.score(ids).total, abs=1e-5)
     model = GPT.from_pretrained(directory)
     model.config = replace(config, bos_token_id=None, eos_token_id=None)
     with Engine(model, tokenizer=engine.tokenizer) as other:
         with pytest.raises(UserError, match="no token that texts begin with"):
-            list(score_examples(other, [Example("", ("the cat",))]))
+            list(score_examples(other, [ChoiceExample("", ("the cat",))]))
 
 
 def read(path):
@@ -135,9 +137,9 @@ def write(path, lines):
 def test_files_of_each_kind_are_read(tmp_path):
     path = tmp_path / "a.jsonl"
     choice = {"question": "q", "choices": ["a", "b"], "answer": 1}
-    assert read(write(path, [choice])) == [Example("q", ("a", "b"), 1)]
+    assert read(write(path, [choice])) == [ChoiceExample("q", ("a", "b"), 1)]
     cloze = {"prompt": "p", "completion": "c"}
-    assert read(write(path, [cloze, cloze])) == [Example("p", ("c",))] * 2
+    assert read(write(path, [cloze, cloze])) == [ChoiceExample("p", ("c",))] * 2
     assert read(write(path, [{"text": "t"}])) == ["t"]
     path.write_text('\n{"text": "t"}\n\n')
     assert read(path) == ["t"]

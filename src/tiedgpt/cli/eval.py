@@ -124,7 +124,7 @@ def _evaluate(args: Arguments) -> None:
         if not data:
             return _harness(engine, args)
         result: ExamplesScore | TextScore
-        if isinstance(data[0], examples.Example):
+        if isinstance(data[0], examples.ChoiceExample):
             if args.context or args.stride or args.bos:
                 raise UserError("--context, --stride and --bos are for texts")
             scores = _score_all(args, data, examples.score_examples(engine, data), len(data))

@@ -30,7 +30,7 @@ AnsweringHead = SequenceClassifier | MultipleChoice
 
 
 @dataclass(frozen=True)
-class Line:
+class LabelledLine:
     """A labelled line."""
 
     record: dict[str, Any] = field(repr=False)
@@ -140,7 +140,7 @@ def summarize(head: AnsweringHead, scores: Sequence[AnswerScore]) -> LabelsScore
     return NumbersScore(scores) if _predicts_numbers(head) else LabelsScore(scores)
 
 
-def read_lines(corpus: FileCorpus, head: AnsweringHead) -> list[Line]:
+def read_lines(corpus: FileCorpus, head: AnsweringHead) -> list[LabelledLine]:
     """Return the labelled lines in files of records for a head.
 
     A line is {"text": .., "label": ..} for a classifier: a name, or an index; a list of names where
@@ -159,9 +159,9 @@ def read_lines(corpus: FileCorpus, head: AnsweringHead) -> list[Line]:
         )
     read = ("text", "choices", "answer") if isinstance(head, MultipleChoice) else ("text", "label")
 
-    def parse(record: dict[str, Any], _: str) -> Line:
+    def parse(record: dict[str, Any], _: str) -> LabelledLine:
         corpus.remarks.unread_fields.count(record, read)
-        return Line(record, _expected(head, record))
+        return LabelledLine(record, _expected(head, record))
 
     lines = list(parse_records(corpus.records(fields), fields, parse))
     if not lines:
@@ -171,7 +171,7 @@ def read_lines(corpus: FileCorpus, head: AnsweringHead) -> list[Line]:
 
 
 def score_lines(
-    head: AnsweringHead, tokenizer: Tokenizer, lines: Sequence[Line]
+    head: AnsweringHead, tokenizer: Tokenizer, lines: Sequence[LabelledLine]
 ) -> Iterator[AnswerScore]:
     """Yield the score of a head, in eval mode, on each line."""
     records = (line.record for line in lines)

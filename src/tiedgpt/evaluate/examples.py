@@ -25,7 +25,7 @@ EXPECTED = (
 
 
 @dataclass(frozen=True)
-class Example:
+class ChoiceExample:
     """A context, the choices that may follow it, and the index of the right one."""
 
     context: str
@@ -109,7 +109,7 @@ class ExamplesScore:
 
 
 @checked
-def read_examples(corpus: FileCorpus) -> list[Example] | list[str]:
+def read_examples(corpus: FileCorpus) -> list[ChoiceExample] | list[str]:
     """Return the examples in files of records, or, where each record has a `text`, these texts.
 
     A record is {"context": .., "choices": [..], "answer": index}, {"context": .., "completion": ..}
@@ -117,9 +117,9 @@ def read_examples(corpus: FileCorpus) -> list[Example] | list[str]:
     is absent, and blank texts are skipped. The corpus counts fields that are not read. Raises
     `CorruptInputError` with the record's place.
     """
-    examples = list[Example | str]()
+    examples = list[ChoiceExample | str]()
 
-    def parse(record: dict[str, Any], location: str) -> Example | str:
+    def parse(record: dict[str, Any], location: str) -> ChoiceExample | str:
         record = {name: value for name, value in record.items() if value is not None}
         example = _example(record, location)
         name, expected = _name(example), _name(examples[0] if examples else example)
@@ -144,13 +144,13 @@ def _fields_read(record: Mapping[str, Any]) -> tuple[str, ...]:
     return (context, "completion") if "completion" in record else (context, "choices", "answer")
 
 
-def _name(example: Example | str) -> str:
+def _name(example: ChoiceExample | str) -> str:
     if isinstance(example, str):
         return "a text"
     return "a completion" if len(example.choices) == 1 else "a multiple choice"
 
 
-def _example(fields: dict[str, Any], location: str) -> Example | str:
+def _example(fields: dict[str, Any], location: str) -> ChoiceExample | str:
     """Return the example of a line; raise ValueError for a bad one."""
     if "text" in fields:
         return _text(fields, "text")
@@ -162,7 +162,7 @@ def _example(fields: dict[str, Any], location: str) -> Example | str:
             problem += "; write the question as `context` and the reply as `completion`"
         raise ValueError(problem)
     if "completion" in fields:
-        return Example(context, (_text(fields, "completion"),), location=location)
+        return ChoiceExample(context, (_text(fields, "completion"),), location=location)
     choices, answer = fields.get("choices"), fields.get("answer")
     if not isinstance(choices, list) or len(choices) < 2:
         raise ValueError("needs `completion`, or `choices`, a list of at least two texts")
@@ -172,7 +172,7 @@ def _example(fields: dict[str, Any], location: str) -> Example | str:
         raise ValueError("needs `answer`, the index of the right choice")
     if type(answer) is not int or not 0 <= answer < len(choices):
         raise ValueError(f"`answer` must be from 0 to {len(choices) - 1}, got {answer!r}")
-    return Example(context, tuple(choices), answer, location)
+    return ChoiceExample(context, tuple(choices), answer, location)
 
 
 def _text(fields: dict[str, Any], name: str) -> str:
@@ -183,7 +183,7 @@ def _text(fields: dict[str, Any], name: str) -> str:
 
 
 @checked
-def score_examples(engine: Engine, examples: Iterable[Example]) -> Iterator[ExampleScore]:
+def score_examples(engine: Engine, examples: Iterable[ChoiceExample]) -> Iterator[ExampleScore]:
     """Yield the score of each example, in batches.
 
     All examples are encoded first; `UserError` names one that cannot be scored. A shared context is
@@ -214,13 +214,13 @@ def score_examples(engine: Engine, examples: Iterable[Example]) -> Iterator[Exam
 class EncodedExample(NamedTuple):
     """An example as ids: a row of context and choice for each choice."""
 
-    example: Example
+    example: ChoiceExample
     rows: list[list[int]]
     n_context: int
     """Number of ids at the beginning of each row that are not scored."""
 
 
-def _encode(engine: Engine, example: Example) -> EncodedExample:
+def _encode(engine: Engine, example: ChoiceExample) -> EncodedExample:
     """Return an example's ids; raise `UserError` with its location for a long choice."""
     config, tokenizer = engine.runner.config, require_tokenizer(engine)
     try:

@@ -31,7 +31,7 @@ except ImportError as error:
 
 __all__ = ["HarnessModel", "simple_evaluate"]
 
-Answer = tuple[float, bool]
+ScoredAnswer = tuple[float, bool]
 """The logprob of a continuation, and whether greedy decoding writes it."""
 MAX_NEW_TOKENS = 256
 """Default number of generated tokens, for tasks that set none."""
@@ -71,10 +71,10 @@ class HarnessModel(TemplateLM):  # type: ignore[misc]
 
     def _loglikelihood_tokens(
         self, requests: Sequence[tuple[Any, list[int], list[int]]], disable_tqdm: bool = False
-    ) -> list[Answer]:
+    ) -> list[ScoredAnswer]:
         rows = [(context + target)[-self.max_length - 1 :] for _, context, target in requests]
         order = sorted(range(len(requests)), key=rows.__getitem__)  # neighbours share a prefix
-        answers = cast("list[Answer]", [None] * len(requests))
+        answers = cast("list[ScoredAnswer]", [None] * len(requests))
         step = 4 * self.engine.n_slots
         with tqdm(total=len(requests), desc="scoring", disable=disable_tqdm) as bar:
             for first in range(0, len(order), step):

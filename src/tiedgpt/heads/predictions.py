@@ -29,7 +29,7 @@ RECORD_FIELDS = {
     MultipleChoice: '{"text": .., "choices": [..]}',
 }
 """The fields of a record, by the head that answers it."""
-Answer = dict[str, Any]
+Prediction = dict[str, Any]
 
 
 @checked
@@ -55,7 +55,7 @@ def predict(
     records: Iterable[Mapping[str, Any]],
     *,
     batch_size: int = BATCH_SIZE,
-) -> Iterator[Answer]:
+) -> Iterator[Prediction]:
     """Yield the answer of a head, in eval mode, to each record, in order.
 
     SequenceClassifier  {"text"}              predicted, the likeliest label, its probability, and
@@ -115,7 +115,7 @@ def _compute_logits(head: Head, examples: list[list[list[int]]]) -> Iterable[Ten
     return [head(ids[None], lengths[None])[0] for ids, lengths in padded]
 
 
-def _answer(head: Head, logits: Tensor) -> Answer:
+def _answer(head: Head, logits: Tensor) -> Prediction:
     """Return the answer that the logits (N,) of a record mean."""
     if not isinstance(head, SequenceClassifier):
         probabilities = logits.softmax(-1)

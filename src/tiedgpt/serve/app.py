@@ -22,7 +22,7 @@ from tiedgpt.serve import completions, page_data, responses, torch_model
 from tiedgpt.serve.assets import HEADERS, etag, media_type, page_files
 from tiedgpt.serve.completions import Service
 from tiedgpt.serve.errors import APIError, add_error_handlers
-from tiedgpt.serve.guards import Guard, Hosts, Limits
+from tiedgpt.serve.guards import Hosts, Limits, RequestGuard
 from tiedgpt.serve.logprobs import TokenNames
 from tiedgpt.serve.metrics import Metrics
 from tiedgpt.serve.responses import ResponsesRequest
@@ -78,7 +78,7 @@ def create_app(
     )  # fmt: skip
     app.state.ready = True
     app.add_middleware(
-        Guard,
+        RequestGuard,
         limits=limits,
         hosts=hosts,
         key=key,

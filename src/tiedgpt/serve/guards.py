@@ -120,7 +120,7 @@ def host_name(host: str) -> str | None:
     return match[1].strip("[]").lower()
 
 
-class Guard:
+class RequestGuard:
     """ASGI middleware that checks and logs every request."""
 
     def __init__(

@@ -138,11 +138,11 @@ def format_shape(shape: tuple[int, ...]) -> str:
     return " x ".join(f"{n:,}" for n in shape) if shape else "one number"
 
 
-Rows = Iterator[tuple[str, dict[str, Any]]]
+Findings = Iterator[tuple[str, dict[str, Any]]]
 """Keys of `TEXTS` with the values that their texts need beside the names of the matrices."""
 
 
-def _describe_one(decision: TieDecision) -> Rows:
+def _describe_one(decision: TieDecision) -> Findings:
     """Yield the findings about one matrix: its names, and whether it predicts."""
     checkpoint, roles, w = decision.checkpoint, decision.roles, decision.roles.matrix
     if why := checkpoint.usage.head_computation:
@@ -168,7 +168,7 @@ def _describe_one(decision: TieDecision) -> Rows:
             yield "two parameters on one storage", {}
 
 
-def _describe_two(decision: TieDecision) -> Rows:
+def _describe_two(decision: TieDecision) -> Findings:
     """Yield the findings about two matrices: how far apart they are, and rows of only one."""
     checkpoint, roles = decision.checkpoint, decision.roles
     comparison = roles.comparison
@@ -207,7 +207,9 @@ def _describe_two(decision: TieDecision) -> Rows:
         yield "padded", {**extra, "known": f"{n_rows:,} {other}", "sizes": sizes, "advice": advice}
 
 
-def _describe_difference(reads: StoredTensor, head: StoredTensor, comparison: Comparison) -> Rows:
+def _describe_difference(
+    reads: StoredTensor, head: StoredTensor, comparison: Comparison
+) -> Findings:
     """Yield how two matrices differ, and which of them look like an initialization."""
     gap = ""
     if comparison.largest == 0:
@@ -258,7 +260,7 @@ def _guess_cause(comparison: Comparison) -> str:
     return "They have nothing in common: the head was probably replaced or never loaded."
 
 
-def _describe_sizes(decision: TieDecision) -> Rows:
+def _describe_sizes(decision: TieDecision) -> Findings:
     """Yield transposed matrices, padding on both sides, and a misspelt key of config.json."""
     checkpoint, w = decision.checkpoint, decision.roles.matrix
     names = decision.roles.transposed

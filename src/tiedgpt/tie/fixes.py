@@ -79,7 +79,7 @@ class Repair:
 
 
 @dataclass(frozen=True)
-class Plan:
+class CopyMatrices:
     """The matrices over the vocabulary in a copy."""
 
     resolve: str
@@ -126,30 +126,32 @@ def fix(
     _check_dest(dest, Path(checkpoint.source))
     names: dict[str, Any] = {"input_name": input_name, "output_name": output_name}
     decision = decide_tie(checkpoint, **names)
-    before, plan = examine(decision), _make_plan(checkpoint, decision, keep)
+    before, copy = examine(decision), _choose_matrices(checkpoint, decision, keep)
     is_gpt = _is_complete_gpt(checkpoint)
     with replacing(dest) as temporary:
         if is_gpt:
-            _save_gpt(checkpoint, plan, temporary, names)
+            _save_gpt(checkpoint, copy, temporary, names)
             after = audit(temporary)
         else:
-            _copy_tensors(checkpoint, decision.roles, plan, temporary)
-            reads, *_, predicts = [*plan.matrices] * 2
+            _copy_tensors(checkpoint, decision.roles, copy, temporary)
+            reads, *_, predicts = [*copy.matrices] * 2
             after = audit(
                 temporary, input_name=input_name and reads, output_name=output_name and predicts
             )
         _copy_files_beside(checkpoint, temporary)
-        if after.verdict != ("tied" if plan.config[TIE_KEY] else "untied as claimed"):
+        if after.verdict != ("tied" if copy.config[TIE_KEY] else "untied as claimed"):
             raise CheckFailedError(f"{dest} was not written: it would be {after.verdict}")
     after = replace(after, source=str(dest))
     check = SAME_WEIGHTS if is_gpt else NOT_RUN
-    return Repair(str(checkpoint.source), str(dest), plan.actions, check, before, after)
+    return Repair(str(checkpoint.source), str(dest), copy.actions, check, before, after)
 
 
 # Decide what to write
 
 
-def _make_plan(checkpoint: Checkpoint, decision: TieDecision, keep: Keep | None) -> Plan:
+def _choose_matrices(
+    checkpoint: Checkpoint, decision: TieDecision, keep: Keep | None
+) -> CopyMatrices:
     """Return what to write; `UserError` if there is nothing to fix or a choice is missing."""
     source, roles = checkpoint.source, decision.roles
     _require_fixable(checkpoint, decision)
@@ -161,18 +163,18 @@ def _make_plan(checkpoint: Checkpoint, decision: TieDecision, keep: Keep | None)
         )
     is_untied = decision.claim.is_tied is False
     if roles.pair is None or roles.is_shared:
-        plan = _keep_one(checkpoint, roles, keep)
+        copy = _keep_one(checkpoint, roles, keep)
     elif keep == "both" or (keep is None and is_untied):
         if roles.extra_rows or not roles.has_one_width:
             raise UserError(f"{source}: {decision.reason}", hint="keep one of the two")
-        plan = Plan("untie", {matrix.name: matrix for matrix in roles.pair})
+        copy = CopyMatrices("untie", {matrix.name: matrix for matrix in roles.pair})
     else:
-        plan = _make_one(checkpoint, roles, keep)
-    actions = [*plan.actions]
-    for matrix in plan.matrices.values():
+        copy = _make_one(checkpoint, roles, keep)
+    actions = [*copy.actions]
+    for matrix in copy.matrices.values():
         if matrix.name in roles.transposed:
             actions.append(f"{matrix.name} is transposed to {format_shape(matrix.shape)}")
-    claim = plan.config[TIE_KEY]
+    claim = copy.config[TIE_KEY]
     if claim is is_untied:  # the old claim is the opposite
         actions.append(f"config.json now says {TIE_KEY}: {str(claim).lower()}")
     is_wasteful = decision.kind == "tied, stored twice" or roles.input is None
@@ -180,7 +182,7 @@ def _make_plan(checkpoint: Checkpoint, decision: TieDecision, keep: Keep | None)
         has_two = roles.pair is not None and decision.kind != "tied"
         choice = "--keep input or --keep output makes one matrix of the two" if has_two else None
         raise UserError(f"{source} is {decision.kind}: nothing to mend", hint=choice)
-    return replace(plan, actions=tuple(actions))
+    return replace(copy, actions=tuple(actions))
 
 
 def _require_fixable(checkpoint: Checkpoint, decision: TieDecision) -> None:
@@ -213,7 +215,7 @@ def _require_fixable(checkpoint: Checkpoint, decision: TieDecision) -> None:
             )
 
 
-def _keep_one(checkpoint: Checkpoint, roles: Roles, keep: Keep | None) -> Plan:
+def _keep_one(checkpoint: Checkpoint, roles: Roles, keep: Keep | None) -> CopyMatrices:
     """Keep the one matrix, under the name of the embedding that the family's loaders look for."""
     matrix, source = roles.matrix, checkpoint.source
     if keep == "both":
@@ -222,13 +224,13 @@ def _keep_one(checkpoint: Checkpoint, roles: Roles, keep: Keep | None) -> Plan:
             hint="there is no head to keep beside it, and none is made up",
         )
     if roles.input is not None:
-        return Plan("tie", {matrix.name: matrix})
+        return CopyMatrices("tie", {matrix.name: matrix})
     for name in checkpoint.tensors:
         for position, token in (("wpe", "wte"), ("positions_embed", "tokens_embed")):
             if name.endswith(f"{position}.weight"):
                 name = name.replace(position, token)
                 action = f"the one matrix, {matrix.name}, is called {name}, where loaders look"
-                return Plan("tie", {name: matrix}, (action,))
+                return CopyMatrices("tie", {name: matrix}, (action,))
     raise UserError(
         f"{source} holds only {matrix.name}, and the name of its family's embedding is not known "
         "here",
@@ -236,7 +238,7 @@ def _keep_one(checkpoint: Checkpoint, roles: Roles, keep: Keep | None) -> Plan:
     )
 
 
-def _make_one(checkpoint: Checkpoint, roles: Roles, keep: Keep | None) -> Plan:
+def _make_one(checkpoint: Checkpoint, roles: Roles, keep: Keep | None) -> CopyMatrices:
     """Make one of two matrices (V, D), (V', D): equal ones, or with the numbers `keep` names."""
     assert roles.pair is not None
     (reads, head), vocabulary = roles.pair, checkpoint.vocabulary
@@ -272,7 +274,7 @@ def _make_one(checkpoint: Checkpoint, roles: Roles, keep: Keep | None) -> Plan:
     if new_size is not None:
         actions.append(f"config.json now says vocab_size: {rows}, not {vocabulary}")
     resolve = "keep-output" if use_head else "keep-input"
-    return Plan(resolve, {reads.name: matrix.first_rows(rows)}, tuple(actions), new_size)
+    return CopyMatrices(resolve, {reads.name: matrix.first_rows(rows)}, tuple(actions), new_size)
 
 
 def _require_nothing_else(
@@ -320,14 +322,14 @@ def _is_complete_gpt(checkpoint: Checkpoint) -> bool:
 
 
 def _save_gpt(
-    checkpoint: Checkpoint, plan: Plan, directory: Path, names: Mapping[str, Any]
+    checkpoint: Checkpoint, copy: CopyMatrices, directory: Path, names: Mapping[str, Any]
 ) -> None:
     """Load a GPT and save it for transformers; `convert` compares the file with the model."""
     dtypes = {getattr(torch, tensor.dtype, None) for tensor in checkpoint.tensors.values()}
     floats = [dtype for dtype in MODEL_DTYPES if dtype in dtypes]
     widest = reduce(torch.promote_types, floats) if len(floats) > 1 else None
-    loaded = load(checkpoint.source, resolve=plan.resolve, dtype=widest, **names)
-    rows = next(iter(plan.matrices.values())).shape[0]
+    loaded = load(checkpoint.source, resolve=copy.resolve, dtype=widest, **names)
+    rows = next(iter(copy.matrices.values())).shape[0]
     if loaded.model.config.vocab_size > rows:
         resize_vocab(loaded.model, rows)
     try:
@@ -337,11 +339,13 @@ def _save_gpt(
     convert(loaded, directory, "transformers", tokenizer=tokenizer)
 
 
-def _copy_tensors(checkpoint: Checkpoint, roles: Roles, plan: Plan, directory: Path) -> None:
-    """Write the source's tensors by their names, with the plan's matrices and claim."""
+def _copy_tensors(
+    checkpoint: Checkpoint, roles: Roles, copy: CopyMatrices, directory: Path
+) -> None:
+    """Write the source's tensors by their names, with the copy's matrices and claim."""
     matrices = [t.name for t in (roles.input, roles.output, *roles.aliases) if t is not None]
-    copies = {n: t for n, t in checkpoint.tensors.items() if n not in matrices} | plan.matrices
-    require_room(directory.parent, sum(copy.n_bytes for copy in copies.values()))
+    copies = {n: t for n, t in checkpoint.tensors.items() if n not in matrices} | copy.matrices
+    require_room(directory.parent, sum(tensor.n_bytes for tensor in copies.values()))
     directory.mkdir()
     file = directory / "model.safetensors"
     write_safetensors(file, copies, {"format": "pt"})
@@ -349,7 +353,7 @@ def _copy_tensors(checkpoint: Checkpoint, roles: Roles, plan: Plan, directory: P
         pairs = zip(written.blocks(), copies[name].blocks(), strict=True)
         if not all(np.array_equal(block, original) for block, original in pairs):
             raise CheckFailedError(f"{name} was not written: the copy holds other bytes")
-    write_json(directory / "config.json", {**checkpoint.config, **plan.config})
+    write_json(directory / "config.json", {**checkpoint.config, **copy.config})
 
 
 def _copy_files_beside(checkpoint: Checkpoint, directory: Path) -> None:
