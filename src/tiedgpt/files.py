@@ -239,11 +239,17 @@ def leads_out(directory: Path, file: Path) -> bool:
 def read_json(path: Path) -> dict[str, Any]:
     """Return the object in a JSON file; anything else is a `CorruptInputError`."""
     try:
-        value = json.loads(path.read_text(encoding="utf-8"))
+        return parse_json(path.read_bytes(), path)
     except FileNotFoundError:
         raise UserError(f"{path} does not exist") from None
     except OSError as error:
         raise UserError(f"cannot read {path}: {error.strerror}") from None
+
+
+def parse_json(content: bytes, path: Path) -> dict[str, Any]:
+    """Return the object in the content of a JSON file; anything else is a `CorruptInputError`."""
+    try:
+        value = json.loads(content.decode("utf-8"))
     except (ValueError, RecursionError) as error:
         raise CorruptInputError(f"{path} is not JSON: {error}") from None
     if not isinstance(value, dict):

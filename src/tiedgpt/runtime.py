@@ -15,6 +15,7 @@ import sys
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import fields, is_dataclass
+from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 from tiedgpt.errors import UserError
@@ -177,3 +178,17 @@ def to_json_data(value: Any) -> Any:
     if value.dtype != np.float64:
         value = value.astype(str).astype(np.float64)
     return np.where(np.isfinite(value), value, np.array(None)).tolist()
+
+
+def require_package(name: str, purpose: str) -> Any:
+    """Import a package of the extra `formats`; raise `UserError` if it is not installed.
+
+    `purpose` is the operation that needs it: "reading ONNX files".
+    """
+    try:
+        return import_module(name)
+    except ImportError as error:
+        raise UserError(
+            f"{purpose} needs the package {name.partition('.')[0]} ({error})",
+            hint="pip install 'tiedgpt[formats]'",
+        ) from None

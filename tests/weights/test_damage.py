@@ -46,6 +46,7 @@ from tiedgpt import GPT, GPTConfig, Tokenizer
 from tiedgpt.cli.main import main
 from tiedgpt.errors import CorruptInputError, TiedGPTError, UserError
 from tiedgpt.tie import audit
+from tiedgpt.weights.file import OpenFile
 from tiedgpt.weights.formats.gguf.vocabulary import read_tokenizer
 from tiedgpt.weights.formats.gguf.writer import write as write_our_gguf
 from tiedgpt.weights.formats.nanogpt import read_data_pickle
@@ -65,7 +66,7 @@ def read_tensors(path: Path) -> None:
 
 def read_gguf(path: Path) -> None:
     GPT.from_pretrained(path)
-    tokenizer = read_tokenizer(path)
+    tokenizer = read_tokenizer(OpenFile(path))
     tokenizer.decode(tokenizer.encode("The fox's 12 dogs <|endoftext|>"))
 
 
@@ -89,6 +90,10 @@ def save_gguf(path: Path) -> None:
 
 def copy_bundle(path: Path) -> None:
     shutil.copytree(DIRECTORY / "gpt2", path.parent, dirs_exist_ok=True)
+
+
+def read_pickle(path: Path) -> None:
+    read_data_pickle(OpenFile(path))
 
 
 def save_pickle(protocol: int) -> Callable[[Path], object]:
@@ -139,9 +144,9 @@ SAMPLES = {
         lambda path: save_packed(pack_gpt(small(), "int8"), path.parent),
         lambda path: open_packed(path.parent), 2000,
     ),
-    "meta.pkl 0": Sample(("meta.pkl",), save_pickle(0), read_data_pickle),
-    "meta.pkl 2": Sample(("meta.pkl",), save_pickle(2), read_data_pickle),
-    "meta.pkl 4": Sample(("meta.pkl",), save_pickle(4), read_data_pickle),
+    "meta.pkl 0": Sample(("meta.pkl",), save_pickle(0), read_pickle),
+    "meta.pkl 2": Sample(("meta.pkl",), save_pickle(2), read_pickle),
+    "meta.pkl 4": Sample(("meta.pkl",), save_pickle(4), read_pickle),
 }  # fmt: skip
 
 

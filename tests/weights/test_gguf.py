@@ -26,6 +26,7 @@ from tiedgpt.errors import CorruptInputError, UserError
 from tiedgpt.infer import Engine
 from tiedgpt.text.bpe import BYTE_ALPHABET, byte_level_tokenizer
 from tiedgpt.weights.checkpoint import QUANTIZED
+from tiedgpt.weights.file import OpenFile
 from tiedgpt.weights.formats.gguf import to_ours, to_theirs
 from tiedgpt.weights.formats.gguf.vocabulary import read_tokenizer
 from tiedgpt.weights.formats.gguf.writer import write as write_our_gguf
@@ -172,7 +173,7 @@ def their_vocabulary(path: Path, tokenizer: Tokenizer, **changes) -> Path:
 
 
 def test_ids_equal_those_of_the_written_tokenizer(tokenizer, tmp_path):
-    read = read_tokenizer(their_vocabulary(tmp_path / "a.gguf", tokenizer))
+    read = read_tokenizer(OpenFile(their_vocabulary(tmp_path / "a.gguf", tokenizer)))
     assert (len(read), read.bos_token_id, read.eos_token_id) == (
         len(tokenizer), tokenizer.bos_token_id, tokenizer.eos_token_id,
     )  # fmt: skip
@@ -192,7 +193,7 @@ def test_unused_rows_are_not_tokens_and_user_tokens_are_found_in_text(tokenizer,
         token_list=lambda tokens: [*tokens, "[PAD1]", "<user>", "[PAD2]"],
         token_types=lambda types: [*types, 5, 4, 5],
     )  # fmt: skip
-    read = read_tokenizer(path)
+    read = read_tokenizer(OpenFile(path))
     assert len(read) == size + 2
     assert read.encode("a<user>b")[1] == size + 1
     with pytest.raises(UserError, match="outside the vocabulary"):
@@ -201,7 +202,7 @@ def test_unused_rows_are_not_tokens_and_user_tokens_are_found_in_text(tokenizer,
 
 def test_gpt2s_split_and_an_ordinary_end_token_are_taken_where_nothing_is_said(tokenizer, tmp_path):
     path = their_vocabulary(tmp_path / "a", tokenizer, tokenizer_pre=None, token_types=None)
-    read = read_tokenizer(path)
+    read = read_tokenizer(OpenFile(path))
     assert read.encode(SAMPLE) == tokenizer.encode(SAMPLE)
     assert read.encode("<|endoftext|>", allow_special=True) == [tokenizer.eos_token_id]
 
@@ -231,7 +232,7 @@ OTHER_VOCABULARIES = [
 @pytest.mark.parametrize(("error", "says", "changes"), OTHER_VOCABULARIES)
 def test_another_or_damaged_vocabulary_is_refused(error, says, changes, tokenizer, tmp_path):
     with pytest.raises(error, match=says):
-        read_tokenizer(their_vocabulary(tmp_path / "a", tokenizer, **changes))
+        read_tokenizer(OpenFile(their_vocabulary(tmp_path / "a", tokenizer, **changes)))
 
 
 # Written files
@@ -480,7 +481,7 @@ def test_tokens_named_like_padding_are_not_duplicated(tokenizer, tmp_path):
     write_our_gguf(model, tmp_path / "a", tokenizer=bpe("<|endoftext|>", "[PAD300]"))
     tokens = gguf.GGUFReader(tmp_path / "a").fields["tokenizer.ggml.tokens"].contents()
     assert len(set(tokens)) == len(tokenizer)
-    assert len(read_tokenizer(tmp_path / "a")) == 259
+    assert len(read_tokenizer(OpenFile(tmp_path / "a"))) == 259
 
 
 def llama(path, **options):

@@ -166,13 +166,10 @@ def test_weights_that_may_not_be_read_are_named(tmp_path, unreadable):
     for name in ("a.pt", "a.index"):
         (tmp_path / name).write_text("mine")
     save_file({"a": torch.zeros(2, 3)}, tmp_path / "a.safetensors")
-    stored = open_checkpoint(tmp_path / "a.safetensors").tensors["a"]
     unreadable("a.pt", "a.index", "a.safetensors")
-    for name in ("a.pt", "a.index"):
-        with pytest.raises(UserError, match="Permission denied"):
+    for name in ("a.pt", "a.index", "a.safetensors"):
+        with pytest.raises(UserError, match=f"{name}: cannot be read.*Permission denied"):
             open_checkpoint(tmp_path / name)
-    with pytest.raises(UserError, match=r"a\.safetensors: cannot be read"):
-        stored.tensor()
 
 
 def test_every_dtype_of_safetensors_is_known(tmp_path):

@@ -11,6 +11,7 @@ from transformers import AutoConfig
 from tests.conftest import random_gpt
 from tiedgpt.errors import CorruptInputError, UserError
 from tiedgpt.weights.containers import read_safetensors
+from tiedgpt.weights.file import OpenFile
 from tiedgpt.weights.formats.packed import FILE, find_packed, open_packed
 from tiedgpt.weights.formats.packed.panels import (
     PRECISIONS,
@@ -57,7 +58,7 @@ def test_every_array_is_memory_mapped_at_its_offset(tiny, tmp_path, precision, c
 @pytest.mark.parametrize("changes", KINDS)
 def test_any_reader_of_safetensors_reads_it_and_each_tensor_is_aligned(tiny, tmp_path, changes):
     save_packed(pack_gpt(random_gpt(5, **changes), "int4"), tmp_path)
-    entries, _ = read_safetensors(tmp_path / FILE)
+    entries, _ = read_safetensors(OpenFile(tmp_path / FILE))
     assert {e.storage.start % 64 for name, e in entries.items() if name != "padding"} == {0}
     with safe_open(tmp_path / FILE, "np") as file:
         assert set(file.keys()) == entries.keys()

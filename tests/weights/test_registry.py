@@ -23,11 +23,11 @@ MAGIC = b"TOY1"
 # A line of JSON after the magic: the config, and names with shapes; then the numbers in fp32.
 
 
-def open_toy(path):
-    with path.open("rb") as file:
-        header, at, tensors = json.loads(file.readline()[len(MAGIC) :]), file.tell(), {}
+def open_toy(file):
+    path, stream = file.path, file.stream()
+    header, at, tensors = json.loads(stream.readline()[len(MAGIC) :]), stream.tell(), {}
     for name, shape in header["shapes"].items():
-        tensors[name] = tensor_in_file(path, name, tuple(shape), "float32", at)
+        tensors[name] = tensor_in_file(file, name, tuple(shape), "float32", at)
         at = tensors[name].storage.stop
     claim = claim_in(header["config"], path)
     return Checkpoint(path, "toy", tensors, header["config"], claim, files=(path,))
@@ -47,7 +47,7 @@ def write_toy(model, path, *, precision, **_):
 
 WRITER = Writer(write=write_toy, program="toy", precisions=("fp32",), suffix=".toy")
 TOY = Format(
-    name="toy", title="Toy", about="a line of JSON", detect=lambda path, head: head[:4] == MAGIC,
+    name="toy", title="Toy", about="a line of JSON", detect=lambda file: file.head[:4] == MAGIC,
     open=open_toy, to_gpt=toy_to_gpt, suffixes=(".toy",), hub_patterns=(("*.toy",),),
     writer=WRITER, packages=("a_package_that_nobody_has",),
 )  # fmt: skip

@@ -19,6 +19,7 @@ from tiedgpt import GPT, GPTConfig
 from tiedgpt.errors import CorruptInputError, UserError
 from tiedgpt.text import Tokenizer
 from tiedgpt.weights.convert import convert
+from tiedgpt.weights.file import OpenFile
 from tiedgpt.weights.formats.nanogpt import MAX_META_BYTES, PICKLED_DICT, read_data_pickle
 from tiedgpt.weights.load import load
 
@@ -147,7 +148,7 @@ vocabularies = st.dictionaries(characters, st.integers(-(2**70), 2**70), max_siz
 def read(tmp_path, content: bytes):
     file = tmp_path / "meta.pkl"
     file.write_bytes(content)
-    return read_data_pickle(file)
+    return read_data_pickle(OpenFile(file))
 
 
 @pytest.mark.parametrize("protocol", range(6))
@@ -258,6 +259,6 @@ def test_a_file_far_too_large_or_a_directory_is_not_read(tmp_path):
     with (tmp_path / "meta.pkl").open("wb") as opened:
         opened.truncate(MAX_META_BYTES + 1)
     with pytest.raises(CorruptInputError, match="too many"):
-        read_data_pickle(tmp_path / "meta.pkl")
+        read_data_pickle(OpenFile(tmp_path / "meta.pkl"))
     with pytest.raises(UserError, match="cannot be read"):
-        read_data_pickle(tmp_path)
+        read_data_pickle(OpenFile(tmp_path))

@@ -34,6 +34,7 @@ from tiedgpt.weights.comparison import count_nonzero_rows
 from tiedgpt.weights.containers import open_container, read_safetensors, write_safetensors
 from tiedgpt.weights.convert import convert
 from tiedgpt.weights.decision import Keep, TieDecision, decide_tie
+from tiedgpt.weights.file import OpenFile
 from tiedgpt.weights.gpt import to_gpt
 from tiedgpt.weights.load import MODEL_DTYPES, load
 from tiedgpt.weights.roles import Roles, is_transposed
@@ -349,7 +350,7 @@ def _copy_tensors(
     directory.mkdir()
     file = directory / "model.safetensors"
     write_safetensors(file, copies, {"format": "pt"})
-    for name, written in read_safetensors(file)[0].items():
+    for name, written in read_safetensors(OpenFile(file))[0].items():
         pairs = zip(written.blocks(), copies[name].blocks(), strict=True)
         if not all(np.array_equal(block, original) for block, original in pairs):
             raise CheckFailedError(f"{name} was not written: the copy holds other bytes")

@@ -35,6 +35,7 @@ from tiedgpt.tune.adapters import Size, adapt, adapted_layers
 from tiedgpt.tune.freezing import Model, TrainableParameters, gpt_of, predicts_with_w
 from tiedgpt.weights.checkpoint import StoredTensor
 from tiedgpt.weights.containers import read_safetensors, write_safetensors
+from tiedgpt.weights.file import OpenFile
 from tiedgpt.weights.formats.transformers import (
     GPT1,
     GPT2,
@@ -301,11 +302,11 @@ def _open(directory: Path) -> tuple[Path, Mapping[str, StoredTensor], dict[str, 
     """Return the path, the tensors and the metadata of an adapter's file."""
     path = directory / TENSORS
     if path.exists():
-        return path, *read_safetensors(path)
+        return path, *read_safetensors(OpenFile(path))
     old = directory / OLD_TENSORS
     if not old.exists():
         raise UserError(f"{path} does not exist, nor does {OLD_TENSORS}")
-    return old, read_torch_file(old).tensors, {}
+    return old, read_torch_file(OpenFile(old)).tensors, {}
 
 
 def _fits(pattern: str, name: str) -> bool:

@@ -17,8 +17,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from tiedgpt.errors import CorruptInputError, UserError
-from tiedgpt.files import reading
-from tiedgpt.weights.registry import require_package
+from tiedgpt.runtime import require_package
+from tiedgpt.weights.file import OpenFile
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -218,7 +218,7 @@ def decode(native: Native, dtype: str) -> NDArray[np.floating[Any]]:
 
 
 def tensor_in_file(
-    path: Path,
+    file: OpenFile,
     name: str,
     shape: tuple[int, ...],
     dtype: str,
@@ -236,18 +236,14 @@ def tensor_in_file(
 
     def read(first: int, end: int, low: int, high: int) -> Native:
         block = np.empty((end - first, high - low), f"<u{width}")
-        is_full = (low, high) == (0, columns)
-        # Unbuffered reads are quicker for many short runs, and end at 2 GB for a long one.
-        buffering: Any = -1 if is_full else 0
-        with reading(path, "file of tensors"), path.open("rb", buffering) as file:
-            runs = [block] if is_full else block
-            for row, run in enumerate(runs, first):
-                file.seek(start + (row * columns + low) * width)
-                if file.readinto(run.data) != run.nbytes:
-                    raise CorruptInputError(f"{path} was cut off while it was read")
+        runs = [block] if (low, high) == (0, columns) else block
+        for row, run in enumerate(runs, first):
+            file.read_into(
+                start + (row * columns + low) * width, run.reshape(-1).view(np.uint8).data
+            )
         return block
 
-    storage = Storage(str(path), start, start + n_bytes)
+    storage = Storage(str(file.path), start, start + n_bytes)
     reader = read if width and n_bytes == size else None
     return StoredTensor(name, shape, dtype, n_bytes, storage, reader)
 

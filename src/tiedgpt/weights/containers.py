@@ -20,14 +20,14 @@ import numpy as np
 from safetensors import safe_open
 
 from tiedgpt.errors import CorruptInputError, UserError
-from tiedgpt.files import beside, read_json, reading
+from tiedgpt.files import beside, parse_json, reading
 from tiedgpt.weights.checkpoint import (
     DTYPES,
     Checkpoint,
     StoredTensor,
     tensor_in_file,
 )
-from tiedgpt.weights.registry import head_of
+from tiedgpt.weights.file import OpenFile
 from tiedgpt.weights.wrappers import without_wrappers
 
 SUFFIXES = (".safetensors", ".pt", ".pth", ".bin", ".ckpt")
@@ -39,29 +39,36 @@ MAX_HEADER = 32 << 20
 TORCH_NAMES = {dtype.safetensors: name for name, dtype in DTYPES.items()}
 
 
-def detect(path: Path, head: bytes) -> bool:
-    """Whether a file begins as safetensors, a zip file or a pickle, or is an index of shards."""
-    return bool(BEGINS.match(head)) or path.name.endswith(INDEX)
+def detect(file: OpenFile) -> bool:
+    """Whether a file begins as safetensors or a pickle, is torch's zip, or is an index of shards.
+
+    A zip file whose members cannot be read is taken for a damaged one of torch's.
+    """
+    if file.members and not any(name.endswith("data.pkl") for name in file.members):
+        return False
+    return bool(BEGINS.match(file.head)) or file.path.name.endswith(INDEX)
 
 
-def open_container(path: Path) -> Checkpoint:
+def open_container(file: OpenFile) -> Checkpoint:
     """Return all tensors of a file, or of the shards that an index lists; only headers are read."""
-    return without_wrappers(_open_index(path) if path.name.endswith(INDEX) else _open_file(path))
+    is_index = file.path.name.endswith(INDEX)
+    return without_wrappers(_open_index(file) if is_index else _open_file(file))
 
 
-def _open_file(path: Path) -> Checkpoint:
+def _open_file(file: OpenFile) -> Checkpoint:
     """Open a file of tensors under the names in it."""
-    if path.suffix != ".safetensors" and not is_safetensors(head_of(path)):
+    if file.path.suffix != ".safetensors" and not is_safetensors(file.head):
         from tiedgpt.weights.torch_file import read_torch_file
 
-        return read_torch_file(path)
-    tensors, _ = read_safetensors(path)
-    return Checkpoint(path, "safetensors", tensors, files=(path,))
+        return read_torch_file(file)
+    tensors, _ = read_safetensors(file)
+    return Checkpoint(file.path, "safetensors", tensors, files=(file.path,))
 
 
-def _open_index(path: Path) -> Checkpoint:
+def _open_index(index: OpenFile) -> Checkpoint:
     """Open the shards of an index; they are next to it."""
-    weight_map = read_json(path).get("weight_map")
+    path = index.path
+    weight_map = parse_json(index.stream().read(), path).get("weight_map")
     if not isinstance(weight_map, dict) or not weight_map:
         raise CorruptInputError(f"{path} has no weight_map")
     tensors: dict[str, StoredTensor] = {}
@@ -70,7 +77,7 @@ def _open_index(path: Path) -> Checkpoint:
         if shard.endswith(INDEX):
             raise CorruptInputError(f"{path} names an index as a shard: {shard[:80]!r}")
         file = beside(path, shard, links=True)
-        opened = _open_file(file)
+        opened = _open_file(OpenFile(file))
         if twice := tensors.keys() & opened.tensors.keys():
             raise CorruptInputError(f"{path}: two shards hold {min(twice)!r}")
         tensors |= opened.tensors
@@ -85,23 +92,24 @@ def is_safetensors(head: bytes) -> bool:
     return head[4:9] == b"\0\0\0\0{"
 
 
-def read_safetensors(path: Path) -> tuple[dict[str, StoredTensor], dict[str, str]]:
+def read_safetensors(file: OpenFile) -> tuple[dict[str, StoredTensor], dict[str, str]]:
     """Return the tensors and the metadata that the header of a file states.
 
     Raises `CorruptInputError` if the header is wrong or contradicts the file's size.
     """
-    with reading(path, "safetensors file"), path.open("rb") as file:
-        length = int.from_bytes(file.read(8), "little")
+    with reading(file.path, "safetensors file"):
+        stream = file.stream()
+        length = int.from_bytes(stream.read(8), "little")
         if length > MAX_HEADER:
             raise ValueError(f"a header of {length:,} bytes")
-        with safe_open(path, framework="numpy"):  # types, sizes, offsets, the file's size
-            header = json.loads(file.read(length))
+        with safe_open(file.path, framework="numpy"):  # types, sizes, offsets, the file's size
+            header = json.loads(stream.read(length))
     metadata = header.pop("__metadata__", None) or {}
     tensors: dict[str, StoredTensor] = {}
     for name, entry in header.items():
         dtype = TORCH_NAMES.get(entry["dtype"], entry["dtype"].lower())
         start, end = (8 + length + offset for offset in entry["data_offsets"])
-        tensors[name] = tensor_in_file(path, name, tuple(entry["shape"]), dtype, start, end - start)
+        tensors[name] = tensor_in_file(file, name, tuple(entry["shape"]), dtype, start, end - start)
     return tensors, metadata
 
 

@@ -17,8 +17,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from tiedgpt.errors import UserError
-from tiedgpt.files import reading
 from tiedgpt.signatures import checked
+from tiedgpt.weights.file import OpenFile
 
 if TYPE_CHECKING:
     from torch import nn
@@ -32,18 +32,16 @@ MODULES = (
     "openai_gpt2",
 )  # fmt: skip
 """Modules of `weights/formats/`; each defines its record as FORMAT."""
-HEAD_BYTES = 32
-"""Number of first bytes of a file that `Format.detect` receives."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class TokenizerFile:
     """Tokenizer of a format, inside the file of the weights or next to it."""
 
-    read: Callable[[Path], Tokenizer]
+    read: Callable[[OpenFile], Tokenizer]
     """Function that reads the tokenizer."""
-    detect: Callable[[Path, bytes], bool]
-    """Whether a file with these first bytes holds a tokenizer."""
+    detect: Callable[[OpenFile], bool]
+    """Whether a file holds a tokenizer, by its first bytes, its members or its name."""
     pattern: str
     """Glob pattern of the files that may hold a tokenizer."""
     hub_name: str = ""
@@ -97,9 +95,9 @@ class Format:
     """Supported files, for the table in docs/formats.md."""
     about_tokenizer: str = ""
     """Tokenizer files, for the table in docs/formats.md."""
-    detect: Callable[[Path, bytes], bool]
-    """Whether a file has this format, by its first bytes or by a name that is unique to it."""
-    open: Callable[[Path], Checkpoint]
+    detect: Callable[[OpenFile], bool]
+    """Whether a file has this format, by its first bytes, its members or a name of its own."""
+    open: Callable[[OpenFile], Checkpoint]
     """Function that reads the headers of a file."""
     open_module: Callable[[nn.Module], Checkpoint] | None = None
     """Function that opens a model in memory and raises `UserError` for any other."""
@@ -111,7 +109,7 @@ class Format:
     """Convention of the format for two matrices without any claim."""
     suffixes: tuple[str, ...] = ()
     """Suffixes of its files."""
-    is_model_file: Callable[[Path, bytes], bool] = lambda path, head: True
+    is_model_file: Callable[[OpenFile], bool] = lambda file: True
     """Whether a file with one of the suffixes holds weights."""
     file_names: tuple[str, ...] = ()
     """Names of the file of the weights in a directory, the likeliest first."""
@@ -187,23 +185,3 @@ def defer(module: str, name: str) -> Callable[..., Any]:
         return function(*arguments, **options)
 
     return call
-
-
-def head_of(path: Path) -> bytes:
-    """Return the first bytes of a file; raise `UserError` if it cannot be read."""
-    with reading(path, "file"), path.open("rb") as file:
-        return file.read(HEAD_BYTES)
-
-
-def require_package(name: str, purpose: str) -> Any:
-    """Import a package of the extra `formats`; raise `UserError` if it is not installed.
-
-    `purpose` is the operation that needs it: "reading ONNX files".
-    """
-    try:
-        return import_module(name)
-    except ImportError as error:
-        raise UserError(
-            f"{purpose} needs the package {name.partition('.')[0]} ({error})",
-            hint="pip install 'tiedgpt[formats]'",
-        ) from None

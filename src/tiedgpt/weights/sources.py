@@ -18,8 +18,9 @@ from typing import TYPE_CHECKING, Any
 from tiedgpt.errors import CorruptInputError, UserError
 from tiedgpt.files import missing_run, model_directory, read_json, reading, suggest, suggest_path
 from tiedgpt.weights.checkpoint import TIE_KEY, Checkpoint, Claim, claim_in
+from tiedgpt.weights.file import OpenFile
 from tiedgpt.weights.hub import asking_hub, is_hub_name
-from tiedgpt.weights.registry import formats, head_of, suffixes
+from tiedgpt.weights.registry import formats, suffixes
 
 if TYPE_CHECKING:
     from torch import nn
@@ -62,13 +63,14 @@ def open_checkpoint(
         directory, file = path, next(filter(Path.is_file, names), None) or _only_file(path)
     if not file.is_file():
         raise UserError(f"{file} is neither a file nor a directory")
-    head = head_of(file)
-    opened: dict[Callable[[Path], Checkpoint], Checkpoint] = {}
+    opened_file = OpenFile(file)
+    head = opened_file.head
+    opened: dict[Callable[[OpenFile], Checkpoint], Checkpoint] = {}
     candidates: list[Checkpoint] = []
     for format in formats() if head else ():
-        if format.detect(file, head):
+        if format.detect(opened_file):
             if format.open not in opened:
-                opened[format.open] = _add_config(format.open(file), path, directory)
+                opened[format.open] = _add_config(format.open(opened_file), path, directory)
             checkpoint = replace(opened[format.open], format=format)
             if format.detect_checkpoint(checkpoint):
                 if checkpoint.claim.is_tied is None and (claim := format.claim(checkpoint)):
@@ -80,7 +82,7 @@ def open_checkpoint(
     named = [format for format in formats() if file.name.endswith(format.suffixes)]
     if head and named:
         # Most often an error that says how it is damaged.
-        checkpoint = _add_config(named[0].open(file), path, directory)
+        checkpoint = _add_config(named[0].open(opened_file), path, directory)
         return replace(checkpoint, format=named[0])
     raise _unknown(file, head)
 
@@ -131,7 +133,7 @@ def _only_file(directory: Path) -> Path:
 def _has_weights(file: Path) -> bool:
     """Whether a file has a suffix of weights, and its content is not of a project's others."""
     owners = [format for format in formats() if file.name.endswith(format.suffixes)]
-    return bool(owners) and all(owner.is_model_file(file, head_of(file)) for owner in owners)
+    return bool(owners) and all(owner.is_model_file(OpenFile(file)) for owner in owners)
 
 
 def _unknown(file: Path, head: bytes) -> UserError | CorruptInputError:

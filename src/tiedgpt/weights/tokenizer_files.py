@@ -19,7 +19,8 @@ from tiedgpt.errors import CorruptInputError, UserError
 from tiedgpt.files import read_json
 from tiedgpt.text.directory import EXPECTED, FILE_NAMES, TOKEN_NAMES, read_tokenizer
 from tiedgpt.text.tokenizer import Tokenizer
-from tiedgpt.weights.registry import formats, head_of, suffixes
+from tiedgpt.weights.file import OpenFile
+from tiedgpt.weights.registry import formats, suffixes
 from tiedgpt.weights.sources import local_directory
 
 
@@ -95,12 +96,12 @@ def _in_directory(directory: Path, *, also_in_weights: bool = True) -> Tokenizer
         if record is None or (record.is_in_weights and not also_in_weights):
             continue
         paths = [path for path in sorted(directory.glob(record.pattern)) if path.is_file()]
-        paths = [path for path in paths if record.detect(path, head_of(path))]
-        if len(paths) > 1:
-            names = ", ".join(path.name for path in paths[:6])
-            raise UserError(f"{directory} holds {len(paths)} tokenizers ({names})", hint="name one")
-        if paths:
-            return record.read(paths[0])
+        files = [file for file in map(OpenFile, paths) if record.detect(file)]
+        if len(files) > 1:
+            names = ", ".join(file.path.name for file in files[:6])
+            raise UserError(f"{directory} holds {len(files)} tokenizers ({names})", hint="name one")
+        if files:
+            return record.read(files[0])
     return None
 
 
@@ -108,12 +109,12 @@ def _in_file(path: Path) -> Tokenizer | None:
     """Return the tokenizer that a file is or holds; for a file of weights, its directory's."""
     if not path.is_file():  # a pipe would be waited for
         return None
-    head = head_of(path)
+    file = OpenFile(path)
     for format in formats():
-        if format.tokenizer is not None and format.tokenizer.detect(path, head):
-            return format.tokenizer.read(path)
+        if format.tokenizer is not None and format.tokenizer.detect(file):
+            return format.tokenizer.read(file)
     is_weights = path.name.endswith(suffixes())
-    if is_weights or any(format.detect(path, head) for format in formats()):
+    if is_weights or any(format.detect(file) for format in formats()):
         return _in_directory(path.parent, also_in_weights=False)
     parts = read_tokenizer(path)
     return Tokenizer(*parts, str(path)) if parts else None

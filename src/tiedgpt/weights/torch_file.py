@@ -22,6 +22,7 @@ from typing import TYPE_CHECKING, Any, BinaryIO
 
 from tiedgpt.errors import CorruptInputError, UserError
 from tiedgpt.weights.checkpoint import Checkpoint, Native, Read, Storage, StoredTensor
+from tiedgpt.weights.file import OpenFile
 
 if TYPE_CHECKING:
     import torch
@@ -39,14 +40,13 @@ CONFIG_KEYS = ("model_args", "config")
 """Dicts of plain values beside the state dict that are kept."""
 
 
-def read_torch_file(path: Path) -> Checkpoint:
-    """Return the checkpoint at `path`; one without named tensors is a `CorruptInputError`."""
+def read_torch_file(file: OpenFile) -> Checkpoint:
+    """Return the checkpoint in a file; one without named tensors is a `CorruptInputError`."""
     import torch
 
+    path = file.path
     try:
-        with path.open("rb") as file:
-            members = _check(file)
-            mapped = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
+        members, mapped = _check(file.stream()), file.map()
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # a legacy file cannot be mapped: it is read at once
             saved = torch.load(path, "cpu", mmap=members is not None, weights_only=True)

@@ -14,11 +14,11 @@ from __future__ import annotations
 
 import math
 import struct
-from pathlib import Path
 
 from tiedgpt.core.config import GPTConfig
 from tiedgpt.files import reading
 from tiedgpt.weights.checkpoint import FLOATS, Checkpoint, Claim, StoredTensor, tensor_in_file
+from tiedgpt.weights.file import OpenFile
 from tiedgpt.weights.gpt import GPTCheckpoint, shapes
 from tiedgpt.weights.registry import Format
 
@@ -45,18 +45,18 @@ SIZES = (*FIELDS, "padded_vocab_size")
 """The header after magic and version."""
 
 
-def detect(path: Path, head: bytes) -> bool:
+def detect(file: OpenFile) -> bool:
     """Return whether a file is a checkpoint of llm.c."""
-    return head.startswith(MAGIC)
+    return file.head.startswith(MAGIC)
 
 
-def open_llmc(path: Path) -> Checkpoint:
+def open_llmc(file: OpenFile) -> Checkpoint:
     """Read the header.
 
     Raises `CorruptInputError` if it is invalid or contradicts the length of the file.
     """
-    with reading(path, "checkpoint of llm.c"), path.open("rb") as file:
-        raw = file.read(HEADER.size)
+    path, raw = file.path, file.head[: HEADER.size]
+    with reading(path, "checkpoint of llm.c"):
         _, version, *rest = HEADER.unpack(raw.ljust(HEADER.size, b"\0"))
         sizes = dict(zip(SIZES, rest, strict=False))
         if version == 1:
@@ -70,14 +70,14 @@ def open_llmc(path: Path) -> Checkpoint:
             )
         dtype = DTYPES[version]
         layout = (sizes["num_layers"], width, padded, sizes["max_seq_len"])
-        expected, n_bytes = HEADER.size + count(*layout) * FLOATS[dtype], path.stat().st_size
+        expected, n_bytes = HEADER.size + count(*layout) * FLOATS[dtype], file.size
         if expected != n_bytes:
             raise ValueError(f"{expected:,} bytes are described, {n_bytes:,} are there: cut off?")
     tensors: dict[str, StoredTensor] = {}
     at = HEADER.size
     for name, shape in parameters(*layout):
         stored = (rows, width) if name == "wte.weight" else shape
-        tensors[name] = tensor_in_file(path, name, stored, dtype, at)
+        tensors[name] = tensor_in_file(file, name, stored, dtype, at)
         at += math.prod(shape) * FLOATS[dtype]
     return Checkpoint(
         path, "llm.c", tensors, config=sizes, files=(path,),
@@ -118,5 +118,5 @@ FORMAT = Format(
     open=open_llmc,
     to_gpt=to_gpt,
     suffixes=(".bin",),
-    is_model_file=lambda path, head: not head.startswith(OTHER_MAGICS),
+    is_model_file=lambda file: not file.head.startswith(OTHER_MAGICS),
 )

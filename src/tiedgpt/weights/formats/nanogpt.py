@@ -21,6 +21,7 @@ from tiedgpt.errors import CorruptInputError, UserError
 from tiedgpt.files import reading, replacing, require_room
 from tiedgpt.weights.checkpoint import EMBEDDING, Checkpoint, printable
 from tiedgpt.weights.containers import detect, open_container
+from tiedgpt.weights.file import OpenFile
 from tiedgpt.weights.formats.state_dict import has_biases, has_linear_layout, has_prefix
 from tiedgpt.weights.formats.transformers import LM_HEAD, our_tensors
 from tiedgpt.weights.gpt import GPTCheckpoint
@@ -158,7 +159,7 @@ def write(
             progress(n_bytes, n_bytes)
 
 
-def read_tokenizer(path: Path) -> Tokenizer:
+def read_tokenizer(file: OpenFile) -> Tokenizer:
     """Return the character vocabulary of a `meta.pkl`, with its ids and no other token.
 
     Raises `CorruptInputError` where its entries contradict each other, `UserError` where its tokens
@@ -167,7 +168,7 @@ def read_tokenizer(path: Path) -> Tokenizer:
     from tiedgpt.text.characters import tokenizer_of_ids
     from tiedgpt.text.tokenizer import Tokenizer
 
-    meta = read_data_pickle(path)
+    path, meta = file.path, read_data_pickle(file)
     meta = meta if isinstance(meta, dict) else {}
     ids = meta.get("stoi")
     ids = ids if isinstance(ids, dict) else {}
@@ -197,13 +198,13 @@ class _DataOnly(pickle.Unpickler):
         raise pickle.UnpicklingError(f"{module}.{name}")
 
 
-def read_data_pickle(file: Path) -> Any:
+def read_data_pickle(file: OpenFile) -> Any:
     """Return the value in a pickle of any protocol: dicts, strings and whole numbers.
 
     Raises `CorruptInputError` for anything else that a pickle can hold, before a value is created.
     """
-    with reading(file, "pickle of a vocabulary"), file.open("rb") as opened:
-        content = opened.read(MAX_META_BYTES + 1)
+    with reading(file.path, "pickle of a vocabulary"):
+        content = file.stream().read(MAX_META_BYTES + 1)
         if len(content) > MAX_META_BYTES:
             raise ValueError(f"more than {MAX_META_BYTES:,} bytes are too many for a vocabulary")
         for number, (instruction, argument, _) in enumerate(pickletools.genops(content)):
@@ -241,7 +242,7 @@ FORMAT = Format(
     detect_checkpoint=detect_checkpoint,
     tokenizer=TokenizerFile(
         read=read_tokenizer,
-        detect=lambda path, head: path.suffix == ".pkl" or bool(PICKLED_DICT.match(head)),
+        detect=lambda file: file.path.suffix == ".pkl" or bool(PICKLED_DICT.match(file.head)),
         pattern="meta.pkl",
         hub_name="meta.pkl",
     ),

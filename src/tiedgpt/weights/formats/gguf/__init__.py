@@ -18,11 +18,11 @@ import re
 import struct
 from collections.abc import Container, Mapping
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 from tiedgpt.errors import CorruptInputError, UserError
 from tiedgpt.files import reading
+from tiedgpt.runtime import require_package
 from tiedgpt.weights.checkpoint import (
     DTYPES,
     FLOATS,
@@ -31,8 +31,9 @@ from tiedgpt.weights.checkpoint import (
     StoredTensor,
     tensor_in_file,
 )
+from tiedgpt.weights.file import OpenFile
 from tiedgpt.weights.gpt import GPTCheckpoint
-from tiedgpt.weights.registry import Format, TokenizerFile, Writer, defer, require_package
+from tiedgpt.weights.registry import Format, TokenizerFile, Writer, defer
 
 MAGIC = b"GGUF"
 SCALARS = {
@@ -74,17 +75,18 @@ EPSILON_KEY = "gpt2.attention.layer_norm_epsilon"
 ID_KEYS = {f"{side}_token_id": f"tokenizer.ggml.{side}_token_id" for side in ("bos", "eos")}
 
 
-def detect(path: Path, head: bytes) -> bool:
-    """Whether a file that begins with `head` is GGUF."""
-    return head.startswith(MAGIC)
+def detect(file: OpenFile) -> bool:
+    """Whether a file is GGUF."""
+    return file.head.startswith(MAGIC)
 
 
-def open_gguf(path: Path) -> Checkpoint:
+def open_gguf(file: OpenFile) -> Checkpoint:
     """Read the header of a GGUF file; tensors stay in the file until they are asked for.
 
     Raises `CorruptInputError` for a file that is damaged, truncated or of another format.
     """
-    metadata, tensors = read_header(path)
+    path = file.path
+    metadata, tensors = read_header(file)
     config = {key: value for key, value in metadata.items() if value is not None}
     tied, source = metadata.get(TIE_CLAIM), LLAMA_CPP_RULE
     if tied is not None:
@@ -97,18 +99,14 @@ def open_gguf(path: Path) -> Checkpoint:
 
 
 def read_header(
-    path: Path, arrays: Container[str] = ()
+    file: OpenFile, arrays: Container[str] = ()
 ) -> tuple[dict[str, Any], dict[str, StoredTensor]]:
     """Return the metadata and the tensors of a GGUF file; raises as `open_gguf`.
 
     Arrays are lists where `arrays` names them, others None; strings of more than 64 KiB are "".
     """
-    with (
-        reading(path, "GGUF file"),
-        path.open("rb") as file,
-        mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as data,
-    ):
-        return _parse(path, _Header(data), arrays)
+    with reading(file.path, "GGUF file"), file.map() as data:
+        return _parse(file, _Header(data), arrays)
 
 
 def to_gpt(checkpoint: Checkpoint) -> GPTCheckpoint:
@@ -222,7 +220,7 @@ class _Header:
 
 
 def _parse(
-    path: Path, header: _Header, arrays: Container[str]
+    file: OpenFile, header: _Header, arrays: Container[str]
 ) -> tuple[dict[str, Any], dict[str, StoredTensor]]:
     magic, version, n_tensors, n_pairs = header.numbers("4sIQQ")
     if magic != MAGIC or version not in (2, 3):
@@ -239,7 +237,7 @@ def _parse(
         raise ValueError(f"general.alignment is {alignment!r}")
     data_start = -(-header.at // alignment) * alignment
     tensors = {
-        name: _tensor(path, name, shape, qtype, data_start + offset, len(header.data))
+        name: _tensor(file, name, shape, qtype, data_start + offset, len(header.data))
         for name, shape, qtype, offset in infos
     }
     if "" in metadata or "" in tensors or (len(metadata), len(tensors)) != (n_pairs, n_tensors):
@@ -248,20 +246,20 @@ def _parse(
 
 
 def _tensor(
-    path: Path, name: str, shape: tuple[int, ...], qtype: int, start: int, file_size: int
+    file: OpenFile, name: str, shape: tuple[int, ...], qtype: int, start: int, file_size: int
 ) -> StoredTensor:
     if qtype in TYPES:
-        tensor = tensor_in_file(path, name, shape, TYPES[qtype], start)
+        tensor = tensor_in_file(file, name, shape, TYPES[qtype], start)
     else:
         gguf = require_package("gguf", "reading quantized GGUF tensors")
         if qtype not in list(gguf.GGMLQuantizationType):
-            return tensor_in_file(path, name, shape, f"ggml type {qtype}", start)
+            return tensor_in_file(file, name, shape, f"ggml type {qtype}", start)
         block, block_bytes = gguf.GGML_QUANT_SIZES[qtype]
         columns = shape[-1] if shape else 1
         if columns % block:
             raise ValueError(f"{name[:80]!r} has rows of {columns:,} in blocks of {block}")
         rows = (math.prod(shape[:-1]), columns // block * block_bytes)
-        stored = tensor_in_file(path, name, rows, "uint8", start)
+        stored = tensor_in_file(file, name, rows, "uint8", start)
         tensor = replace(
             stored, shape=shape, dtype=gguf.GGMLQuantizationType(qtype).name,
             read=lambda first, end, low, high: stored.native(first, end),  # whole blocks

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Any
 
 import tokenizers
@@ -26,6 +25,7 @@ from tiedgpt.text.bpe import (
     unlike_gpt2,
 )
 from tiedgpt.text.tokenizer import Tokenizer
+from tiedgpt.weights.file import OpenFile
 from tiedgpt.weights.formats.gguf import ARCHITECTURE, ID_KEYS, read_header
 
 KEYS = "tokenizer.ggml."
@@ -36,13 +36,14 @@ NORMAL, UNKNOWN, CONTROL, USER_DEFINED, UNUSED = 1, 2, 3, 4, 5
 """llama.cpp's token types; an unused token only fills a row of the matrix."""
 
 
-def read_tokenizer(path: Path) -> Tokenizer:
+def read_tokenizer(file: OpenFile) -> Tokenizer:
     """Read the tokenizer of a GGUF file.
 
     Raises `UserError` if none exists or it is of another kind, `CorruptInputError` if it
     is damaged.
     """
-    metadata, _ = read_header(path, ARRAYS)
+    path = file.path
+    metadata, _ = read_header(file, ARRAYS)
     model, split = metadata.get(KEYS + "model"), metadata.get(KEYS + "pre")
     if split is None and metadata.get("general.architecture") == ARCHITECTURE:
         split = SPLIT  # before 2024 the split had no name

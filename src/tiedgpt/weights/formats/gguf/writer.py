@@ -22,6 +22,7 @@ from tiedgpt.core.config import GPTConfig
 from tiedgpt.core.model import GPT
 from tiedgpt.errors import UserError
 from tiedgpt.files import replacing, require_room
+from tiedgpt.runtime import require_package
 from tiedgpt.text.tokenizer import Tokenizer
 from tiedgpt.weights.checkpoint import EMBEDDING, HEAD
 from tiedgpt.weights.formats.gguf import (
@@ -34,7 +35,6 @@ from tiedgpt.weights.formats.gguf import (
 )
 from tiedgpt.weights.formats.gguf.vocabulary import add_tokenizer
 from tiedgpt.weights.parameters import PRECISIONS, convert_tensor, parameters_for, zero_biases
-from tiedgpt.weights.registry import require_package
 
 TYPES = {name: name.upper().replace("P", "") for name in WRITER.precisions}
 """Precision -> gguf.GGMLQuantizationType: fp16 -> F16, q4_0 -> Q4_0."""

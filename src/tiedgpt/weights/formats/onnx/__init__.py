@@ -20,6 +20,7 @@ import numpy as np
 from tiedgpt.core.config import GPTConfig
 from tiedgpt.errors import CorruptInputError, UserError
 from tiedgpt.files import beside, reading
+from tiedgpt.runtime import require_package
 from tiedgpt.weights.checkpoint import (
     EMBEDDING,
     FLOATS,
@@ -33,9 +34,10 @@ from tiedgpt.weights.checkpoint import (
     printable,
     tensor_in_file,
 )
+from tiedgpt.weights.file import OpenFile
 from tiedgpt.weights.formats.transformers import CONV1D
 from tiedgpt.weights.gpt import GPTCheckpoint
-from tiedgpt.weights.registry import Format, Writer, defer, require_package
+from tiedgpt.weights.registry import Format, Writer, defer
 
 METADATA_KEY = "tiedgpt"
 """In the metadata of our own files: the GPTConfig as JSON."""
@@ -50,19 +52,20 @@ PRODUCTS = ("MatMul", "Gemm", "MatMulInteger", "FusedMatMul", "MatMulNBits")
 LOOKUPS = ("Gather", "GatherBlockQuantized")
 
 
-def detect(path: Path, head: bytes) -> bool:
+def detect(file: OpenFile) -> bool:
     """Whether it begins with an ir_version and the tag of another field."""
+    head = file.head
     begins = head[:1] == b"\x08" and head[1:2] < b" " and head[2:3] in FIELDS_THAT_FOLLOW
     return begins and len(head) > 2
 
 
-def open_onnx(path: Path) -> Checkpoint:
+def open_onnx(file: OpenFile) -> Checkpoint:
     """Read the graph of an ONNX file; `CorruptInputError` if it is damaged."""
-    onnx = require_package("onnx", "reading ONNX files")
+    onnx, path = require_package("onnx", "reading ONNX files"), file.path
     with reading(path, "ONNX file"):
-        if path.stat().st_size > LARGEST_FILE:
+        if file.size > LARGEST_FILE:
             raise ValueError("those have less than 2 GiB")
-        model = onnx.ModelProto.FromString(path.read_bytes())
+        model = onnx.ModelProto.FromString(file.stream().read())
         if not model.HasField("graph"):
             raise ValueError("it holds no graph")
         graph = _Graph(onnx, path)
@@ -81,7 +84,7 @@ def open_onnx(path: Path) -> Checkpoint:
     return Checkpoint(
         path, "ONNX", graph.tensors,
         config={**config, METADATA_KEY: config} if config else {},
-        files=(path, *dict.fromkeys(graph.other_files)), claim=claim,
+        files=(path, *graph.other_files), claim=claim,
         usage=usage,
     )  # fmt: skip
 
@@ -133,7 +136,7 @@ class _Graph:
         self.onnx, self.path = onnx, path
         self.tensors: dict[str, StoredTensor] = {}
         self.aliases: dict[str, str] = {}  # a node's output -> the tensor of which it is a copy
-        self.other_files: list[Path] = []
+        self.other_files: dict[Path, OpenFile] = {}
         self.reads: list[str] = []
         self.products: list[str] = []  # of any shape
 
@@ -191,18 +194,19 @@ class _Graph:
         """Return a tensor in a file beside the graph; the file must hold all of it."""
         entries = {entry.key: entry.value for entry in tensor.external_data}
         file = beside(self.path, entries.get("location", ""))
-        self.other_files.append(file)
+        opened = self.other_files.get(file) or OpenFile(file)
+        self.other_files[file] = opened
         dtype = self.onnx.helper.tensor_dtype_to_np_dtype(tensor.data_type)
         shape = tuple(tensor.dims)
         size = math.prod(shape) * dtype.itemsize
         start, length = int(entries.get("offset", 0)), int(entries.get("length", size))
         wrong = min((*shape, start, length)) < 0 or (str(dtype) in FLOATS and length != size)
-        if wrong or start + length > file.stat().st_size:
+        if wrong or start + length > opened.size:
             raise ValueError(
                 f"{name[:80]!r} of shape {shape} in {dtype} cannot be {length:,} bytes from byte "
                 f"{start:,} of {file.name}"
             )
-        return tensor_in_file(file, name, shape, str(dtype), start, length)
+        return tensor_in_file(opened, name, shape, str(dtype), start, length)
 
 
 WRITER = Writer(

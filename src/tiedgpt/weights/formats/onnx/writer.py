@@ -36,11 +36,11 @@ from tiedgpt import __version__
 from tiedgpt.core.config import GPTConfig
 from tiedgpt.core.model import GPT
 from tiedgpt.files import replacing, require_room
+from tiedgpt.runtime import require_package
 from tiedgpt.weights.checkpoint import EMBEDDING, HEAD
 from tiedgpt.weights.formats.onnx import CONSTANT, METADATA_KEY, WRITER
 from tiedgpt.weights.formats.transformers import CONV1D
 from tiedgpt.weights.parameters import PRECISIONS, convert_tensor, parameters_for
-from tiedgpt.weights.registry import require_package
 
 OPSET, IR_VERSION = 17, 8
 LARGEST_FILE = 1_900_000_000

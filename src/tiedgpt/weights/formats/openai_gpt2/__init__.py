@@ -9,11 +9,11 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 from tiedgpt.files import read_json
 from tiedgpt.weights.checkpoint import EMBEDDING, Checkpoint, Claim, StoredTensor, printable
+from tiedgpt.weights.file import OpenFile
 from tiedgpt.weights.formats.openai_gpt2.tensorflow_bundle import is_index, read_bundle
 from tiedgpt.weights.formats.transformers import config_fields
 from tiedgpt.weights.gpt import GPTCheckpoint
@@ -28,9 +28,9 @@ OPTIMIZER_STATE = re.compile(rf"(?:.*/)?({VARIABLE})/\w+")
 RELEASED_VOCABULARY, END_OF_TEXT = 50257, 50256
 
 
-def open_bundle(path: Path) -> Checkpoint:
+def open_bundle(index: OpenFile) -> Checkpoint:
     """Read the index of a TensorFlow checkpoint, and hparams.json; raises as `read_bundle`."""
-    tensors, files = read_bundle(path)
+    path, (tensors, files) = index.path, read_bundle(index)
     file = path.parent / "hparams.json"
     hparams = read_json(file) if file.is_file() else {}
     config = {HPARAMS[key]: value for key, value in hparams.items() if key in HPARAMS}

@@ -10,7 +10,6 @@ verified, and that of a tensor when it is first read.
 
 from __future__ import annotations
 
-import os
 import struct
 from collections.abc import Iterator
 from dataclasses import replace
@@ -19,8 +18,9 @@ from pathlib import Path
 
 from tiedgpt.errors import CorruptInputError, UserError
 from tiedgpt.files import beside, reading
+from tiedgpt.runtime import require_package
 from tiedgpt.weights.checkpoint import Native, Read, StoredTensor, printable, tensor_in_file
-from tiedgpt.weights.registry import require_package
+from tiedgpt.weights.file import OpenFile
 
 MAGIC = struct.pack("<Q", 0xDB4775248B80FB57)
 """The last 8 bytes of a LevelDB table."""
@@ -40,37 +40,36 @@ Message = dict[int, list[int | bytes]]
 """A protocol buffer: field -> its numbers, or the bytes of its texts and messages."""
 
 
-def is_index(path: Path, head: bytes) -> bool:
+def is_index(file: OpenFile) -> bool:
     """Whether a file ends as a LevelDB table, as the index of a checkpoint does."""
-    with path.open("rb") as file:
-        file.seek(max(0, file.seek(0, os.SEEK_END) - len(MAGIC)))
-        return file.read() == MAGIC
+    stream = file.stream()
+    stream.seek(max(0, file.size - len(MAGIC)))
+    return stream.read() == MAGIC
 
 
-def read_bundle(path: Path) -> tuple[dict[str, StoredTensor], tuple[Path, ...]]:
+def read_bundle(file: OpenFile) -> tuple[dict[str, StoredTensor], tuple[Path, ...]]:
     """Return the tensors that an index lists, and the files; the data files must lie next to it.
 
     Raises `CorruptInputError` if a file is damaged, missing or has another length than the
     index says, and `UserError` for big-endian files and partitioned variables.
     """
-    with reading(path, "index of tensors"):
-        return _read_index(path)
+    with reading(file.path, "index of tensors"):
+        return _read_index(file)
 
 
-def _read_index(path: Path) -> tuple[dict[str, StoredTensor], tuple[Path, ...]]:
+def _read_index(index: OpenFile) -> tuple[dict[str, StoredTensor], tuple[Path, ...]]:
     """Read the header and the entries.
 
     BundleHeaderProto: 1 num_shards, 2 endianness, 3 version (2 min_consumer).
     """
-    with path.open("rb") as opened:
-        table = _table(opened.read(MAX_INDEX + 1))
+    path, table = index.path, _table(index.stream().read(MAX_INDEX + 1))
     header = _message(table.pop(b""))
     n_files = _number(header, 1)
     version = max((_number(message, 2) for message in _messages(header, 3)), default=1)
     if _number(header, 2) or version > 1:
         raise UserError(f"{path} is big-endian, or version {version} of the format: not supported")
     tensors: dict[str, StoredTensor] = {}
-    file_sizes: dict[Path, int] = {}
+    files: dict[Path, OpenFile] = {}
     for key, value in table.items():
         name, entry = key.decode("utf-8", errors="backslashreplace"), _message(value)
         if 7 in entry or key.startswith(SLICE):
@@ -80,13 +79,13 @@ def _read_index(path: Path) -> tuple[dict[str, StoredTensor], tuple[Path, ...]]:
             )
         stem, number = path.name.removesuffix(".index"), _number(entry, 3)
         file = path.with_name(f"{stem}.data-{number:05}-of-{n_files:05}")
-        if file not in file_sizes:
-            file_sizes[file] = beside(path, file.name).stat().st_size
-        tensors[name] = _tensor(name, entry, file, file_sizes[file])
-    return tensors, (path, *file_sizes)
+        if file not in files:
+            files[file] = OpenFile(beside(path, file.name))
+        tensors[name] = _tensor(name, entry, files[file])
+    return tensors, (path, *files)
 
 
-def _tensor(name: str, entry: Message, path: Path, file_size: int) -> StoredTensor:
+def _tensor(name: str, entry: Message, file: OpenFile) -> StoredTensor:
     """Return a tensor of a data file.
 
     BundleEntryProto: 1 dtype, 2 shape (2 dim (1 size), 3 unknown_rank), 3 shard_id, 4 offset,
@@ -96,14 +95,14 @@ def _tensor(name: str, entry: Message, path: Path, file_size: int) -> StoredTens
     shapes = _messages(entry, 2)
     shape = tuple(_number(dim, 1) for message in shapes for dim in _messages(message, 2))
     dtype = TYPES.get(number, f"TensorFlow type {number}")
-    what = f"{path}: the bytes of {printable(name)[:200]}"
-    tensor = tensor_in_file(path, name, shape, dtype, start)
+    what = f"{file.path}: the bytes of {printable(name)[:200]}"
+    tensor = tensor_in_file(file, name, shape, dtype, start)
     sound = number > 0 and len(shape) <= 64 and max(shape, default=0) < 1 << 40
     sound = sound and not any(_number(message, 3) for message in shapes)
-    if not sound or (tensor.read and n_bytes != tensor.n_bytes) or start + n_bytes > file_size:
+    if not sound or (tensor.read and n_bytes != tensor.n_bytes) or start + n_bytes > file.size:
         raise CorruptInputError(
             f"{what} cannot be {dtype} of shape {str(shape)[:80]} in bytes {start:,} to "
-            f"{start + n_bytes:,} of {file_size:,}: a file is cut off or of another checkpoint"
+            f"{start + n_bytes:,} of {file.size:,}: a file is cut off or of another checkpoint"
         )
     return replace(tensor, read=_verifying(tensor, checksum, what) if tensor.read else None)
 

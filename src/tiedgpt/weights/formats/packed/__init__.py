@@ -26,6 +26,7 @@ from tiedgpt.errors import CorruptInputError, UserError
 from tiedgpt.files import read_json, reading
 from tiedgpt.weights.checkpoint import Checkpoint, Native, Storage, StoredTensor, tensor_in_file
 from tiedgpt.weights.containers import is_safetensors, read_safetensors
+from tiedgpt.weights.file import OpenFile
 from tiedgpt.weights.formats.packed.panels import (
     PANEL,
     PRECISIONS,
@@ -44,7 +45,6 @@ FILE = "packed.safetensors"
 FORMAT_NAME, VERSION = "tiedgpt-packed", "1"
 """`format` and `version` in the metadata of the safetensors file."""
 ALIGNMENT = 64
-METADATA_BYTES = 4096
 PADDING = "padding"
 """The name of zeros in the file that align the array after them."""
 TYPES = {np.float32: "float32", np.uint16: "bfloat16", np.uint8: "uint8"}
@@ -135,8 +135,10 @@ def find_packed(source: str | os.PathLike[str]) -> Path | None:
     return path if (path / FILE).is_file() else None
 
 
-def open_packed(path: str | os.PathLike[str]) -> PackedModel:
+def open_packed(path: str | os.PathLike[str], opened: OpenFile | None = None) -> PackedModel:
     """Open a packed directory: its arrays are read-only views of the mapped file.
+
+    `opened` is that file, if it is open already.
 
     Raises `UserError` without a packed model, or if a later version wrote it, `CorruptInputError`
     if it is damaged, cut off, or contradicts its config.
@@ -146,7 +148,8 @@ def open_packed(path: str | os.PathLike[str]) -> PackedModel:
     if not file.is_file():
         raise UserError(f"{path} holds no packed model: tiedgpt convert MODEL DEST --to packed")
     config = _read_config(path / "config.json")
-    entries, metadata = read_safetensors(file)
+    opened = opened or OpenFile(file)
+    entries, metadata = read_safetensors(opened)
     entries.pop(PADDING, None)
     precision: Any = metadata.get("precision")
     if metadata.get("format") == FORMAT_NAME and metadata.get("version") != VERSION:
@@ -165,8 +168,7 @@ def open_packed(path: str | os.PathLike[str]) -> PackedModel:
             hint="pack the model again",
         )
     with reading(file, "packed model"):  # it may be cut off since its header was read
-        with file.open("rb") as opened:
-            mapped = mmap.mmap(opened.fileno(), 0, access=mmap.ACCESS_READ)
+        mapped = opened.map()
         raw = np.frombuffer(mapped, np.uint8)
         for name, (shape, dtype) in described.items():
             start, size = entries[name].storage.start, entries[name].n_bytes
@@ -187,25 +189,28 @@ def _read_config(path: Path) -> GPTConfig:
 # As a checkpoint: every matrix of every layer under our names, unpacked when it is read.
 
 
-def open_checkpoint(path: Path) -> Checkpoint:
-    """Return the checkpoint in packed.safetensors at `path`; raises as `open_packed`."""
+def open_checkpoint(file: OpenFile) -> Checkpoint:
+    """Return the checkpoint in packed.safetensors; raises as `open_packed`."""
+    path = file.path
     if path.name != FILE:
         raise UserError(f"{path} is a packed model: it must be named {FILE}, in a directory")
-    model = open_packed(path.parent)
+    model = open_packed(path.parent, file)
     if "head.bias" in model.arrays and model.arrays["head.bias"].any():
         raise UserError(f"{path}: its head has a bias, and a GPT's head has none")
-    tensors = {name: _stored(model, name, shape) for name, shape in shapes(model.config).items()}
+    tensors = {
+        name: _stored(file, model, name, shape) for name, shape in shapes(model.config).items()
+    }
     return Checkpoint(path, "packed", tensors, files=(path,))
 
 
-def _stored(model: PackedModel, name: str, shape: tuple[int, ...]) -> StoredTensor:
+def _stored(file: OpenFile, model: PackedModel, name: str, shape: tuple[int, ...]) -> StoredTensor:
     """Return a parameter, whose matrix is unpacked when it is read."""
-    assert model.path is not None and model.mapped is not None
+    assert model.mapped is not None
     key, index = place_of(name)
     array = model.arrays[key][index]
     start = array.ctypes.data - np.frombuffer(model.mapped, np.uint8).ctypes.data
     if not key.endswith(".weights"):
-        tensor = tensor_in_file(model.path, name, array.shape, "float32", start)
+        tensor = tensor_in_file(file, name, array.shape, "float32", start)
         return replace(tensor, shape=shape, n_bytes=4 * math.prod(shape))
     scales = model.arrays[key.replace("weights", "scales")][index]
 
@@ -216,7 +221,7 @@ def _stored(model: PackedModel, name: str, shape: tuple[int, ...]) -> StoredTens
 
     return StoredTensor(
         name, shape, f"{model.precision} panels", array.nbytes + scales.nbytes,
-        Storage(str(model.path), start, start + array.nbytes), read,
+        Storage(str(file.path), start, start + array.nbytes), read,
     )  # fmt: skip
 
 
@@ -229,12 +234,9 @@ def to_gpt(checkpoint: Checkpoint) -> GPTCheckpoint:
     return GPTCheckpoint("tiedgpt packed", fields, tensors, foreign=foreign, notes=tuple(notes))
 
 
-def detect(path: Path, head: bytes) -> bool:
-    """Whether it is a safetensors file whose metadata say that it is packed."""
-    if not is_safetensors(head):
-        return False
-    with path.open("rb") as file:  # the metadata come first in what we write
-        return f'"{FORMAT_NAME}"'.encode() in file.read(METADATA_BYTES)
+def detect(file: OpenFile) -> bool:
+    """Whether it is a safetensors file whose metadata, which we write first, say "packed"."""
+    return is_safetensors(file.head) and f'"{FORMAT_NAME}"'.encode() in file.head
 
 
 FORMAT = Format(

@@ -1,0 +1,69 @@
+"""A file of a checkpoint or a tokenizer, opened once for all that is read of it."""
+
+from __future__ import annotations
+
+import io
+import mmap
+import os
+import zipfile
+from functools import cached_property
+from pathlib import Path
+from threading import Lock
+from typing import BinaryIO
+from weakref import finalize
+
+from tiedgpt.errors import CorruptInputError
+from tiedgpt.files import reading
+
+HEAD_BYTES = 4096
+"""Number of first bytes that `OpenFile.head` holds."""
+
+
+class OpenFile:
+    """A file that is open as long as it is needed: its first bytes, its members, and its blocks.
+
+    Raises `UserError` if it cannot be read.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self.path, self._lock = path, Lock()
+        with reading(path, "file"):
+            self._raw = path.open("rb", buffering=0)
+            finalize(self, self._raw.close)
+            self.head: bytes = self._raw.read(HEAD_BYTES)
+            """The first bytes, by which a format recognizes it."""
+
+    @property
+    def size(self) -> int:
+        """Number of bytes."""
+        return os.fstat(self._raw.fileno()).st_size
+
+    @cached_property
+    def members(self) -> tuple[str, ...]:
+        """Names of the members of a zip file; () for any other, and for a damaged one."""
+        if not self.head.startswith(b"PK"):
+            return ()
+        try:
+            with zipfile.ZipFile(self.stream()) as members:
+                return tuple(members.namelist())
+        except (zipfile.BadZipFile, ValueError, EOFError, NotImplementedError):
+            return ()
+
+    def stream(self) -> BinaryIO:
+        """Return a reader at the start of the file. Two of them at a time disturb each other."""
+        self._raw.seek(0)
+        return io.BufferedReader(io.FileIO(self._raw.fileno(), closefd=False))
+
+    def map(self) -> mmap.mmap:
+        """Return the bytes of the file, mapped into memory."""
+        return mmap.mmap(self._raw.fileno(), 0, access=mmap.ACCESS_READ)
+
+    def read_into(self, start: int, block: memoryview) -> None:
+        """Fill a block with the bytes from `start` on; `CorruptInputError` if there are fewer."""
+        with self._lock, reading(self.path, "file of tensors"):
+            self._raw.seek(start)
+            while block.nbytes:  # the system reads at most 2 GB at once
+                n_bytes = self._raw.readinto(block)
+                if not n_bytes:
+                    raise CorruptInputError(f"{self.path} was cut off while it was read")
+                block = block[n_bytes:]
