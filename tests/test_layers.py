@@ -21,7 +21,7 @@ DOORS = {
     ("core/model.py", "from_pretrained", "tiedgpt.weights.load"),
     ("core/model.py", "save_pretrained", "tiedgpt.weights.formats.transformers.writer"),
     ("core/model.py", "push_to_hub", "tiedgpt.weights.hub"),
-    ("text/tokenizer.py", "from_pretrained", "tiedgpt.weights.tokenizer_files"),
+    ("text/tokenizer.py", "from_pretrained", "tiedgpt.weights.source"),
 }
 """The ways up that people expect on a class: file, method, module."""
 

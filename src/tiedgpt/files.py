@@ -236,20 +236,14 @@ def leads_out(directory: Path, file: Path) -> bool:
     return not (lies.is_relative_to(home) or in_cache)
 
 
-def read_json(path: Path) -> dict[str, Any]:
+def read_json(path: Path, read: Callable[[Path], bytes] = Path.read_bytes) -> dict[str, Any]:
     """Return the object in a JSON file; anything else is a `CorruptInputError`."""
     try:
-        return parse_json(path.read_bytes(), path)
+        value = json.loads(read(path).decode("utf-8"))
     except FileNotFoundError:
         raise UserError(f"{path} does not exist") from None
     except OSError as error:
         raise UserError(f"cannot read {path}: {error.strerror}") from None
-
-
-def parse_json(content: bytes, path: Path) -> dict[str, Any]:
-    """Return the object in the content of a JSON file; anything else is a `CorruptInputError`."""
-    try:
-        value = json.loads(content.decode("utf-8"))
     except (ValueError, RecursionError) as error:
         raise CorruptInputError(f"{path} is not JSON: {error}") from None
     if not isinstance(value, dict):

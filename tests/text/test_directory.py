@@ -79,23 +79,6 @@ def test_tokenizer_json_wins_over_the_older_files(bpe, saved):
     assert len(Tokenizer.from_pretrained(saved)) == 1000
 
 
-def test_a_name_that_is_not_a_path_is_a_hub_name(bpe, saved, monkeypatch):
-    from tiedgpt.weights import tokenizer_files
-
-    asked = []
-
-    def fetched(source, patterns):
-        asked.append((source, set(patterns)))
-        return saved
-
-    monkeypatch.setattr(tokenizer_files, "local_directory", fetched)
-    assert len(Tokenizer.from_pretrained("somebody/some-gpt")) == 1000
-    names = {"tokenizer.json", "tokenizer_config.json", "added_tokens.json", "vocab.txt"}
-    names |= {"special_tokens_map.json", "config.json", "spiece.model", "tokenizer.model"}
-    names |= {"sentencepiece.bpe.model"}
-    assert asked == [("somebody/some-gpt", names.union({"meta.pkl"}, *PAIRS))]
-
-
 @pytest.mark.parametrize("token", ["the", {"content": "the", "special": True}])
 def test_config_says_which_token_ends_a_text(saved, token):
     edit(saved / "tokenizer_config.json", eos_token=token)

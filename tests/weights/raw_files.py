@@ -12,7 +12,7 @@ import torch
 
 from tiedgpt.weights.formats.openai_gpt2.tensorflow_bundle import MAGIC as TABLE_MAGIC
 from tiedgpt.weights.formats.openai_gpt2.tensorflow_bundle import crc32c, mask_checksum
-from tiedgpt.weights.sources import open_checkpoint
+from tiedgpt.weights.source import open_checkpoint
 
 with warnings.catch_warnings():
     warnings.simplefilter("ignore")

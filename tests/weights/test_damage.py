@@ -53,7 +53,7 @@ from tiedgpt.weights.formats.nanogpt import read_data_pickle
 from tiedgpt.weights.formats.onnx.writer import write as write_our_onnx
 from tiedgpt.weights.formats.packed import open_packed
 from tiedgpt.weights.formats.packed.writer import pack_gpt, save_packed
-from tiedgpt.weights.sources import open_checkpoint
+from tiedgpt.weights.source import open_checkpoint
 
 pytestmark = pytest.mark.filterwarnings("ignore::tiedgpt.weights.load.CheckpointWarning")
 

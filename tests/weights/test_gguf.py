@@ -25,13 +25,13 @@ from tiedgpt.data.templates import CHATML, PLAIN, write_template
 from tiedgpt.errors import CorruptInputError, UserError
 from tiedgpt.infer import Engine
 from tiedgpt.text.bpe import BYTE_ALPHABET, byte_level_tokenizer
-from tiedgpt.weights.checkpoint import QUANTIZED
 from tiedgpt.weights.file import OpenFile
 from tiedgpt.weights.formats.gguf import to_ours, to_theirs
 from tiedgpt.weights.formats.gguf.vocabulary import read_tokenizer
 from tiedgpt.weights.formats.gguf.writer import write as write_our_gguf
 from tiedgpt.weights.load import load
-from tiedgpt.weights.sources import open_checkpoint
+from tiedgpt.weights.source import open_checkpoint
+from tiedgpt.weights.tensors import QUANTIZED
 
 pytestmark = pytest.mark.filterwarnings("ignore::tiedgpt.weights.load.CheckpointWarning")
 

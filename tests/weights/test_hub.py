@@ -11,7 +11,9 @@ import torch
 from tiedgpt import GPT, GPTConfig, Tokenizer
 from tiedgpt.cli.main import main
 from tiedgpt.errors import UserError
-from tiedgpt.weights.sources import local_directory, open_checkpoint, select_files
+from tiedgpt.infer import Engine
+from tiedgpt.weights.hub import select_files
+from tiedgpt.weights.source import Source, open_checkpoint
 
 pytestmark = pytest.mark.filterwarnings("ignore::tiedgpt.weights.load.CheckpointWarning")
 
@@ -113,6 +115,23 @@ def test_files_of_other_formats_must_be_converted_first(run, tmp_path, capsys):
     assert "tiedgpt convert MODEL out --to transformers" in capsys.readouterr().err
 
 
+def test_a_tokenizer_is_downloaded_without_weights(run, hub):
+    main(["push", str(run), "someone/my-gpt"])
+    hub.asked.clear()
+    assert Tokenizer.from_pretrained("someone/my-gpt").encode("the cat")
+    assert any(path.endswith("/tokenizer.json") for path in hub.asked)
+    assert not any(path.endswith(".safetensors") for path in hub.asked)
+
+
+def test_model_tokenizer_and_template_of_a_name_are_asked_for_once(run, hub):
+    main(["push", str(run), "someone/my-gpt"])
+    hub.asked.clear()
+    with Engine("someone/my-gpt", backend="torch") as engine:
+        assert engine.tokenizer is not None and engine.template is None
+    asked = [path for path in hub.asked if path.startswith("/api/models/")]
+    assert asked and len(asked) == len(set(asked))
+
+
 CONFIG = ["config.json", "README.md", "tokenizer.json"]
 
 
@@ -132,7 +151,11 @@ CONFIG = ["config.json", "README.md", "tokenizer.json"]
     ],
 )
 def test_only_one_format_of_a_repository_is_downloaded(files, fetched):
-    assert select_files("someone/gpt", CONFIG + files) == ["config.json", *fetched]
+    assert select_files("someone/gpt", CONFIG + files) == [
+        "config.json",
+        "tokenizer.json",
+        *fetched,
+    ]
 
 
 def test_one_of_several_quantizations_must_be_named():
@@ -143,7 +166,7 @@ def test_one_of_several_quantizations_must_be_named():
 @pytest.mark.parametrize("path", ["./model", "../model", ".cache/model", "a/b/c"])
 def test_a_missing_path_is_never_looked_up_on_the_hub(path):
     with pytest.raises(UserError, match=f"^{path} does not exist: check the name$"):
-        local_directory(path)
+        assert Source(path).path
 
 
 def test_a_revision_is_cached_and_loads_again_without_a_network(run, hub, tmp_path, monkeypatch):

@@ -29,10 +29,10 @@ from tests.weights.raw_files import safetensors_entry, safetensors_file
 from tiedgpt import GPT, GPTConfig, Tokenizer
 from tiedgpt.errors import CorruptInputError, TiedGPTError, UserError
 from tiedgpt.tie import audit, ledger
-from tiedgpt.weights.checkpoint import by_storage
 from tiedgpt.weights.load import CheckpointWarning, load
 from tiedgpt.weights.registry import writers
-from tiedgpt.weights.sources import open_checkpoint
+from tiedgpt.weights.source import open_checkpoint
+from tiedgpt.weights.tensors import by_storage
 
 # Opening
 

@@ -16,7 +16,7 @@ from tiedgpt.errors import CorruptInputError, UserError
 from tiedgpt.tie import audit
 from tiedgpt.weights.formats.nanogpt import write as write_nanogpt
 from tiedgpt.weights.load import load
-from tiedgpt.weights.sources import open_checkpoint
+from tiedgpt.weights.source import open_checkpoint
 
 pytestmark = pytest.mark.filterwarnings("ignore::tiedgpt.weights.load.CheckpointWarning")
 

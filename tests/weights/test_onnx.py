@@ -22,7 +22,7 @@ from tiedgpt.infer import Engine
 from tiedgpt.tie import audit, ledger
 from tiedgpt.weights.formats.onnx.writer import write as write_onnx
 from tiedgpt.weights.gpt import shapes
-from tiedgpt.weights.sources import open_checkpoint
+from tiedgpt.weights.source import open_checkpoint
 
 with warnings.catch_warnings():
     warnings.simplefilter("ignore")

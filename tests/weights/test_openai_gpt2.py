@@ -21,10 +21,10 @@ from tests.weights.raw_files import (
 )
 from tiedgpt import GPT
 from tiedgpt.errors import CorruptInputError, UserError
-from tiedgpt.weights.checkpoint import decode
 from tiedgpt.weights.gpt import to_gpt
 from tiedgpt.weights.load import load
-from tiedgpt.weights.sources import open_checkpoint
+from tiedgpt.weights.source import open_checkpoint
+from tiedgpt.weights.tensors import decode
 
 INDEX = "model.ckpt.index"
 DATA = "model.ckpt.data-00000-of-00001"

@@ -12,10 +12,10 @@ from tiedgpt import GPT, GPTConfig
 from tiedgpt.cli.main import main
 from tiedgpt.errors import UserError
 from tiedgpt.tie import audit, ledger
-from tiedgpt.weights.checkpoint import Checkpoint, claim_in, tensor_in_file
-from tiedgpt.weights.gpt import GPTCheckpoint
+from tiedgpt.weights.checkpoint import Checkpoint, Format, GPTCheckpoint, Writer, claim_in
 from tiedgpt.weights.parameters import parameters_for
-from tiedgpt.weights.registry import Format, Writer, formats, register, unregister
+from tiedgpt.weights.registry import formats, register, unregister
+from tiedgpt.weights.tensors import tensor_in_file
 
 MAGIC = b"TOY1"
 

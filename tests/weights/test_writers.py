@@ -16,9 +16,10 @@ from transformers import AutoModelForCausalLM
 from tests.conftest import random_gpt
 from tiedgpt import GPT
 from tiedgpt.errors import NoRoomError, UserError
+from tiedgpt.weights.checkpoint import Writer
 from tiedgpt.weights.load import load
 from tiedgpt.weights.parameters import PRECISIONS
-from tiedgpt.weights.registry import Writer, writers
+from tiedgpt.weights.registry import writers
 
 pytestmark = pytest.mark.filterwarnings("ignore::tiedgpt.weights.load.CheckpointWarning")
 

@@ -134,9 +134,10 @@ def run(arguments: list[str]) -> None:
     )
     source = source_or_newest(options.source, task="lm")
     from tiedgpt.data import read_template
-    from tiedgpt.weights.sources import local_directory
+    from tiedgpt.weights.source import Source
 
-    template = read_template(local_directory(options.tokenizer or source))
+    path = Source(source).path
+    template = read_template(Source(options.tokenizer or path, weights=False).path)
     if template is None:
         raise UserError(
             f"{source} has no chat template",
@@ -154,7 +155,7 @@ def run(arguments: list[str]) -> None:
         system = [{"role": "system", "content": options.system}]
     elif template.default_system is not None:
         note(f"system message: {template.default_system!r}; --system replaces it")
-    with options.engine(source, slots=1) as engine:
+    with options.engine(path, slots=1) as engine:
         if options.max_new_tokens is None:
             half = max(1, engine.runner.config.n_positions // 2)
             config = replace(config, max_new_tokens=half)

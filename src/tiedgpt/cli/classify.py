@@ -57,11 +57,12 @@ def run(arguments: list[str]) -> None:
     args = replace(args, input=text)
     from tiedgpt.heads import MultipleChoice, open_head, predict
     from tiedgpt.heads.predictions import RECORD_FIELDS
-    from tiedgpt.weights.tokenizer_files import tokenizer_for
+    from tiedgpt.weights.source import Source, tokenizer_for
 
-    head = open_head(args.source)
+    source = Source(args.source)
+    head = open_head(source)
     head.to(device_for_inference(args.device, head.gpt.config.parameter_count()))
-    tokenizer = tokenizer_for(args.source, args.tokenizer, needed=True)
+    tokenizer = tokenizer_for(source, args.tokenizer, needed=True)
     assert tokenizer is not None
     fields, needs_choices = RECORD_FIELDS[type(head)], isinstance(head, MultipleChoice)
     if args.choices and not needs_choices:

@@ -110,7 +110,7 @@ def _run(args: Arguments) -> None:
 
     from tiedgpt.weights.convert import convert, format_of, require_place
     from tiedgpt.weights.load import load
-    from tiedgpt.weights.tokenizer_files import tokenizer_for
+    from tiedgpt.weights.source import Source, tokenizer_for
 
     path = Path(args.dest)
     to = format_of(path) if args.to == "auto" else args.to
@@ -121,9 +121,10 @@ def _run(args: Arguments) -> None:
             raise UserError("--calibrate needs --to packed --precision int4")
     columns = DownloadColumn(), TransferSpeedColumn()
     precision = args.precision if args.precision != "auto" else writer.default or None
+    opened = Source(source_or_newest(args.source))
     with bar("reading", *columns) as progress:
         loaded = load(
-            source_or_newest(args.source),
+            opened,
             dtype=None if precision in (None, *HALVES) else torch.float32,
             progress=progress,
             **args.loading,
@@ -133,7 +134,7 @@ def _run(args: Arguments) -> None:
 
         load_adapter(loaded.model, args.adapter)
         merge(loaded.model)
-    tokenizer = tokenizer_for(args.source, args.tokenizer)
+    tokenizer = tokenizer_for(opened, args.tokenizer)
     source = _source(loaded, tokenizer)
     if args.format == "human":
         _show_source(loaded, source)

@@ -267,17 +267,15 @@ def show(arguments: list[str]) -> None:
     """Show the examples."""
     args = parse(ShowArguments, "data show", arguments, ABOUT_SHOW)
     from tiedgpt.data import TEMPLATES, ExampleReader, documents
-    from tiedgpt.text import Tokenizer
-    from tiedgpt.weights.sources import local_directory
+    from tiedgpt.weights.source import Source, open_tokenizer
 
     corpus = documents(args.data, **args.file_reading)
-    source = source_or_newest(args.tokenizer)
-    tokenizer = Tokenizer.from_pretrained(source)
-    path = local_directory(source)
+    source = Source(source_or_newest(args.tokenizer), weights=False)
+    tokenizer = open_tokenizer(source)
     reader = ExampleReader(
         corpus,
         tokenizer,
-        template=TEMPLATES[args.template] if args.template else path,
+        template=TEMPLATES[args.template] if args.template else source.path,
         context=args.context,
         too_long=args.too_long,
         skip_bad=args.skip_bad,

@@ -24,7 +24,8 @@ from tiedgpt.runtime import (
     free_memory,
     has_bf16,
 )
-from tiedgpt.weights.registry import Format, formats
+from tiedgpt.weights.checkpoint import Format
+from tiedgpt.weights.registry import formats
 
 NEEDED = tuple(
     "torch numpy numba safetensors tokenizers tiktoken huggingface_hub rich plotext".split()

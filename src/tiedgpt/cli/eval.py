@@ -35,6 +35,7 @@ if TYPE_CHECKING:
     from tiedgpt.evaluate.examples import ExampleScore, ExamplesScore
     from tiedgpt.evaluate.texts import TextScore, WindowScore
     from tiedgpt.infer import Engine
+    from tiedgpt.weights.source import Source
 
 ABOUT = """Measure how well a model predicts a text, or how often its answers are right.
 
@@ -105,9 +106,14 @@ def _evaluate(args: Arguments) -> None:
     from tiedgpt.data import documents
     from tiedgpt.data.readers import has_records
     from tiedgpt.evaluate import examples, texts
+    from tiedgpt.weights.source import Source
+    from tiedgpt.weights.wrappers import OTHER_HEADS
 
-    if args.data is not None and _is_classifier(source_or_newest(args.source)):
-        return _evaluate_head(args, documents([args.data], **args.file_reading, only_records=True))
+    source = Source(source_or_newest(args.source))
+    if args.data is not None and any(n.startswith(OTHER_HEADS) for n in source.checkpoint.tensors):
+        return _evaluate_head(
+            args, source, documents([args.data], **args.file_reading, only_records=True)
+        )
     data: list[Any] = []
     if args.data is not None and has_records(args.data):
         corpus = documents([args.data], **args.file_reading)
@@ -120,7 +126,7 @@ def _evaluate(args: Arguments) -> None:
         data = [document.text for document in corpus]
         note(*corpus.remarks.notes())
         _note_training_data(args)
-    with args.engine(source_or_newest(args.source)) as engine:
+    with args.engine(source) as engine:
         if not data:
             return _harness(engine, args)
         result: ExamplesScore | TextScore
@@ -149,28 +155,20 @@ def _show(args: Arguments, numbers: dict[str, Any], rows: dict[str, str]) -> Non
             print(f"{name:<{width}}  {value}")
 
 
-def _is_classifier(source: str) -> bool:
-    """Whether a checkpoint has a head for labels, choices, tags or spans."""
-    from tiedgpt.weights.sources import open_checkpoint
-    from tiedgpt.weights.wrappers import OTHER_HEADS
-
-    return any(name.startswith(OTHER_HEADS) for name in open_checkpoint(source).tensors)
-
-
-def _evaluate_head(args: Arguments, corpus: FileCorpus) -> None:
+def _evaluate_head(args: Arguments, source: Source, corpus: FileCorpus) -> None:
     """Measure the answers of a head on labelled lines."""
     from tiedgpt.evaluate import answers
     from tiedgpt.heads import open_head
     from tiedgpt.infer.torch_session import torch_threads
-    from tiedgpt.weights.tokenizer_files import tokenizer_for
+    from tiedgpt.weights.source import tokenizer_for
 
     for option_field in fields(Arguments):
         name = option_field.name
         is_given = getattr(args, name) != option_field.default
         if name not in HEAD_OPTIONS and is_given:
             raise UserError(f"is for language models, and {args.source} is a head", option=name)
-    head = open_head(args.source)
-    tokenizer = tokenizer_for(args.source, args.tokenizer, needed=True)
+    head = open_head(source)
+    tokenizer = tokenizer_for(source, args.tokenizer, needed=True)
     assert tokenizer is not None
     lines = answers.read_lines(corpus, head)[: args.limit]
     note(*corpus.remarks.notes())

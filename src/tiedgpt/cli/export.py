@@ -63,12 +63,13 @@ def run(arguments: list[str]) -> None:
         raise UserError("--text and --ids exclude each other")
     from tiedgpt.core.model import GPT
     from tiedgpt.serve.export import export
-    from tiedgpt.weights.tokenizer_files import tokenizer_for
+    from tiedgpt.weights.source import Source, tokenizer_for
 
     source = source_or_newest(args.source, task="lm")
     with waiting(f"reading {source}"):
-        model = GPT.from_pretrained(source, **args.loading)
-        tokenizer = tokenizer_for(source, args.tokenizer, needed=args.text is not None)
+        opened = Source(source)
+        model = GPT.from_pretrained(opened, **args.loading)
+        tokenizer = tokenizer_for(opened, args.tokenizer, needed=args.text is not None)
     text: Any = list(args.ids) or args.text
     if text is None:
         text = _opening(model, tokenizer, source)
@@ -77,7 +78,7 @@ def run(arguments: list[str]) -> None:
     with waiting("packing the model"):
         page = export(
             model, tokenizer, text, name=model_name(source), source=source,
-            template=chat_template(args.tokenizer or source), precision=args.precision,
+            template=chat_template(args.tokenizer or opened), precision=args.precision,
             max_bytes=int(args.max_size * 1e6),
         )  # fmt: skip
     with replacing(args.page) as temporary:

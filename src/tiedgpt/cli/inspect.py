@@ -158,9 +158,10 @@ def _text(args: Any, name: str) -> str | list[int]:
 def _model(args: Any, source: str) -> tuple[Any, Any]:
     """Return the model and its tokenizer as the functions of `inspect` take them."""
     from tiedgpt.core.model import GPT
-    from tiedgpt.weights.tokenizer_files import tokenizer_for
+    from tiedgpt.weights.source import Source, tokenizer_for
 
     needs_tokenizer = getattr(args, "text", None) is not None
-    tokenizer = tokenizer_for(source, args.tokenizer, needed=needs_tokenizer)
-    model = GPT.from_pretrained(source, **args.loading)
+    opened = Source(source)
+    tokenizer = tokenizer_for(opened, args.tokenizer, needed=needs_tokenizer)
+    model = GPT.from_pretrained(opened, **args.loading)
     return model.to(device_for_inference(args.device, model.config.parameter_count())), tokenizer

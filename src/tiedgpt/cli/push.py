@@ -41,9 +41,9 @@ def run(arguments: list[str]) -> None:
     """Push."""
     args = parse(Arguments, "push", arguments, ABOUT)
     from tiedgpt.weights.hub import push
-    from tiedgpt.weights.sources import local_directory
+    from tiedgpt.weights.source import Source
 
-    directory = local_directory(args.source)
+    directory = Source(args.source).path
     with TemporaryDirectory() as folder:
         if args.gguf is not None:
             _write_gguf(args, directory, Path(folder))
@@ -72,12 +72,13 @@ def _write_gguf(args: Arguments, directory: Path, folder: Path) -> None:
 
     from tiedgpt.weights.convert import convert
     from tiedgpt.weights.load import load
-    from tiedgpt.weights.tokenizer_files import tokenizer_for
+    from tiedgpt.weights.source import Source, tokenizer_for
 
-    tokenizer = tokenizer_for(str(directory), None)
+    source = Source(directory)
+    tokenizer = tokenizer_for(source, None)
     path = folder / f"{args.repo.rpartition('/')[2]}-{args.gguf}.gguf"
     convert(
-        load(directory, dtype=torch.float32),
+        load(source, dtype=torch.float32),
         path,
         "gguf",
         tokenizer=tokenizer,

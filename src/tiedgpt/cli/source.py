@@ -106,7 +106,7 @@ class EngineOptions(ModelOptions, DeviceOption):
     )
 
     @contextmanager
-    def engine(self, source: str, **options: Any) -> Iterator[infer.Engine]:
+    def engine(self, source: str | os.PathLike[str], **options: Any) -> Iterator[infer.Engine]:
         """Open the model's engine, with its notes on stderr."""
         from tiedgpt.infer.kernels.compile_cache import on_compilation
 
@@ -180,13 +180,14 @@ def model_name(source: str) -> str:
     return path.resolve().name if path.exists() else source
 
 
-def chat_template(source: str) -> Template | None:
+def chat_template(source: str | os.PathLike[str]) -> Template | None:
     """Return the chat template beside the tokenizer, or None, with a note, for a foreign one."""
     from tiedgpt.data.templates import read_template
-    from tiedgpt.weights.sources import local_directory
+    from tiedgpt.weights.source import Source
 
+    source = Source.of(source, weights=False)
     try:
-        return read_template(local_directory(source, ["chat_template.jinja", "*config.json"]))
+        return read_template(source.path, source.read)
     except UserError as error:
         note(f"no chat: {error}")
         return None

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import asdict, dataclass
 from itertools import groupby
 from pathlib import Path
@@ -274,18 +274,21 @@ def write_template(template: Template, tokenizer: Tokenizer, directory: str | Pa
 
 
 @checked
-def read_template(path: str | Path) -> Template | None:
+def read_template(
+    path: str | Path, read: Callable[[Path], bytes] = Path.read_bytes
+) -> Template | None:
     """Return the template of a run, a model's directory or a file's; None without one.
 
-    Raises `UserError` for a template of another program, which would have to be executed.
+    `read` reads a file. Raises `UserError` for a template of another program, which would have to
+    be executed.
     """
     path, text = model_directory(Path(path)), None
     path = (path if path.is_dir() else path.parent) / FILE
     if path.is_file():
         with reading(path, "chat template"):
-            text = path.read_text(encoding="utf-8")
+            text = read(path).decode().replace("\r\n", "\n")
     elif (path := path.with_name("tokenizer_config.json")).is_file():
-        text = read_json(path).get("chat_template")
+        text = read_json(path, read).get("chat_template")
     if text is None:
         return None
     try:

@@ -26,7 +26,7 @@ from tiedgpt.weights.formats.transformers.writer import (
     write_directory,
 )
 from tiedgpt.weights.load import load
-from tiedgpt.weights.sources import open_checkpoint
+from tiedgpt.weights.source import Source
 from tiedgpt.weights.torch_file import stored_tensor
 from tiedgpt.weights.wrappers import BODY_PREFIX, OTHER_HEADS
 
@@ -113,14 +113,15 @@ class Head(nn.Module):
         `options` are the constructor's and override the file's. Raises `UserError` for a file
         without this head (see `fresh`), `CorruptInputError` for one that is damaged.
         """
-        checkpoint = open_checkpoint(source)
+        source = Source.of(source)
+        checkpoint = source.checkpoint
         stored = {name: t for name, t in checkpoint.tensors.items() if name in cls.head_tensors}
         if cls.head_tensors and not stored:
             raise UserError(
                 f"{checkpoint.source} has no {cls.head_tensors[0]}, so it is not a {cls.__name__}: "
                 f"{cls.__name__}.fresh(...) puts a new head on its body"
             )
-        gpt = load_body(checkpoint.source, dtype=dtype, keep_head=cls.predicts_tokens)
+        gpt = load_body(source, dtype=dtype, keep_head=cls.predicts_tokens)
         shapes = {name: tensor.shape for name, tensor in stored.items()}
         wrong = CorruptInputError(
             f"{checkpoint.source}: {cls.__name__} takes tensors of other shapes than {shapes}"
@@ -180,11 +181,12 @@ def take_tensors(head: Head, batch: Sequence[Tensor], names: str) -> Sequence[Te
 
 def load_body(source: str | os.PathLike[str], *, dtype: torch.dtype | None, keep_head: bool) -> GPT:
     """Load the GPT under any head; `keep_head` keeps an untied head over the vocabulary."""
-    checkpoint = open_checkpoint(source)
+    source = Source.of(source)
+    checkpoint = source.checkpoint
     # A file with a body only has no matrix that predicts, even if its config claims one.
     is_body_alone = checkpoint.usage.headless and "lm_head.weight" not in checkpoint.tensors
     gpt = load(
-        checkpoint.source,
+        source,
         resolve="tie" if is_body_alone else None,
         dtype=dtype,
         others=lambda name: name.startswith(OTHER_HEADS),

@@ -21,7 +21,7 @@ from tiedgpt.heads.inputs import pad, read_choices, read_text
 from tiedgpt.heads.tasks import MultipleChoice, SequenceClassifier
 from tiedgpt.signatures import checked
 from tiedgpt.text import Tokenizer
-from tiedgpt.weights.sources import open_checkpoint
+from tiedgpt.weights.source import Source
 
 BATCH_SIZE = 16
 RECORD_FIELDS = {
@@ -38,7 +38,8 @@ def open_head(source: str | os.PathLike[str]) -> SequenceClassifier | MultipleCh
 
     Raises `UserError` if the source has no such head.
     """
-    names = open_checkpoint(source).tensors
+    source = Source.of(source)
+    names = source.checkpoint.tensors
     for head_class in (SequenceClassifier, MultipleChoice):
         if head_class.head_tensors[0] in names:
             return head_class.from_pretrained(source)

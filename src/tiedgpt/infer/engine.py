@@ -40,8 +40,7 @@ from tiedgpt.infer.scoring import score_text
 from tiedgpt.infer.sequence import SequenceState, Token, decode
 from tiedgpt.infer.worker import QUEUE_SIZE, Generation, Worker
 from tiedgpt.text import Tokenizer
-from tiedgpt.weights.sources import local_directory
-from tiedgpt.weights.tokenizer_files import read_end_ids, tokenizer_for
+from tiedgpt.weights.source import Source, tokenizer_for
 
 if TYPE_CHECKING:
     from tiedgpt.core.model import GPT
@@ -95,21 +94,26 @@ class Engine:
         if threads is not None:
             threads = require_positive("threads", threads, MAX_THREADS)
         options = BackendOptions(precision, backend, threads, device)
-        self.tokenizer = tokenizer_for(model_or_source, tokenizer)
-        sources = (model_or_source if tokenizer is None else None, tokenizer)
-        paths = [source for source in sources if isinstance(source, (str, os.PathLike))]
-        self._template, self._template_source = template, paths[0] if paths else None
         self.notes: tuple[str, ...] = ()
         self.end_ids: tuple[int, ...] = ()  # beside the config's end-of-text token
+        source = told_by = None
         if isinstance(model_or_source, (str, os.PathLike)):
-            path = local_directory(model_or_source)
-            self.end_ids = read_end_ids(path)
-            self.runner, self.notes = open_runner(path, options, resolve=resolve, **config)
+            source = told_by = Source.of(model_or_source)
+        if isinstance(tokenizer, (str, os.PathLike)):
+            tokenizer = told_by = Source.of(tokenizer, weights=False)
+        elif tokenizer is not None:
+            told_by = None
+        self.tokenizer = tokenizer_for(source, tokenizer)
+        self._template = template
+        self._template_place = None if told_by is None else (told_by.path, told_by.read)
+        if source is not None:
+            self.end_ids = source.end_ids
+            self.runner, self.notes = open_runner(source, options, resolve=resolve, **config)
             is_fixed = True
         elif resolve is not None or config:
             raise UserError("resolve and config are for a source that is loaded")
         else:
-            self.runner, self.notes = make_runner(model_or_source, options)
+            self.runner, self.notes = make_runner(cast("GPT", model_or_source), options)
             is_fixed = self.backend == "kernels"
         self.notes += compare_vocabularies(self.tokenizer, self.runner.config.vocab_size)
         queue_size = require_positive("queue_size", queue_size)
@@ -153,11 +157,11 @@ class Engine:
     @cached_property
     def template(self) -> Template | None:
         """The chat template; None without one. `UserError` for one of another program."""
-        if self._template is not None or self._template_source is None:
+        if self._template is not None or self._template_place is None:
             return self._template
-        from tiedgpt.data.templates import FILE, read_template
+        from tiedgpt.data.templates import read_template
 
-        return read_template(local_directory(self._template_source, [FILE, "*config.json"]))
+        return read_template(*self._template_place)
 
     def generate(
         self,

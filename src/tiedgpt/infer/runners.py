@@ -7,7 +7,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
 from tiedgpt.core.config import GPTConfig
@@ -18,6 +17,7 @@ from tiedgpt.runtime import device_for_inference, device_name, find_device
 from tiedgpt.text import Tokenizer
 from tiedgpt.weights.formats.packed import find_packed, open_packed
 from tiedgpt.weights.formats.packed.panels import Precision
+from tiedgpt.weights.source import Source
 
 if TYPE_CHECKING:
     from tiedgpt.core.model import GPT
@@ -125,10 +125,10 @@ def make_runner(model: GPT, options: BackendOptions) -> tuple[Runner, tuple[str,
 
 
 def open_runner(
-    path: Path, options: BackendOptions, *, resolve: str | None, **config: Any
+    source: Source, options: BackendOptions, *, resolve: str | None, **config: Any
 ) -> tuple[Runner, tuple[str, ...]]:
     """Return the runner of a source on the device of the options, and notes for the user."""
-    packed = find_packed(path)
+    packed = find_packed(source.path)
     if packed is not None and options.backend != "torch":
         from tiedgpt.infer.packed_session import PackedRunner
 
@@ -153,7 +153,7 @@ def open_runner(
 
     if not options.allows_cpu:
         find_device(options.device)  # an error comes before the weights are read
-    loaded = load(path, dtype=PRECISION_DTYPES.get(options.precision), resolve=resolve, **config)
+    loaded = load(source, dtype=PRECISION_DTYPES.get(options.precision), resolve=resolve, **config)
     if options.needs_kernels:
         return _pack(loaded.model, options), (*loaded.notes, *options.notes())
     gpt = loaded.model

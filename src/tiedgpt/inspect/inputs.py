@@ -15,7 +15,7 @@ from tiedgpt.core.model import GPT
 from tiedgpt.errors import UserError
 from tiedgpt.options import read_number
 from tiedgpt.text import Tokenizer
-from tiedgpt.weights.tokenizer_files import tokenizer_for
+from tiedgpt.weights.source import tokenizer_for
 
 Model = GPT | nn.Module | str | os.PathLike[str]
 """A GPT, transformers' GPT-2 or GPT-1 in memory, or a path, a run directory, a hub name."""

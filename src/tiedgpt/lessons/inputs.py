@@ -26,7 +26,7 @@ from tiedgpt.text import Tokenizer
 from tiedgpt.tie import audit, untie
 from tiedgpt.tie.audits import Audit
 from tiedgpt.tie.heads import copy_sharing
-from tiedgpt.weights.tokenizer_files import tokenizer_for
+from tiedgpt.weights.source import tokenizer_for
 
 TEXT = "The result is a list of the words in the string. If there are none, the list is empty."
 MAX_TOKENS = 32

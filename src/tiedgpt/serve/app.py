@@ -51,9 +51,9 @@ def create_app(
     limits: Limits | None = None,
     hosts: Hosts | None = None,
     load: Callable[[], GPT] | None = None,
-    source: page_data.Source | None = None,
+    source: page_data.ModelPath | None = None,
     template: Template | None = None,
-    beside: page_data.Source | None = None,
+    beside: page_data.ModelPath | None = None,
 ) -> FastAPI:
     """Return the ASGI application: an engine, whose queue must hold `limits.queue`, and the page.
 
@@ -195,8 +195,8 @@ def _add_page(
     app: FastAPI,
     service: Service,
     model: TorchModel,
-    path: page_data.Source | None,
-    beside: page_data.Source | None,
+    path: page_data.ModelPath | None,
+    beside: page_data.ModelPath | None,
 ) -> None:
     """Add the page's files, and what it asks for once: the model, and its tokens' texts.
 
@@ -232,15 +232,15 @@ def _add_page(
         return _cached_response(request, data, "application/json")
 
 
-def _add_beside(app: FastAPI, source: page_data.Source, queue: int) -> None:
+def _add_beside(app: FastAPI, source: page_data.ModelPath, queue: int) -> None:
     """Add another model, whose description and positions the page shows beside this one's."""
     from tiedgpt.core.model import GPT
-    from tiedgpt.tie.audits import open_source
-    from tiedgpt.weights.tokenizer_files import tokenizer_for
+    from tiedgpt.weights.source import Source, tokenizer_for
 
-    open_source(source)  # it is loaded later, and must be there now
+    opened = Source(source)
+    assert opened.checkpoint  # it is loaded later, and must be there now
     name, inspection = page_data.directory_name(source), INSPECTIONS["positions"]
-    tokenizer = tokenizer_for(source, None)
+    tokenizer = tokenizer_for(opened, None)
     model = TorchModel(lambda: GPT.from_pretrained(source), queue, source)
 
     @app.get("/beside/inspect/model")

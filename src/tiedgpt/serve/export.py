@@ -14,7 +14,7 @@ from tiedgpt.inspect.inputs import open_input
 from tiedgpt.inspect.registry import INSPECTIONS
 from tiedgpt.inspect.rows import shards_in, vocabulary
 from tiedgpt.serve.assets import in_one_file
-from tiedgpt.serve.page_data import Source, describe_model, directory_name, inspect_model
+from tiedgpt.serve.page_data import ModelPath, describe_model, directory_name, inspect_model
 from tiedgpt.serve.page_model import (
     WIDTHS,
     choose_precision,
@@ -44,7 +44,7 @@ def export(
     text: str | list[int],
     *,
     name: str,
-    source: Source | None = None,
+    source: ModelPath | None = None,
     template: Template | None = None,
     precision: str = "auto",
     max_bytes: int = MAX_BYTES,
@@ -91,7 +91,7 @@ def export(
     return in_one_file(answers, weights)
 
 
-def _counts(model: GPT, tokenizer: Tokenizer | None, source: Source | None) -> dict[str, Any]:
+def _counts(model: GPT, tokenizer: Tokenizer | None, source: ModelPath | None) -> dict[str, Any]:
     """Return what `vocabulary` tells of a run's counts, which the page has no text to count in."""
     nothing: dict[str, Any] = {"spearman": {}, "interval": {}, "slope": {}}
     nothing |= {"ln_count": None, "r2_heldout": None}

@@ -28,14 +28,14 @@ if TYPE_CHECKING:
 
 MAX_POINTS = 1000
 """Points of a curve, evenly spaced; the last is always there."""
-Source = str | os.PathLike[str]
+ModelPath = str | os.PathLike[str]
 
 
 def inspect_model(
     inspection: Inspection,
     model: GPT,
     tokenizer: Tokenizer | None,
-    source: Source | None,
+    source: ModelPath | None,
     options: dict[str, Any],
 ) -> str:
     """Return the JSON of an inspection; tokens are counted in the source, if it is a run.
@@ -50,7 +50,7 @@ def inspect_model(
     return str(replace(result, counted_in=directory_name(source)).to_json())
 
 
-def directory_name(source: Source) -> str:
+def directory_name(source: ModelPath) -> str:
     """Return the name of the directory or file at a path, which may be no UTF-8."""
     return os.fsencode(Path(source).resolve().name).decode(errors="replace")
 
@@ -59,9 +59,9 @@ def describe_model(
     name: str,
     model: GPT,
     tokenizer: Tokenizer | None,
-    source: Source | None,
+    source: ModelPath | None,
     *,
-    path: Source | None = None,
+    path: ModelPath | None = None,
     template: Template | None = None,
     beside: str | None = None,
     counted: Ledger | None = None,
@@ -107,7 +107,7 @@ def describe_model(
     return json.dumps(to_json_data(description), allow_nan=False)  # ASCII: a path may be no UTF-8
 
 
-def _describe_chat(template: Template, source: Source | None) -> dict[str, Any]:
+def _describe_chat(template: Template, source: ModelPath | None) -> dict[str, Any]:
     """Return the facts about a chat template that the page's conversation shows."""
     return {
         "single": template.max_turns == 1,
@@ -116,7 +116,7 @@ def _describe_chat(template: Template, source: Source | None) -> dict[str, Any]:
     }
 
 
-def opening_text(source: Source, tokenizer: Tokenizer | None) -> str | list[int] | None:
+def opening_text(source: ModelPath, tokenizer: Tokenizer | None) -> str | list[int] | None:
     """Return held-out text of a run that breaks off inside a sentence; None without a run.
 
     It is the text that training stored, or else the first sentence of the held-out tokens; without
@@ -138,7 +138,7 @@ def opening_text(source: Source, tokenizer: Tokenizer | None) -> str | list[int]
     return None
 
 
-def stored_opening(source: Source, field: str = "text") -> str | None:
+def stored_opening(source: ModelPath, field: str = "text") -> str | None:
     """Return the text in opening.json of a run or of a model's directory, if there is one.
 
     A model that was tuned on conversations has a `question` there.
@@ -151,19 +151,19 @@ def stored_opening(source: Source, field: str = "text") -> str | None:
     return None
 
 
-def _stored_matrices(source: Source) -> dict[str, Any] | None:
+def _stored_matrices(source: ModelPath) -> dict[str, Any] | None:
     """Return the audit of the file, with the file's name for each matrix."""
-    from tiedgpt.tie.audits import examine, open_source
-    from tiedgpt.weights.decision import decide_tie
+    from tiedgpt.tie.audits import examine
+    from tiedgpt.weights.source import Source
 
     try:
-        checkpoint = open_source(source)
-        audit = examine(decide_tie(checkpoint))
+        opened = Source.of(source)
+        audit = examine(opened, opened.decide())
     except TiedGPTError:  # the model loaded, so this is a format whose matrices have no names
         return None
     matrices = []
     for matrix in audit.as_dict()["matrices"]:
-        place = str(checkpoint.tensors[matrix["names"][0]].storage.place)
+        place = str(opened.checkpoint.tensors[matrix["names"][0]].storage.place)
         file = place if Path(place).is_file() else audit.source
         matrices.append(matrix | {"file": Path(file).name})
     return {"format": audit.format, "verdict": audit.verdict, "matrices": matrices}

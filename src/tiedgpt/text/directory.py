@@ -8,7 +8,8 @@ transformers in `added_tokens.json` and `special_tokens_map.json`. Ids are those
 `AutoTokenizer`. Files are checked here: an error names the file in one line.
 """
 
-from collections.abc import Container, Iterator
+import io
+from collections.abc import Callable, Container, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -33,10 +34,10 @@ CONFIG = "tokenizer_config.json"
 ADDED = "added_tokens.json"
 NAMES = "special_tokens_map.json"
 MODEL_CONFIG = "config.json"
-FILE_NAMES = [
-    TOKENIZER_JSON, CONFIG, ADDED, NAMES, MODEL_CONFIG, WORDPIECE, *SENTENCEPIECE,
-    *(name for pair in PAIRS for name in pair),
+VOCABULARIES = [
+    TOKENIZER_JSON, WORDPIECE, *SENTENCEPIECE, *(name for pair in PAIRS for name in pair)
 ]  # fmt: skip
+FILE_NAMES = [*VOCABULARIES, CONFIG, ADDED, NAMES, MODEL_CONFIG]
 EXPECTED = (
     f"{TOKENIZER_JSON}, or {' or '.join(' with '.join(pair) for pair in PAIRS)}, or {WORDPIECE}"
 )
@@ -58,16 +59,19 @@ CLASS_TOKENS = {
 TOKEN_FIELDS = ("content", "single_word", "lstrip", "rstrip", "normalized", "special")
 
 Settings = dict[str, Any]
+Read = Callable[[Path], bytes]
 
 
-def read_tokenizer(path: Path) -> tuple[tokenizers.Tokenizer, Settings] | None:
+def read_tokenizer(
+    path: Path, read: Read = Path.read_bytes
+) -> tuple[tokenizers.Tokenizer, Settings] | None:
     """Return the tokenizer at `path`, a directory or a file, and its settings.
 
-    Return None if `path` has no tokenizer file. Raises CorruptInputError if one of them is damaged,
-    UserError if it cannot be read.
+    Return None if `path` has no tokenizer file. `read` reads a file. Raises CorruptInputError if
+    one of them is damaged, UserError if it cannot be read.
     """
     directory = path if path.is_dir() else path.parent
-    settings = _read_settings(directory)
+    settings = _read_settings(directory, read)
     file = path / TOKENIZER_JSON if path.is_dir() else path
     pairs = [pair for pair in PAIRS if path.is_dir() or path.name in pair]
     pairs = [pair for pair in pairs if all((directory / name).is_file() for name in pair)]
@@ -75,19 +79,19 @@ def read_tokenizer(path: Path) -> tuple[tokenizers.Tokenizer, Settings] | None:
     is_wordpiece = words.is_file() and words.name == WORDPIECE
     if file.is_file() and file.suffix == ".json" and not (pairs and file == path):
         with reading(file, "tokenizer", DOWNLOAD_AGAIN):
-            rust = tokenizers.Tokenizer.from_buffer(file.read_bytes())
+            rust = tokenizers.Tokenizer.from_buffer(read(file))
         settings = _with_class_tokens(settings, rust.get_vocab())
         _apply_settings(rust, settings)
     elif pairs and not (is_wordpiece and settings["tokenizer_class"] == "BertTokenizer"):
         vocabulary, merges = pairs[0]
-        rust, settings = _read_pair(directory / vocabulary, directory / merges, settings)
+        rust, settings = _read_pair(directory / vocabulary, directory / merges, settings, read)
     elif is_wordpiece:
-        rust, settings = _read_wordpiece(words, settings)
+        rust, settings = _read_wordpiece(words, settings, read)
     else:
         models_there = [directory / name for name in SENTENCEPIECE]
         _refuse_sentencepiece([path] if path in models_there else models_there)
         return None
-    _add_tokens(rust, settings, directory)
+    _add_tokens(rust, settings, directory, read)
     return rust, settings
 
 
@@ -98,10 +102,10 @@ def token_of(settings: Settings, key: str) -> str | None:
     return token if isinstance(token, str) else None
 
 
-def _read_settings(directory: Path) -> Settings:
+def _read_settings(directory: Path, read: Read) -> Settings:
     """Return the settings of a tokenizer, with the class that transformers gives it."""
     settings, names, model = (
-        read_json(directory / name) if (directory / name).is_file() else {}
+        read_json(directory / name, read) if (directory / name).is_file() else {}
         for name in (CONFIG, NAMES, MODEL_CONFIG)
     )
     settings = {key: value for key, value in settings.items() if value is not None}
@@ -133,9 +137,9 @@ def _apply_settings(rust: tokenizers.Tokenizer, settings: Settings) -> None:
 
 
 def _read_pair(
-    vocabulary_file: Path, merges_file: Path, settings: Settings
+    vocabulary_file: Path, merges_file: Path, settings: Settings, read: Read
 ) -> tuple[tokenizers.Tokenizer, Settings]:
-    vocabulary = _read_ids(vocabulary_file)
+    vocabulary = _read_ids(vocabulary_file, read)
     of_bytes = vocabulary.keys() >= set(BYTE_ALPHABET)
     if not of_bytes and not any(token.endswith(END_OF_WORD) for token in vocabulary):
         raise UserError(
@@ -149,7 +153,7 @@ def _read_pair(
     unknown = token_of(settings, "unk_token") or UNKNOWN
     options = {} if of_bytes else {"unk_token": unknown, "end_of_word_suffix": ending}
     with reading(merges_file, f"list of the merges of {vocabulary_file.name}", DOWNLOAD_AGAIN):
-        lines = merges_file.read_text(encoding="utf-8").split("\n")
+        lines = _read_lines(merges_file, read)
         lines = lines[1:] if lines[0].startswith("#version") else lines
         merges: list[Any] = [tuple(line.split(" ")) for line in lines if line]
         model = models.BPE(vocab=vocabulary, merges=merges, **options)
@@ -174,10 +178,12 @@ def _read_pair(
     return rust, settings
 
 
-def _read_wordpiece(file: Path, settings: Settings) -> tuple[tokenizers.Tokenizer, Settings]:
+def _read_wordpiece(
+    file: Path, settings: Settings, read: Read
+) -> tuple[tokenizers.Tokenizer, Settings]:
     """Return the WordPiece of a `vocab.txt`, a token a line, with `BertTokenizer`'s settings."""
     with reading(file, "vocabulary of WordPiece", DOWNLOAD_AGAIN):
-        tokens = file.read_text(encoding="utf-8").split("\n")
+        tokens = _read_lines(file, read)
     vocabulary = {token: id for id, token in enumerate(tokens) if token}
     settings = _with_class_tokens(settings | {"tokenizer_class": "BertTokenizer"}, vocabulary)
     unknown = token_of(settings, "unk_token") or CLASS_TOKENS["BertTokenizer"]["unk_token"]
@@ -213,7 +219,9 @@ def _refuse_sentencepiece(files: list[Path]) -> None:
             )
 
 
-def _add_tokens(rust: tokenizers.Tokenizer, settings: Settings, directory: Path) -> None:
+def _add_tokens(
+    rust: tokenizers.Tokenizer, settings: Settings, directory: Path, read: Read
+) -> None:
     """Add the tokens that the files name to those of the vocabulary, as transformers does.
 
     Raises CorruptInputError if a file gives a token another id than it has.
@@ -227,7 +235,7 @@ def _add_tokens(rust: tokenizers.Tokenizer, settings: Settings, directory: Path)
     else:
         file = directory / ADDED
         named = {token.content for token in _named_tokens(settings, directory)}
-        ids = _read_ids(file) if file.is_file() else {}
+        ids = _read_ids(file, read) if file.is_file() else {}
         tokens = {
             id: AddedToken(token, special=token in named, normalized=token not in named)
             for token, id in ids.items()
@@ -277,8 +285,13 @@ def _added_token(value: Any, file: Path) -> AddedToken:
     return token
 
 
-def _read_ids(file: Path) -> dict[str, int]:
-    ids = read_json(file)
+def _read_lines(file: Path, read: Read) -> list[str]:
+    """Return the lines of a text, whose ends are those of any system."""
+    return io.TextIOWrapper(io.BytesIO(read(file)), "utf-8").read().split("\n")
+
+
+def _read_ids(file: Path, read: Read) -> dict[str, int]:
+    ids = read_json(file, read)
     sound = all(type(id) is int and 0 <= id < 1 << 32 for id in ids.values())
     if not sound or "" in ids or len(set(ids.values())) < len(ids):
         raise CorruptInputError(f"{file}: not one id for each token; {DOWNLOAD_AGAIN}")

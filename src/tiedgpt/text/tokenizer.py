@@ -85,7 +85,7 @@ class Tokenizer(ExplainsNames):
         UserError if there is no tokenizer or it is of another kind, CorruptInputError if a file is
         damaged.
         """
-        from tiedgpt.weights.tokenizer_files import open_tokenizer
+        from tiedgpt.weights.source import open_tokenizer
 
         return open_tokenizer(source)
 

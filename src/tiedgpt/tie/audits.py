@@ -15,11 +15,10 @@ from typing import TYPE_CHECKING, Any
 from tiedgpt.errors import EXIT_OK, CheckFailedError, CorruptInputError, UserError
 from tiedgpt.runtime import to_json_data
 from tiedgpt.tie.findings import Finding, list_findings
-from tiedgpt.weights.checkpoint import Checkpoint
 from tiedgpt.weights.comparison import Comparison
-from tiedgpt.weights.decision import SOUND, Kind, TieDecision, decide_tie
-from tiedgpt.weights.gpt import check_gpt, to_gpt
-from tiedgpt.weights.sources import open_checkpoint
+from tiedgpt.weights.decision import SOUND, Kind, TieDecision
+from tiedgpt.weights.gpt import check_gpt
+from tiedgpt.weights.source import Source
 
 if TYPE_CHECKING:
     from torch import nn
@@ -89,24 +88,24 @@ def audit(
     `CorruptInputError` for a file that cannot be read, `UserError` unless there is exactly
     one candidate.
     """
-    checkpoint = open_source(source)
-    return examine(decide_tie(checkpoint, input_name=input_name, output_name=output_name))
+    opened = open_source(source)
+    return examine(opened, opened.decide(input_name=input_name, output_name=output_name))
 
 
-def open_source(source: str | os.PathLike[str] | nn.Module) -> Checkpoint:
-    """Return the tensors of a module or a checkpoint; torch is imported only if it is needed."""
+def open_source(source: str | os.PathLike[str] | nn.Module) -> Source:
+    """Return the source of a path or of any module; torch is imported only if it is needed."""
     if isinstance(source, (str, os.PathLike)):
-        return open_checkpoint(source)
+        return Source.of(source)
     torch = sys.modules.get("torch")
     if torch is None or not isinstance(source, torch.nn.Module):
         raise UserError(f"{type(source).__name__} is neither a torch.nn.Module nor a path")
     from tiedgpt.tie.modules import open_module
 
-    return open_module(source)
+    return Source(source, opened=open_module(source))
 
 
-def examine(decision: TieDecision) -> Audit:
-    """Return the audit of a checkpoint from the tie decision; see `audit`."""
+def examine(source: Source, decision: TieDecision) -> Audit:
+    """Return the audit of a source from its tie decision; see `audit`."""
     checkpoint, roles = decision.checkpoint, decision.roles
     only_reads = decision.kind == "no head" or checkpoint.usage.head_computation or roles.unreadable
     names = (roles.matrix.name, *(tensor.name for tensor in roles.aliases))
@@ -115,13 +114,13 @@ def examine(decision: TieDecision) -> Audit:
     if roles.pair is not None and not roles.is_shared:
         reads, head = roles.pair
         matrices = [(reads, names, ("reads",)), (head, (head.name,), ("predicts",))]
-    load_error = _find_load_error(decision) if decision.is_sound else None
+    load_error = _find_load_error(source, decision) if decision.is_sound else None
     return Audit(
         source=str(checkpoint.source),
         format=checkpoint.container,
         verdict=decision.kind,
-        claim=decision.claim.is_tied,
-        claim_source=decision.claim.source,
+        claim=decision.checkpoint.claim.is_tied,
+        claim_source=decision.checkpoint.claim.source,
         matrices=tuple(Matrix(n, d, t.shape, t.dtype, t.n_bytes) for t, n, d in matrices),
         comparison=roles.comparison,
         transposed=roles.transposed,
@@ -131,18 +130,17 @@ def examine(decision: TieDecision) -> Audit:
     )
 
 
-def _find_load_error(decision: TieDecision) -> str | None:
+def _find_load_error(source: Source, decision: TieDecision) -> str | None:
     """Return the error of loading a file that claims to be a GPT and whose tie is sound.
 
     Returns None for files of other architectures, and for files that load once the caller adds
     missing fields, such as `n_head`.
     """
-    checkpoint = decision.checkpoint
-    format = checkpoint.format
+    checkpoint, format = source.checkpoint, source.checkpoint.format
     if checkpoint.in_memory or format is None or not format.detect_checkpoint(checkpoint):
         return None
     try:
-        gpt = to_gpt(checkpoint)
+        gpt = source.gpt
         has_heads = "n_head" in {**gpt.assumed, **gpt.fields}
         check_gpt(checkpoint, gpt, decision.choose(), {} if has_heads else {"n_head": 1})
     except CorruptInputError as error:

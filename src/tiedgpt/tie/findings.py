@@ -11,9 +11,10 @@ from dataclasses import dataclass
 from typing import Any
 
 from tiedgpt.files import format_bytes
-from tiedgpt.weights.checkpoint import TIE_KEY, StoredTensor, printable
+from tiedgpt.weights.checkpoint import TIE_KEY
 from tiedgpt.weights.comparison import Comparison, count_nonzero_rows, detect_initialization
 from tiedgpt.weights.decision import TieDecision
+from tiedgpt.weights.tensors import StoredTensor, printable
 
 MISSPELT = {"tie_word_embedding", "tie_embeddings", "tied_word_embeddings", "tie_weights"}
 PADDING = "No text maps to these ids, yet they take part in the softmax unless they are cut off."
@@ -157,7 +158,7 @@ def _describe_one(decision: TieDecision) -> Findings:
     if decision.kind == "no head":
         yield "no head", {}
     if decision.kind == "contradicts the claim" and roles.pair is None:
-        yield "missing", {"claim": decision.claim.source}
+        yield "missing", {"claim": decision.checkpoint.claim.source}
     if decision.kind == "tied" and roles.pair is None:
         yield "one matrix" if roles.input else "one matrix, under the head's name", {}
     if roles.is_shared:
@@ -285,7 +286,7 @@ def _describe_sizes(decision: TieDecision) -> Findings:
 
 def _describe_claim(decision: TieDecision) -> tuple[str, dict[str, Any]]:
     """Return whether the claim holds, and the call or command that makes it hold."""
-    claim, is_module = decision.claim, decision.checkpoint.in_memory
+    claim, is_module = decision.checkpoint.claim, decision.checkpoint.in_memory
     if decision.is_sound:
         title = "nothing is claimed" if claim.is_tied is None else "the claim holds"
         text = f"{claim.source}. The matrices are sound: {decision.kind}."

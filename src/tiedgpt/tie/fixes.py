@@ -10,7 +10,6 @@ appears after it was opened again and judged sound, or not at all.
 from __future__ import annotations
 
 import os
-import shutil
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
@@ -25,19 +24,18 @@ from tiedgpt.errors import CheckFailedError, TiedGPTError, UserError
 from tiedgpt.files import replacing, require_room, write_json, writing
 from tiedgpt.runtime import to_json_data
 from tiedgpt.signatures import checked
-from tiedgpt.text import Tokenizer
-from tiedgpt.tie.audits import Audit, audit, examine, open_source
+from tiedgpt.tie.audits import Audit, examine, open_source
 from tiedgpt.tie.findings import format_shape
 from tiedgpt.tie.vocabulary import resize_vocab
-from tiedgpt.weights.checkpoint import TIE_KEY, Checkpoint, StoredTensor
+from tiedgpt.weights.checkpoint import TIE_KEY, Checkpoint
 from tiedgpt.weights.comparison import count_nonzero_rows
-from tiedgpt.weights.containers import open_container, read_safetensors, write_safetensors
-from tiedgpt.weights.convert import convert
-from tiedgpt.weights.decision import Keep, TieDecision, decide_tie
-from tiedgpt.weights.file import OpenFile
-from tiedgpt.weights.gpt import to_gpt
+from tiedgpt.weights.containers import open_container, write_safetensors
+from tiedgpt.weights.convert import write_copy
+from tiedgpt.weights.decision import Keep, TieDecision
 from tiedgpt.weights.load import MODEL_DTYPES, load
 from tiedgpt.weights.roles import Roles, is_transposed
+from tiedgpt.weights.source import Source
+from tiedgpt.weights.tensors import StoredTensor
 
 SAME_WEIGHTS = "it was loaded, and its weights are the source's"
 NOT_RUN = "its matrices were audited, and all its tensors are the source's byte for byte"
@@ -123,28 +121,23 @@ def fix(
             f"must be one of {', '.join(map(repr, get_args(Keep)))}, got {keep!r}", option="keep"
         )
     dest = Path(dest)
-    checkpoint = open_source(source)
-    _check_dest(dest, Path(checkpoint.source))
+    opened = open_source(source)
+    _check_dest(dest, opened.path)
     names: dict[str, Any] = {"input_name": input_name, "output_name": output_name}
-    decision = decide_tie(checkpoint, **names)
-    before, copy = examine(decision), _choose_matrices(checkpoint, decision, keep)
-    is_gpt = _is_complete_gpt(checkpoint)
+    decision = opened.decide(**names)
+    before, copy = examine(opened, decision), _choose_matrices(opened.checkpoint, decision, keep)
+    is_gpt = _is_complete_gpt(opened)
     with replacing(dest) as temporary:
         if is_gpt:
-            _save_gpt(checkpoint, copy, temporary, names)
-            after = audit(temporary)
+            after = _save_gpt(opened, copy, temporary, names)
         else:
-            _copy_tensors(checkpoint, decision.roles, copy, temporary)
-            reads, *_, predicts = [*copy.matrices] * 2
-            after = audit(
-                temporary, input_name=input_name and reads, output_name=output_name and predicts
-            )
-        _copy_files_beside(checkpoint, temporary)
+            after = _copy_tensors(opened, decision.roles, copy, temporary, names)
+        _copy_files_beside(opened, temporary)
         if after.verdict != ("tied" if copy.config[TIE_KEY] else "untied as claimed"):
             raise CheckFailedError(f"{dest} was not written: it would be {after.verdict}")
     after = replace(after, source=str(dest))
     check = SAME_WEIGHTS if is_gpt else NOT_RUN
-    return Repair(str(checkpoint.source), str(dest), copy.actions, check, before, after)
+    return Repair(str(opened.path), str(dest), copy.actions, check, before, after)
 
 
 # Decide what to write
@@ -162,7 +155,7 @@ def _choose_matrices(
             f"{source}: {decision.reason}",
             hint=f"choose whose numbers stay, with {options} (keep= in Python)",
         )
-    is_untied = decision.claim.is_tied is False
+    is_untied = decision.checkpoint.claim.is_tied is False
     if roles.pair is None or roles.is_shared:
         copy = _keep_one(checkpoint, roles, keep)
     elif keep == "both" or (keep is None and is_untied):
@@ -307,64 +300,70 @@ def _check_dest(dest: Path, source: Path) -> None:
         raise UserError(f"{dest} lies inside {home}: the source is left untouched")
 
 
-def _is_complete_gpt(checkpoint: Checkpoint) -> bool:
+def _is_complete_gpt(source: Source) -> bool:
     """Whether the file is a GPT that states its number of heads, or is of a format for GPTs only.
 
     A file that does not state it is copied like any other architecture.
     """
-    format = checkpoint.format
+    format = source.checkpoint.format
     if format is None or format.open is not open_container:
         return True
     try:
-        gpt = to_gpt(checkpoint)
+        gpt = source.gpt
     except TiedGPTError:
         return False
-    return format.detect_checkpoint(checkpoint) and "n_head" in {**gpt.assumed, **gpt.fields}
+    return format.detect_checkpoint(source.checkpoint) and "n_head" in {**gpt.assumed, **gpt.fields}
 
 
-def _save_gpt(
-    checkpoint: Checkpoint, copy: CopyMatrices, directory: Path, names: Mapping[str, Any]
-) -> None:
-    """Load a GPT and save it for transformers; `convert` compares the file with the model."""
-    dtypes = {getattr(torch, tensor.dtype, None) for tensor in checkpoint.tensors.values()}
+def _save_gpt(source: Source, copy: CopyMatrices, directory: Path, names: Mapping[str, Any]) -> Audit:
+    """Load a GPT, save it for transformers and compare the two; return the copy's audit."""
+    dtypes = {getattr(torch, tensor.dtype, None) for tensor in source.checkpoint.tensors.values()}
     floats = [dtype for dtype in MODEL_DTYPES if dtype in dtypes]
     widest = reduce(torch.promote_types, floats) if len(floats) > 1 else None
-    loaded = load(checkpoint.source, resolve=copy.resolve, dtype=widest, **names)
+    loaded = load(source, resolve=copy.resolve, dtype=widest, **names)
     rows = next(iter(copy.matrices.values())).shape[0]
     if loaded.model.config.vocab_size > rows:
         resize_vocab(loaded.model, rows)
     try:
-        tokenizer = Tokenizer.from_pretrained(checkpoint.source)
-    except TiedGPTError:  # there is none
+        tokenizer = source.tokenizer
+    except TiedGPTError:
         tokenizer = None
-    convert(loaded, directory, "transformers", tokenizer=tokenizer)
+    _, copy = write_copy(loaded, directory, "transformers", tokenizer=tokenizer)
+    return examine(copy, copy.decide())
 
 
 def _copy_tensors(
-    checkpoint: Checkpoint, roles: Roles, copy: CopyMatrices, directory: Path
-) -> None:
-    """Write the source's tensors by their names, with the copy's matrices and claim."""
+    source: Source, roles: Roles, copy: CopyMatrices, directory: Path, names: Mapping[str, Any]
+) -> Audit:
+    """Write the source's tensors by their names, with the copy's matrices and claim; audit them."""
+    checkpoint = source.checkpoint
     matrices = [t.name for t in (roles.input, roles.output, *roles.aliases) if t is not None]
     copies = {n: t for n, t in checkpoint.tensors.items() if n not in matrices} | copy.matrices
     require_room(directory.parent, sum(tensor.n_bytes for tensor in copies.values()))
     directory.mkdir()
-    file = directory / "model.safetensors"
-    write_safetensors(file, copies, {"format": "pt"})
-    for name, written in read_safetensors(OpenFile(file))[0].items():
-        pairs = zip(written.blocks(), copies[name].blocks(), strict=True)
-        if not all(np.array_equal(block, original) for block, original in pairs):
-            raise CheckFailedError(f"{name} was not written: the copy holds other bytes")
+    write_safetensors(directory / "model.safetensors", copies, {"format": "pt"})
     write_json(directory / "config.json", {**checkpoint.config, **copy.config})
+    written = Source(directory)
+    for name, original in copies.items():
+        pairs = zip(written.checkpoint.tensors[name].blocks(), original.blocks(), strict=True)
+        if not all(np.array_equal(block, expected) for block, expected in pairs):
+            raise CheckFailedError(f"{name} was not written: the copy holds other bytes")
+    reads, *_, predicts = [*copy.matrices] * 2
+    given = {
+        "input_name": names["input_name"] and reads,
+        "output_name": names["output_name"] and predicts,
+    }
+    return examine(written, written.decide(**given))
 
 
-def _copy_files_beside(checkpoint: Checkpoint, directory: Path) -> None:
+def _copy_files_beside(source: Source, directory: Path) -> None:
     """Copy the model's other files, such as its tokenizer and card."""
-    path = Path(checkpoint.source)
+    path = source.path
     home = path if path.is_dir() else path.parent
     if not (path.is_dir() or (home / "config.json").is_file()):
         return  # a lone file
-    weights = [file.name for file in checkpoint.files]
+    weights = [file.name for file in source.checkpoint.files]
     for file in home.iterdir():
         belongs = any(fnmatchcase(file.name, pattern) for pattern in MODEL_FILES)
         if file.is_file() and belongs and file.name not in weights:
-            shutil.copyfile(file, directory / file.name)
+            (directory / file.name).write_bytes(source.read(file))

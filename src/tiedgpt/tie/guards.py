@@ -35,7 +35,8 @@ from tiedgpt.core.model import GPT
 from tiedgpt.errors import CheckFailedError, UserError
 from tiedgpt.tie.heads import Unembed
 from tiedgpt.tie.modules import unwrap
-from tiedgpt.weights.checkpoint import TIE_KEY, Storage
+from tiedgpt.weights.checkpoint import TIE_KEY
+from tiedgpt.weights.tensors import Storage
 from tiedgpt.weights.torch_file import stored_tensor
 
 TIE_AGAIN = "tie(model) makes them one again"

@@ -21,9 +21,10 @@ from tiedgpt.files import format_bytes
 from tiedgpt.runtime import to_json_data
 from tiedgpt.tie.audits import open_source
 from tiedgpt.tie.findings import format_shape
-from tiedgpt.weights.checkpoint import FLOATS, Checkpoint, StoredTensor, by_storage
-from tiedgpt.weights.decision import TieDecision, decide_tie
+from tiedgpt.weights.checkpoint import Checkpoint
+from tiedgpt.weights.decision import TieDecision
 from tiedgpt.weights.roles import POSITIONS, Roles, rank_name
+from tiedgpt.weights.tensors import FLOATS, StoredTensor, by_storage
 
 if TYPE_CHECKING:
     from torch import nn
@@ -167,9 +168,10 @@ def ledger(source: str | os.PathLike[str] | nn.Module) -> Ledger:
 
     Works on any `torch.nn.Module`. Raises `CorruptInputError` for a file that cannot be read.
     """
-    checkpoint = open_source(source)
+    opened = open_source(source)
+    checkpoint = opened.checkpoint
     try:
-        decision: TieDecision | None = decide_tie(checkpoint)
+        decision: TieDecision | None = opened.decide()
     except TiedGPTError:  # a ledger needs no embedding
         decision = None
     roles = Roles(None, None) if decision is None else decision.roles

@@ -28,12 +28,11 @@ from torch import Tensor, nn
 
 from tiedgpt.core.model import GPT
 from tiedgpt.errors import CorruptInputError, UserError
-from tiedgpt.files import read_json, reading, replacing, require_room, write_json
+from tiedgpt.files import model_directory, read_json, reading, replacing, require_room, write_json
 from tiedgpt.heads import Head
 from tiedgpt.signatures import checked
 from tiedgpt.tune.adapters import Size, adapt, adapted_layers
 from tiedgpt.tune.freezing import Model, TrainableParameters, gpt_of, predicts_with_w
-from tiedgpt.weights.checkpoint import StoredTensor
 from tiedgpt.weights.containers import read_safetensors, write_safetensors
 from tiedgpt.weights.file import OpenFile
 from tiedgpt.weights.formats.transformers import (
@@ -43,7 +42,7 @@ from tiedgpt.weights.formats.transformers import (
     model_type_of,
     to_file,
 )
-from tiedgpt.weights.sources import local_directory
+from tiedgpt.weights.tensors import StoredTensor
 from tiedgpt.weights.torch_file import read_torch_file, stored_tensor
 from tiedgpt.weights.wrappers import BODY_PREFIX
 
@@ -147,7 +146,7 @@ def _find_base(source: str | None) -> str | None:
     """Return the hub name or directory by which transformers opens a SOURCE, or None."""
     if source is None or not Path(source).expanduser().exists():
         return source
-    directory = local_directory(source)
+    directory = model_directory(Path(source).expanduser())
     path = directory / "config.json"
     config = read_json(path) if path.is_file() else {}
     is_theirs = config.get("model_type") in (GPT2.name, GPT1.name) and not attention_scales(config)

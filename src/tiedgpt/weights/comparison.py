@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from tiedgpt.weights.checkpoint import StoredTensor
+from tiedgpt.weights.tensors import StoredTensor
 
 Block = NDArray[np.floating[Any]]
 N_FIRST_ROWS = 10

@@ -20,20 +20,16 @@ import numpy as np
 from safetensors import safe_open
 
 from tiedgpt.errors import CorruptInputError, UserError
-from tiedgpt.files import beside, parse_json, reading
-from tiedgpt.weights.checkpoint import (
-    DTYPES,
-    Checkpoint,
-    StoredTensor,
-    tensor_in_file,
-)
+from tiedgpt.files import beside, read_json, reading
+from tiedgpt.weights.checkpoint import Checkpoint
 from tiedgpt.weights.file import OpenFile
+from tiedgpt.weights.tensors import DTYPES, StoredTensor, tensor_in_file
 from tiedgpt.weights.wrappers import without_wrappers
 
 SUFFIXES = (".safetensors", ".pt", ".pth", ".bin", ".ckpt")
 INDEX = ".index.json"
-BEGINS = re.compile(rb".{4}\0{4}\{|PK|\x80[\x02-\x05]", re.DOTALL)
-"""The first bytes of safetensors (as `is_safetensors`), of a zip file and of a pickle."""
+BEGINS = re.compile(rb".{4}\0{4}\{|\x80[\x02-\x05]", re.DOTALL)
+"""The first bytes of safetensors (as `is_safetensors`) and of a pickle."""
 MAX_HEADER = 32 << 20
 """Bytes; GPT-3 of 175 billion parameters has a header of 120,000."""
 TORCH_NAMES = {dtype.safetensors: name for name, dtype in DTYPES.items()}
@@ -44,8 +40,8 @@ def detect(file: OpenFile) -> bool:
 
     A zip file whose members cannot be read is taken for a damaged one of torch's.
     """
-    if file.members and not any(name.endswith("data.pkl") for name in file.members):
-        return False
+    if file.head.startswith(b"PK"):
+        return not file.members or any(name.endswith("data.pkl") for name in file.members)
     return bool(BEGINS.match(file.head)) or file.path.name.endswith(INDEX)
 
 
@@ -68,7 +64,7 @@ def _open_file(file: OpenFile) -> Checkpoint:
 def _open_index(index: OpenFile) -> Checkpoint:
     """Open the shards of an index; they are next to it."""
     path = index.path
-    weight_map = parse_json(index.stream().read(), path).get("weight_map")
+    weight_map = read_json(path, lambda path: index.stream().read()).get("weight_map")
     if not isinstance(weight_map, dict) or not weight_map:
         raise CorruptInputError(f"{path} has no weight_map")
     tensors: dict[str, StoredTensor] = {}
@@ -98,12 +94,13 @@ def read_safetensors(file: OpenFile) -> tuple[dict[str, StoredTensor], dict[str,
     Raises `CorruptInputError` if the header is wrong or contradicts the file's size.
     """
     with reading(file.path, "safetensors file"):
-        stream = file.stream()
-        length = int.from_bytes(stream.read(8), "little")
+        length = int.from_bytes(file.head[:8], "little")
         if length > MAX_HEADER:
             raise ValueError(f"a header of {length:,} bytes")
         with safe_open(file.path, framework="numpy"):  # types, sizes, offsets, the file's size
-            header = json.loads(stream.read(length))
+            is_long = 8 + length > len(file.head)
+            first = file.stream().read(8 + length) if is_long else file.head[: 8 + length]
+            header = json.loads(first[8:])
     metadata = header.pop("__metadata__", None) or {}
     tensors: dict[str, StoredTensor] = {}
     for name, entry in header.items():

@@ -23,13 +23,12 @@ from tiedgpt.core.model import GPT
 from tiedgpt.errors import CheckFailedError, CorruptInputError, UserError
 from tiedgpt.files import is_running, reading, remove, sync, write_json, writing
 from tiedgpt.text import Tokenizer
-from tiedgpt.weights.decision import decide_tie
+from tiedgpt.weights.checkpoint import Writer
 from tiedgpt.weights.formats.transformers.writer import descriptions, save_tokenizer
 from tiedgpt.weights.load import Loaded, Progress, load
 from tiedgpt.weights.parameters import PRECISIONS
-from tiedgpt.weights.registry import Writer, suffixes, writer_named, writers
-from tiedgpt.weights.sources import open_checkpoint
-from tiedgpt.weights.tokenizer_files import read_end_ids
+from tiedgpt.weights.registry import suffixes, writer_named, writers
+from tiedgpt.weights.source import Source, open_tokenizer
 
 TOLERANCES = {
     "fp32": 2e-5, "fp16": 1e-2, "bf16": 5e-2, "q8_0": 5e-2, "int8": 5e-2, "int4": 0.35,
@@ -99,47 +98,75 @@ def convert(
     `UserError`, before anything is written, for a model that the format cannot express or a `path`
     that exists, `CheckFailedError` if the written model differs: then `path` is unchanged.
     """
-    model, writer = loaded.model, writer_named(to)
-    precision = _chosen_precision(to, writer, precision, model.wte.weight.dtype)
-    is_directory = writer.is_directory(path)
-    require_place(path, to, overwrite=overwrite)
+    writer, template = writer_named(to), loaded.path / CHAT[0]
     for option in options:
         if option not in writer.options:
             raise UserError(f"{option} is no option of {to}")
+    _chosen_precision(to, writer, precision, loaded.model.wte.weight.dtype)
+    require_place(path, to, overwrite=overwrite)
+    _require_tokenizer_fits(tokenizer, loaded.model)
+    _remove_leftovers(path)
+    with writing(path):
+        path.parent.mkdir(parents=True, exist_ok=True)
+        prefix = f".{path.name}.tmp-{os.getpid()}-"
+        with TemporaryDirectory(prefix=prefix, dir=path.parent) as hidden:
+            output = Path(hidden, path.name)
+            if "chat_template" in writer.options and template.is_file():
+                with reading(template, "chat template"):
+                    options["chat_template"] = template.read_text("utf-8")
+                options["end_ids"] = Source(loaded.path).end_ids
+            written, _ = write_copy(
+                loaded, output, to, tokenizer=tokenizer, precision=precision, progress=progress,
+                **options,
+            )  # fmt: skip
+            if writer.is_directory(path) and template.is_file():
+                for beside in filter(Path.is_file, (loaded.path / name for name in CHAT)):
+                    shutil.copy(beside, output)
+            _move(Path(hidden), path, overwrite)
+    return replace(written, path=path)
+
+
+def write_copy(
+    loaded: Loaded,
+    path: Path,
+    to: str,
+    *,
+    tokenizer: Tokenizer | None,
+    precision: str | None = None,
+    progress: Progress | None = None,
+    **options: Any,
+) -> tuple[Written, Source]:
+    """Write a model to a path that does not exist, and compare the copy; return its source, too.
+
+    Arguments and errors as in `convert`, but the copy stays where it is.
+    """
+    model, writer = loaded.model, writer_named(to)
+    _require_tokenizer_fits(tokenizer, model)
+    precision = _chosen_precision(to, writer, precision, model.wte.weight.dtype)
+    is_directory, target = writer.is_directory(path), path
+    if is_directory and writer.bundled:
+        target = path / writer.bundled
+        for file, description in descriptions(model, PRECISIONS[precision]).items():
+            write_json(path / file, description)
+    inside = None if is_directory else tokenizer
+    notes = writer.write(
+        model, target, precision=precision, tokenizer=inside, progress=progress, **options
+    )
+    if is_directory and tokenizer is not None:
+        save_tokenizer(tokenizer, model.config, path)
+    stored = tokenizer if writer.holds_tokenizer or is_directory else None
+    copy, precisions = Source(path), (precision, options.get("w_precision") or precision)
+    written = _compare(loaded, copy, stored, precisions)
+    return replace(written, notes=(*written.notes, *(notes or ()))), copy
+
+
+def _require_tokenizer_fits(tokenizer: Tokenizer | None, model: GPT) -> None:
     if tokenizer is not None and len(tokenizer) > model.config.vocab_size:
         raise UserError(
             f"the tokenizer has {len(tokenizer):,} tokens and the model rows for "
             f"{model.config.vocab_size:,}: they do not belong together",
             hint="name another (--tokenizer)",
         )
-    _remove_leftovers(path)
-    with writing(path):
-        path.parent.mkdir(parents=True, exist_ok=True)
-        prefix = f".{path.name}.tmp-{os.getpid()}-"
-        with TemporaryDirectory(prefix=prefix, dir=path.parent) as hidden:
-            output = target = Path(hidden, path.name)
-            if is_directory and writer.bundled:
-                target = output / writer.bundled
-                for file, description in descriptions(model, PRECISIONS[precision]).items():
-                    write_json(output / file, description)
-            inside = None if is_directory else tokenizer
-            if "chat_template" in writer.options and (loaded.path / CHAT[0]).is_file():
-                with reading(loaded.path / CHAT[0], "chat template"):
-                    options["chat_template"] = (loaded.path / CHAT[0]).read_text("utf-8")
-                options["end_ids"] = read_end_ids(loaded.path)
-            notes = writer.write(
-                model, target, precision=precision, tokenizer=inside, progress=progress, **options
-            )
-            if is_directory and tokenizer is not None:
-                save_tokenizer(tokenizer, model.config, output)
-            if is_directory and (loaded.path / CHAT[0]).is_file():
-                for beside in filter(Path.is_file, (loaded.path / name for name in CHAT)):
-                    shutil.copy(beside, output)
-            stored = tokenizer if writer.holds_tokenizer or is_directory else None
-            precisions = (precision, options.get("w_precision") or precision)
-            written = _compare(loaded, output, path, stored, precisions)
-            _move(Path(hidden), path, overwrite)
-    return replace(written, notes=(*written.notes, *(notes or ())))
 
 
 def _chosen_precision(to: str, writer: Writer, precision: str | None, dtype: torch.dtype) -> str:
@@ -207,19 +234,18 @@ def _move(hidden: Path, path: Path, overwrite: bool) -> None:
 
 
 def _compare(
-    loaded: Loaded, copy: Path, path: Path, tokenizer: Tokenizer | None, precisions: tuple[str, ...]
+    loaded: Loaded, copy: Source, tokenizer: Tokenizer | None, precisions: tuple[str, ...]
 ) -> Written:
     """Open the written model again, and raise `CheckFailedError` if it is another one.
 
     The coarsest of its precisions determines the tolerance.
     """
     try:
-        again = load(copy)
-        checkpoint = open_checkpoint(copy)
+        again, path = load(copy), copy.path
         if tokenizer is not None:
-            again_tokenizer, sample = Tokenizer.from_pretrained(copy), _sample(tokenizer)
+            again_tokenizer, sample = open_tokenizer(copy), _sample(tokenizer)
             if again_tokenizer.encode(sample) != tokenizer.encode(sample):
-                raise CheckFailedError(f"{copy.name}: its tokenizer gives other ids: not kept")
+                raise CheckFailedError(f"{path.name}: its tokenizer gives other ids: not kept")
     except CorruptInputError as error:
         raise CheckFailedError(f"what was written cannot be read again: {error}") from None
     parameters, copied = (dict(x.model.named_parameters()) for x in (loaded, again))
@@ -237,8 +263,8 @@ def _compare(
             f"{path.name} does not hold the model: logits differ by {difference:.2g} of their "
             f"size, {tolerance:g} is allowed; it is not kept"
         )
-    roles = decide_tie(checkpoint).roles
-    files = copy.rglob("*") if copy.is_dir() else copy.parent.iterdir()
+    roles = copy.decide().roles
+    files = path.rglob("*") if path.is_dir() else path.parent.iterdir()
     return Written(
         path,
         n_bytes=sum(file.stat().st_size for file in files if file.is_file()),

@@ -14,11 +14,11 @@ from pathlib import Path
 from shlex import quote
 from typing import Literal
 
-from tiedgpt.errors import CorruptInputError, TiedGPTError, UserError
-from tiedgpt.weights.checkpoint import EMBEDDING, HEAD, TIE_KEY, Checkpoint, Claim, StoredTensor
+from tiedgpt.errors import CorruptInputError, UserError
+from tiedgpt.weights.checkpoint import EMBEDDING, HEAD, TIE_KEY, Checkpoint, Claim
 from tiedgpt.weights.formats.transformers import MODEL_TYPES
-from tiedgpt.weights.gpt import to_gpt
 from tiedgpt.weights.roles import Roles, find_roles
+from tiedgpt.weights.tensors import StoredTensor
 
 Kind = Literal[
     "tied", "tied, stored twice", "untied as claimed", "broken", "contradicts the claim", "no head"
@@ -71,11 +71,6 @@ class TieDecision:
     roles: Roles
     checkpoint: Checkpoint
     """Checkpoint, with the caller's claim if the file makes no claim."""
-
-    @property
-    def claim(self) -> Claim:
-        """The claim about the head."""
-        return self.checkpoint.claim
 
     @property
     def is_turned_copy(self) -> bool:
@@ -138,7 +133,7 @@ class TieDecision:
 
 def decide_tie(
     checkpoint: Checkpoint,
-    gpt: Mapping[str, StoredTensor] | None = None,
+    gpt: Mapping[str, StoredTensor] | None,
     *,
     is_tied: bool | None = None,
     input_name: str | None = None,
@@ -146,17 +141,13 @@ def decide_tie(
 ) -> TieDecision:
     """Compare the claim with the matrices, by `TABLE`.
 
-    `gpt` are the tensors by our names if the caller has read them. `is_tied` is the caller's claim
-    about a checkpoint without one. The names are those of `find_roles`. Two matrices are read only
-    if the decision depends on their numbers.
+    `gpt` are the tensors by our names; None for another architecture. `is_tied` is the caller's
+    claim about a checkpoint without one. The names are those of `find_roles`. Two matrices are read
+    only if the decision depends on their numbers.
     """
-    if gpt is None and checkpoint.format is not None:
-        try:
-            gpt = to_gpt(checkpoint).tensors
-        except TiedGPTError:  # another architecture, or damaged
-            is_named = checkpoint.config.get("model_type") not in (None, *MODEL_TYPES)
-            is_unknown = not (is_named or checkpoint.any_layout)
-            checkpoint = replace(checkpoint, is_unknown=is_unknown)
+    if gpt is None and not checkpoint.any_layout:
+        is_unknown = checkpoint.config.get("model_type") in (None, *MODEL_TYPES)
+        checkpoint = replace(checkpoint, is_unknown=is_unknown)
     if is_tied is not None:
         if checkpoint.claim.is_tied not in (None, is_tied):
             raise UserError(f"{TIE_KEY}={is_tied} contradicts the file: {checkpoint.claim.source}")

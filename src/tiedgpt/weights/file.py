@@ -6,16 +6,20 @@ import io
 import mmap
 import os
 import zipfile
+from collections.abc import Callable
 from functools import cached_property
 from pathlib import Path
 from threading import Lock
-from typing import BinaryIO
+from typing import Any, BinaryIO
 from weakref import finalize
+
+import numpy as np
+from numpy.typing import NDArray
 
 from tiedgpt.errors import CorruptInputError
 from tiedgpt.files import reading
 
-HEAD_BYTES = 4096
+HEAD_BYTES = 1 << 16
 """Number of first bytes that `OpenFile.head` holds."""
 
 
@@ -25,8 +29,10 @@ class OpenFile:
     Raises `UserError` if it cannot be read.
     """
 
-    def __init__(self, path: Path) -> None:
+    def __init__(self, path: Path, read: Callable[[Path], bytes] = Path.read_bytes) -> None:
         self.path, self._lock = path, Lock()
+        self.read = read
+        """Function that reads a small file, such as one beside it."""
         with reading(path, "file"):
             self._raw = path.open("rb", buffering=0)
             finalize(self, self._raw.close)
@@ -58,12 +64,22 @@ class OpenFile:
         """Return the bytes of the file, mapped into memory."""
         return mmap.mmap(self._raw.fileno(), 0, access=mmap.ACCESS_READ)
 
-    def read_into(self, start: int, block: memoryview) -> None:
-        """Fill a block with the bytes from `start` on; `CorruptInputError` if there are fewer."""
+    def read_block(
+        self, place: int, width: int, columns: int, first: int, end: int, low: int, high: int
+    ) -> NDArray[Any]:
+        """Return rows [first, end), columns [low, high) of the matrix that begins at a place.
+
+        Its items have `width` bytes. Raises `CorruptInputError` for a file that is too short.
+        """
+        block = np.empty((end - first, high - low), f"<u{width}")
+        is_whole = (low, high) == (0, columns)
         with self._lock, reading(self.path, "file of tensors"):
-            self._raw.seek(start)
-            while block.nbytes:  # the system reads at most 2 GB at once
-                n_bytes = self._raw.readinto(block)
-                if not n_bytes:
-                    raise CorruptInputError(f"{self.path} was cut off while it was read")
-                block = block[n_bytes:]
+            for row, run in enumerate([block] if is_whole else block, first):
+                left = run.reshape(-1).view(np.uint8).data
+                self._raw.seek(place + (row * columns + low) * width)
+                while left.nbytes:  # the system reads at most 2 GB at once
+                    n_bytes = self._raw.readinto(left)
+                    if not n_bytes:
+                        raise CorruptInputError(f"{self.path} was cut off while it was read")
+                    left = left[n_bytes:]
+        return block

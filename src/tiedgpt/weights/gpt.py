@@ -9,14 +9,15 @@ No tensor is read here.
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field, replace
+from collections.abc import Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from tiedgpt.core.config import GPTConfig
 from tiedgpt.errors import CorruptInputError, UserError
-from tiedgpt.weights.checkpoint import EMBEDDING, HEAD, TIE_KEY, Checkpoint, StoredTensor, printable
+from tiedgpt.weights.checkpoint import EMBEDDING, HEAD, TIE_KEY, Checkpoint, GPTCheckpoint
+from tiedgpt.weights.tensors import StoredTensor, printable
 from tiedgpt.weights.wrappers import OTHER_HEADS, find_nested_gpt
 
 DROPOUTS = ("embd_pdrop", "attn_pdrop", "resid_pdrop")
@@ -25,27 +26,8 @@ SLACK_BYTES = 1 << 20
 MAX_NAME_LENGTH = 200
 
 
-@dataclass(frozen=True)
-class GPTCheckpoint:
-    """GPT in a checkpoint: config fields, and tensors under our names."""
-
-    layout: str
-    """Origin of names and layout: "transformers gpt2", "nanoGPT", ..."""
-    fields: Mapping[str, Any]
-    """Values in the checkpoint under GPTConfig's names."""
-    tensors: dict[str, StoredTensor]
-    """Tensors under our names, with `head.weight` if there is a second matrix."""
-    assumed: Mapping[str, Any] = field(default_factory=dict)
-    """Values of fields that such a checkpoint leaves out."""
-    foreign: Mapping[str, Any] = field(default_factory=dict)
-    """Keys of its config that do not change the computation."""
-    notes: tuple[str, ...] = ()
-    guesses: Mapping[str, str] = field(default_factory=dict)
-    """Notes on uncertain values by field, left out for fields that the caller gives."""
-
-
-def to_gpt(checkpoint: Checkpoint, leave_out: Callable[[str], bool] | None = None) -> GPTCheckpoint:
-    """Return the GPT in a checkpoint, without the tensors that `leave_out(our name)` selects.
+def to_gpt(checkpoint: Checkpoint) -> GPTCheckpoint:
+    """Return the GPT in a checkpoint by its format's translation, and check its matrices.
 
     Raises `UserError` for another architecture, `CorruptInputError` if its tensors contradict each
     other, or if neither W nor a head is a matrix.
@@ -58,8 +40,6 @@ def to_gpt(checkpoint: Checkpoint, leave_out: Callable[[str], bool] | None = Non
         if source in str(error):
             raise
         raise type(error)(f"{source}: {error.problem()}", hint=error.hint) from None
-    if leave_out is not None:
-        gpt = replace(gpt, tensors={n: t for n, t in gpt.tensors.items() if not leave_out(n)})
     matrices = {name: gpt.tensors[name] for name in (EMBEDDING, HEAD) if name in gpt.tensors}
     for name, matrix in matrices.items():
         if not (len(matrix.shape) == 2 and all(matrix.shape)):

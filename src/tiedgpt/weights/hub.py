@@ -1,21 +1,26 @@
-"""Upload of a model directory to a repository of the Hugging Face hub, and the hub's errors.
+"""Downloads from the Hugging Face hub, uploads to it, and the hub's errors.
 
-The files that transformers and `tiedgpt` load are sent, and the card. A run's checkpoints, data
-and record stay here.
+Of a repository, the configs, the tokenizer and the weights in one format are fetched. Of a model
+directory, the files that transformers and `tiedgpt` load are sent, and the card; a run's
+checkpoints, data and record stay here.
 """
 
 from __future__ import annotations
 
 import contextlib
 import glob
+import os
 import re
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from fnmatch import fnmatch
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from tiedgpt.errors import TiedGPTError, UserError
+from tiedgpt.text.directory import FILE_NAMES, VOCABULARIES
+from tiedgpt.weights.registry import formats
 
 if TYPE_CHECKING:
     from tiedgpt.core.model import GPT
@@ -27,6 +32,8 @@ PATTERNS = (
     "model.safetensors.index.json", "tokenizer.json", "vocab.json", "merges.txt",
 )  # fmt: skip
 """Files of a model directory that are sent."""
+CONFIGS = ("config.json", "generation_config.json", "chat_template.jinja")
+NO_WEIGHTS = ("training_args.bin", "optimizer.*", "scheduler.*", "rng_state*", "adapter_model.*")
 LOGIN = "run `hf auth login` or set HF_TOKEN"
 MESSAGE = "Upload a model by tiedgpt"
 
@@ -77,6 +84,64 @@ def asking_hub(problem: str) -> Iterator[None]:
         texts = filter(None, (str(error), str(error.__cause__ or "")))
         why = " ".join(" ".join(texts).split()) or type(error).__name__
         raise UserError(f"{problem}: {why}") from None
+
+
+def download(
+    name: str, *, weights: bool, revision: str | None, cache_dir: str | os.PathLike[str] | None
+) -> Path:
+    """Return the directory of the cache into which a repository's files were fetched.
+
+    Without `weights`, these are the configs and the tokenizer. Raises `UserError` if there is no
+    such repository, or if it holds several models.
+    """
+    if not is_hub_name(name):
+        raise UserError(f"{name} does not exist", hint="check the name")
+    from huggingface_hub import HfApi, snapshot_download
+    from huggingface_hub.errors import HfHubHTTPError
+
+    patterns = [*CONFIGS, *FILE_NAMES]
+    with asking_hub(f"{name} is no file or directory here"):
+        try:
+            siblings = HfApi().model_info(name, revision=revision).siblings or []
+            files = [sibling.rfilename for sibling in siblings]
+            patterns = select_files(name, files, weights=weights)
+        except (HfHubHTTPError, UserError):
+            raise
+        except Exception:  # offline, by any HTTP library: the cache may have it all the same
+            for format in formats() if weights else ():
+                groups = (pattern for group in format.hub_patterns for pattern in group)
+                patterns += [*format.hub_configs, *groups]
+        options: dict[str, Any] = {"revision": revision, "cache_dir": cache_dir}
+        return Path(snapshot_download(name, allow_patterns=patterns, **options))
+
+
+def select_files(name: str, files: Sequence[str], *, weights: bool = True) -> list[str]:
+    """Return the files of a repository to fetch: configs, tokenizer, and weights in one format.
+
+    Raises `UserError` if it holds several models in that format.
+    """
+
+    def matching(patterns: Iterable[str], folders: Iterable[Path] = (Path(),)) -> list[str]:
+        paths = [Path(file) for file in files if Path(file).parent in folders]
+        return [str(path) for path in paths if any(fnmatch(path.name, p) for p in patterns)]
+
+    selected = matching({**dict.fromkeys(CONFIGS), **dict.fromkeys(FILE_NAMES)})
+    if not matching(VOCABULARIES):
+        records = (format.tokenizer for format in formats())
+        selected += matching([record.hub_name for record in records if record is not None])
+    others = matching(NO_WEIGHTS)
+    for format in formats() if weights else ():
+        folders = {Path(), *(Path(file).parent for file in format.file_names)}
+        for patterns in format.hub_patterns:
+            found = [file for file in matching(patterns, folders) if file not in others]
+            if format.is_whole_in_one_file and len(found) > 1:
+                raise UserError(
+                    f"{name} holds {len(found)} files of weights ({', '.join(found[:6])})",
+                    hint="download one of them and name it",
+                )
+            if found:
+                return [*selected, *matching(format.hub_configs), *found]
+    return selected
 
 
 def push(

@@ -2,8 +2,8 @@
 
 SOURCE is a directory, a file in any known format, a hub name, or a model of transformers in memory.
 
-    open_checkpoint (sources.py)    SOURCE -> Checkpoint: tensors, config and claim of a file
-    to_gpt (gpt.py)                 -> GPTCheckpoint: our names, our layout, config fields
+    source.checkpoint (source.py)   tensors, config and claim of a file
+    source.gpt                      our names, our layout, config fields
     decide_tie (decision.py)        -> TieDecision: one matrix or two
     check_gpt (gpt.py)              -> CheckedGPT: a config, and the tensors of its parameters
     build_model                     -> GPT; each tensor is read once
@@ -16,7 +16,7 @@ from __future__ import annotations
 import os
 import warnings
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -27,10 +27,9 @@ from tiedgpt.core.model import GPT
 from tiedgpt.errors import CorruptInputError, UserError
 from tiedgpt.weights.checkpoint import EMBEDDING, TIE_KEY
 from tiedgpt.weights.decision import decide_tie
-from tiedgpt.weights.gpt import CheckedGPT, check_gpt, to_gpt
-from tiedgpt.weights.sources import open_checkpoint, open_module
+from tiedgpt.weights.gpt import CheckedGPT, check_gpt
+from tiedgpt.weights.source import Source
 
-Source = str | os.PathLike[str] | nn.Module
 MODEL_DTYPES = (torch.float32, torch.float16, torch.bfloat16, torch.float64)
 Progress = Callable[[int, int], None]
 """Function of the number of bytes read and their total."""
@@ -55,7 +54,7 @@ class Loaded:
     notes: tuple[str, ...]
 
 
-def load_model(source: Source, **options: Any) -> GPT:
+def load_model(source: str | os.PathLike[str] | nn.Module, **options: Any) -> GPT:
     """Load a model and warn (`CheckpointWarning`) of every note; see `GPT.from_pretrained`."""
     loaded = load(source, **options)
     for note in loaded.notes:
@@ -64,7 +63,7 @@ def load_model(source: Source, **options: Any) -> GPT:
 
 
 def load(
-    source: Source,
+    source: str | os.PathLike[str] | nn.Module,
     *,
     resolve: str | None = None,
     dtype: torch.dtype | None = None,
@@ -83,12 +82,12 @@ def load(
     """
     if dtype is not None and dtype not in MODEL_DTYPES:
         raise UserError(f"dtype={dtype!r} is none of {', '.join(map(str, MODEL_DTYPES))}")
-    if isinstance(source, nn.Module):
-        checkpoint = open_module(source)
-    else:
-        checkpoint = open_checkpoint(source, revision=revision, cache_dir=cache_dir)
+    source = Source.of(source, revision=revision, cache_dir=cache_dir)
+    checkpoint = source.checkpoint
     try:
-        gpt = to_gpt(checkpoint, leave_out=others)
+        gpt = source.gpt
+        if others is not None:
+            gpt = replace(gpt, tensors={n: t for n, t in gpt.tensors.items() if not others(n)})
         decision = decide_tie(
             checkpoint,
             gpt.tensors,

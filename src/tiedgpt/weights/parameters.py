@@ -15,9 +15,8 @@ from torch import Tensor, nn
 from tiedgpt.core.config import GPTConfig
 from tiedgpt.core.model import GPT
 from tiedgpt.errors import UserError
-from tiedgpt.weights.checkpoint import EMBEDDING, HEAD
+from tiedgpt.weights.checkpoint import EMBEDDING, HEAD, Writer
 from tiedgpt.weights.gpt import shapes
-from tiedgpt.weights.registry import Writer
 from tiedgpt.weights.wrappers import WRAPPERS
 
 PRECISIONS = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}

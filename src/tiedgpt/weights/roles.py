@@ -15,8 +15,9 @@ from dataclasses import dataclass
 from functools import cached_property
 
 from tiedgpt.errors import UserError
-from tiedgpt.weights.checkpoint import EMBEDDING, FLOATS, HEAD, Checkpoint, StoredTensor, printable
+from tiedgpt.weights.checkpoint import EMBEDDING, HEAD, Checkpoint
 from tiedgpt.weights.comparison import Comparison, compare
+from tiedgpt.weights.tensors import FLOATS, StoredTensor, printable
 
 READS = frozenset(
     "wte tokens_embed embed_tokens tok_embeddings word_embeddings word_embedding token_embd "

@@ -21,8 +21,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, BinaryIO
 
 from tiedgpt.errors import CorruptInputError, UserError
-from tiedgpt.weights.checkpoint import Checkpoint, Native, Read, Storage, StoredTensor
+from tiedgpt.weights.checkpoint import Checkpoint
 from tiedgpt.weights.file import OpenFile
+from tiedgpt.weights.tensors import Native, Read, Storage, StoredTensor
 
 if TYPE_CHECKING:
     import torch

@@ -12,7 +12,8 @@ from collections.abc import Iterable
 from dataclasses import replace
 
 from tiedgpt.errors import CorruptInputError, UserError
-from tiedgpt.weights.checkpoint import Checkpoint, StoredTensor, printable
+from tiedgpt.weights.checkpoint import Checkpoint
+from tiedgpt.weights.tensors import StoredTensor, printable
 
 BODY_PREFIX = "transformer."
 OTHER_HEADS = ("score.", "classifier.", "multiple_choice_head.", "qa_outputs.")

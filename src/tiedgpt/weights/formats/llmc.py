@@ -17,10 +17,10 @@ import struct
 
 from tiedgpt.core.config import GPTConfig
 from tiedgpt.files import reading
-from tiedgpt.weights.checkpoint import FLOATS, Checkpoint, Claim, StoredTensor, tensor_in_file
+from tiedgpt.weights.checkpoint import Checkpoint, Claim, Format, GPTCheckpoint
 from tiedgpt.weights.file import OpenFile
-from tiedgpt.weights.gpt import GPTCheckpoint, shapes
-from tiedgpt.weights.registry import Format
+from tiedgpt.weights.gpt import shapes
+from tiedgpt.weights.tensors import FLOATS, StoredTensor, tensor_in_file
 
 MAGIC = (20240326).to_bytes(4, "little")
 OTHER_MAGICS = tuple(n.to_bytes(4, "little") for n in (20240327, 20240328, 20240520))

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from tiedgpt.weights.checkpoint import Checkpoint, Claim
+from tiedgpt.weights.checkpoint import Checkpoint, Claim, Format, GPTCheckpoint
 from tiedgpt.weights.containers import detect, open_container
 from tiedgpt.weights.formats.state_dict import (
     has_biases,
@@ -17,8 +17,6 @@ from tiedgpt.weights.formats.state_dict import (
     has_two_matrices,
 )
 from tiedgpt.weights.formats.transformers import our_tensors
-from tiedgpt.weights.gpt import GPTCheckpoint
-from tiedgpt.weights.registry import Format
 
 HEADS = {
     "openai-gpt": 12, "gpt2": 12, "gpt2-medium": 16, "gpt2-large": 20, "gpt2-xl": 25,

@@ -19,13 +19,19 @@ from typing import TYPE_CHECKING, Any
 
 from tiedgpt.errors import CorruptInputError, UserError
 from tiedgpt.files import reading, replacing, require_room
-from tiedgpt.weights.checkpoint import EMBEDDING, Checkpoint, printable
+from tiedgpt.weights.checkpoint import (
+    EMBEDDING,
+    Checkpoint,
+    Format,
+    GPTCheckpoint,
+    TokenizerFile,
+    Writer,
+)
 from tiedgpt.weights.containers import detect, open_container
 from tiedgpt.weights.file import OpenFile
 from tiedgpt.weights.formats.state_dict import has_biases, has_linear_layout, has_prefix
 from tiedgpt.weights.formats.transformers import LM_HEAD, our_tensors
-from tiedgpt.weights.gpt import GPTCheckpoint
-from tiedgpt.weights.registry import Format, TokenizerFile, Writer
+from tiedgpt.weights.tensors import printable
 from tiedgpt.weights.wrappers import BODY_PREFIX
 
 if TYPE_CHECKING:

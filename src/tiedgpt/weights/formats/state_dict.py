@@ -9,11 +9,10 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from tiedgpt.weights.checkpoint import EMBEDDING, HEAD, Checkpoint, Claim, StoredTensor
+from tiedgpt.weights.checkpoint import EMBEDDING, HEAD, Checkpoint, Claim, Format, GPTCheckpoint
 from tiedgpt.weights.containers import detect, open_container
 from tiedgpt.weights.formats.transformers import our_tensors
-from tiedgpt.weights.gpt import GPTCheckpoint
-from tiedgpt.weights.registry import Format
+from tiedgpt.weights.tensors import StoredTensor
 from tiedgpt.weights.wrappers import BODY_PREFIX
 
 ACTIVATION = "gelu_new"

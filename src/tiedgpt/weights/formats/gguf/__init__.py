@@ -24,16 +24,16 @@ from tiedgpt.errors import CorruptInputError, UserError
 from tiedgpt.files import reading
 from tiedgpt.runtime import require_package
 from tiedgpt.weights.checkpoint import (
-    DTYPES,
-    FLOATS,
     Checkpoint,
     Claim,
-    StoredTensor,
-    tensor_in_file,
+    Format,
+    GPTCheckpoint,
+    TokenizerFile,
+    Writer,
 )
 from tiedgpt.weights.file import OpenFile
-from tiedgpt.weights.gpt import GPTCheckpoint
-from tiedgpt.weights.registry import Format, TokenizerFile, Writer, defer
+from tiedgpt.weights.registry import defer
+from tiedgpt.weights.tensors import DTYPES, FLOATS, StoredTensor, tensor_in_file
 
 MAGIC = b"GGUF"
 SCALARS = {

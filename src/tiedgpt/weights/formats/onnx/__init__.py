@@ -23,21 +23,18 @@ from tiedgpt.files import beside, reading
 from tiedgpt.runtime import require_package
 from tiedgpt.weights.checkpoint import (
     EMBEDDING,
-    FLOATS,
     HEAD,
     Checkpoint,
     Claim,
-    Native,
-    Storage,
-    StoredTensor,
+    Format,
+    GPTCheckpoint,
     Usage,
-    printable,
-    tensor_in_file,
+    Writer,
 )
 from tiedgpt.weights.file import OpenFile
 from tiedgpt.weights.formats.transformers import CONV1D
-from tiedgpt.weights.gpt import GPTCheckpoint
-from tiedgpt.weights.registry import Format, Writer, defer
+from tiedgpt.weights.registry import defer
+from tiedgpt.weights.tensors import FLOATS, Native, Storage, StoredTensor, printable, tensor_in_file
 
 METADATA_KEY = "tiedgpt"
 """In the metadata of our own files: the GPTConfig as JSON."""

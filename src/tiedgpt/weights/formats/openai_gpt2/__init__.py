@@ -12,12 +12,11 @@ from dataclasses import replace
 from typing import Any
 
 from tiedgpt.files import read_json
-from tiedgpt.weights.checkpoint import EMBEDDING, Checkpoint, Claim, StoredTensor, printable
+from tiedgpt.weights.checkpoint import EMBEDDING, Checkpoint, Claim, Format, GPTCheckpoint
 from tiedgpt.weights.file import OpenFile
 from tiedgpt.weights.formats.openai_gpt2.tensorflow_bundle import is_index, read_bundle
 from tiedgpt.weights.formats.transformers import config_fields
-from tiedgpt.weights.gpt import GPTCheckpoint
-from tiedgpt.weights.registry import Format
+from tiedgpt.weights.tensors import StoredTensor, printable
 
 HPARAMS = {"n_vocab": "vocab_size", "n_ctx": "n_positions", "n_embd": "n_embd",
            "n_head": "n_head", "n_layer": "n_layer"}  # fmt: skip
@@ -32,7 +31,7 @@ def open_bundle(index: OpenFile) -> Checkpoint:
     """Read the index of a TensorFlow checkpoint, and hparams.json; raises as `read_bundle`."""
     path, (tensors, files) = index.path, read_bundle(index)
     file = path.parent / "hparams.json"
-    hparams = read_json(file) if file.is_file() else {}
+    hparams = read_json(file, index.read) if file.is_file() else {}
     config = {HPARAMS[key]: value for key, value in hparams.items() if key in HPARAMS}
     claim = Claim(source="a TensorFlow checkpoint does not say whether the head is tied")
     return Checkpoint(path, "TensorFlow", tensors, config, files=files, claim=claim)

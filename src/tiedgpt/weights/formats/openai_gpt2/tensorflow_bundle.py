@@ -19,8 +19,8 @@ from pathlib import Path
 from tiedgpt.errors import CorruptInputError, UserError
 from tiedgpt.files import beside, reading
 from tiedgpt.runtime import require_package
-from tiedgpt.weights.checkpoint import Native, Read, StoredTensor, printable, tensor_in_file
 from tiedgpt.weights.file import OpenFile
+from tiedgpt.weights.tensors import Native, Read, StoredTensor, printable, tensor_in_file
 
 MAGIC = struct.pack("<Q", 0xDB4775248B80FB57)
 """The last 8 bytes of a LevelDB table."""

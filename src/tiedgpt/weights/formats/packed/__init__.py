@@ -24,7 +24,7 @@ from numpy.typing import NDArray
 from tiedgpt.core.config import GPTConfig
 from tiedgpt.errors import CorruptInputError, UserError
 from tiedgpt.files import read_json, reading
-from tiedgpt.weights.checkpoint import Checkpoint, Native, Storage, StoredTensor, tensor_in_file
+from tiedgpt.weights.checkpoint import Checkpoint, Format, GPTCheckpoint, Writer
 from tiedgpt.weights.containers import is_safetensors, read_safetensors
 from tiedgpt.weights.file import OpenFile
 from tiedgpt.weights.formats.packed.panels import (
@@ -38,8 +38,9 @@ from tiedgpt.weights.formats.packed.panels import (
     unpack,
 )
 from tiedgpt.weights.formats.transformers import PACKED, config_fields
-from tiedgpt.weights.gpt import GPTCheckpoint, shapes
-from tiedgpt.weights.registry import Format, Writer, defer
+from tiedgpt.weights.gpt import shapes
+from tiedgpt.weights.registry import defer
+from tiedgpt.weights.tensors import Native, Storage, StoredTensor, tensor_in_file
 
 FILE = "packed.safetensors"
 FORMAT_NAME, VERSION = "tiedgpt-packed", "1"
@@ -147,8 +148,8 @@ def open_packed(path: str | os.PathLike[str], opened: OpenFile | None = None) ->
     file = path / FILE
     if not file.is_file():
         raise UserError(f"{path} holds no packed model: tiedgpt convert MODEL DEST --to packed")
-    config = _read_config(path / "config.json")
     opened = opened or OpenFile(file)
+    config = _read_config(path / "config.json", opened)
     entries, metadata = read_safetensors(opened)
     entries.pop(PADDING, None)
     precision: Any = metadata.get("precision")
@@ -176,8 +177,8 @@ def open_packed(path: str | os.PathLike[str], opened: OpenFile | None = None) ->
     return PackedModel(config, precision, arrays, file, mapped)
 
 
-def _read_config(path: Path) -> GPTConfig:
-    described = read_json(path)
+def _read_config(path: Path, file: OpenFile) -> GPTConfig:
+    described = read_json(path, file.read)
     try:
         if described.get("model_type") != PACKED.name:
             raise UserError("it is of another model")

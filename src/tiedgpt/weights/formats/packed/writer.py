@@ -17,7 +17,6 @@ from tiedgpt.core.layers import MLP, Attention, Block
 from tiedgpt.core.model import GPT
 from tiedgpt.errors import CheckFailedError, UserError
 from tiedgpt.files import replacing, require_room, write_json
-from tiedgpt.weights.checkpoint import StoredTensor
 from tiedgpt.weights.containers import write_safetensors
 from tiedgpt.weights.formats.packed import (
     ALIGNMENT,
@@ -35,6 +34,7 @@ from tiedgpt.weights.formats.packed.panels import Precision, pack
 from tiedgpt.weights.formats.transformers import PACKED, config_json
 from tiedgpt.weights.load import Progress
 from tiedgpt.weights.parameters import gpt_parameters
+from tiedgpt.weights.tensors import StoredTensor
 from tiedgpt.weights.torch_file import stored_tensor
 
 MODULES = {

@@ -19,13 +19,14 @@ from tiedgpt.weights.checkpoint import (
     HEAD,
     Checkpoint,
     Claim,
-    StoredTensor,
+    Format,
+    GPTCheckpoint,
+    Writer,
     claim_in,
-    printable,
 )
 from tiedgpt.weights.containers import SUFFIXES, detect, open_container
-from tiedgpt.weights.gpt import GPTCheckpoint
-from tiedgpt.weights.registry import Format, Writer, defer
+from tiedgpt.weights.registry import defer
+from tiedgpt.weights.tensors import StoredTensor, printable
 from tiedgpt.weights.wrappers import BODY_PREFIX, without_wrappers
 
 if TYPE_CHECKING:

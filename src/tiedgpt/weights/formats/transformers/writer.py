@@ -16,7 +16,6 @@ from tiedgpt.errors import UserError
 from tiedgpt.files import format_count, read_json, replacing, require_room, write_json, writing
 from tiedgpt.signatures import checked
 from tiedgpt.text.tokenizer import Tokenizer
-from tiedgpt.weights.checkpoint import StoredTensor
 from tiedgpt.weights.containers import write_safetensors
 from tiedgpt.weights.formats.transformers import (
     CONV1D,
@@ -26,6 +25,7 @@ from tiedgpt.weights.formats.transformers import (
     to_file,
 )
 from tiedgpt.weights.parameters import PRECISIONS, gpt_parameters, zero_biases
+from tiedgpt.weights.tensors import StoredTensor
 from tiedgpt.weights.torch_file import stored_tensor
 
 OUR_CARD = "<!-- written by tiedgpt: a later save writes it anew; remove this line to keep it -->"
