@@ -39,7 +39,8 @@ MODULES = {
     "FeatureExtractor pad open_head predict",
     "tiedgpt.data": "plan_preparation prepare_data verify_data",
     "tiedgpt.evaluate.texts": "score_text TextScore",
-    "tiedgpt.weights.registry": "register Format TokenizerFile Writer",
+    "tiedgpt.weights": "Source register Format TokenizerFile Writer",
+    "tiedgpt.weights.checkpoint": "Program",
     "tiedgpt.errors": "UserError CorruptInputError NoRoomError DivergedError CheckFailedError",
 }
 """What python.md lists: names of each module that users import from."""
@@ -231,7 +232,7 @@ def checkpoint_formats() -> str:
         read.append((format.title, format.about, format.about_tokenizer, needs))
         if writer := format.writer:
             fields = ("tie_word_embeddings", "norm", "attention_windows")
-            computed = ["no" if field in writer.fixed else "yes" for field in fields]
+            computed = ["yes" if writer.program.supports(field) else "no" for field in fields]
             inside = "in a directory" if writer.bundled else "no"
             inside = "yes" if writer.holds_tokenizer else inside
             write.append((format.name, ", ".join(writer.precisions), *computed, inside))

@@ -2,9 +2,10 @@
 
 import errno
 import shutil
-from dataclasses import replace
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 from torch import nn
@@ -14,11 +15,12 @@ from torch.nn.utils import parametrizations, prune
 from transformers import AutoModelForCausalLM
 
 from tests.conftest import random_gpt
-from tiedgpt import GPT
+from tiedgpt import GPT, GPTConfig
 from tiedgpt.errors import NoRoomError, UserError
+from tiedgpt.serve.page_model import PAGE
 from tiedgpt.weights.checkpoint import Writer
 from tiedgpt.weights.load import load
-from tiedgpt.weights.parameters import PRECISIONS
+from tiedgpt.weights.parameters import PRECISIONS, parameters_for
 from tiedgpt.weights.registry import writers
 
 pytestmark = pytest.mark.filterwarnings("ignore::tiedgpt.weights.load.CheckpointWarning")
@@ -52,7 +54,7 @@ def make(tokenizer):
     """A model that a writer takes, unless fields say otherwise."""
 
     def model_for(writer: Writer, **fields) -> GPT:
-        required = {"activation_function": writer.activation or "gelu_new", "n_layer": 2}
+        required = {"activation_function": writer.program.activation, "n_layer": 2}
         return random_gpt(3, **{"vocab_size": len(tokenizer)} | required | fields)
 
     return model_for
@@ -78,10 +80,9 @@ def can_hold(name: str, variant: str) -> bool:
     writer, fields = writers()[name], VARIANTS[variant]
     if name == "gguf" and not {"bias", "resid_pdrop"}.isdisjoint(fields):
         return False  # it holds zeros for missing biases, and no dropouts
-    fixed = {**writer.fixed} | (
-        {"activation_function": writer.activation} if writer.activation else {}
-    )
-    return all(fixed.get(field, value) == value for field, value in fields.items())
+    program = writer.program
+    own = fields.get("activation_function") == program.activation
+    return all(program.supports(f) or (f == "activation_function" and own) for f in fields)
 
 
 CASES = [(name, variant) for name in writers() for variant in VARIANTS if can_hold(name, variant)]
@@ -126,17 +127,77 @@ def test_gguf_holds_zeros_for_absent_biases(make, write, tmp_path):
     [
         (name, field)
         for name, writer in writers().items()
-        for field in (*writer.fixed, *(["activation_function"] if writer.activation else []))
+        for field in REFUSED
+        if not writer.program.supports(field)
     ],
 )
 def test_architectures_a_program_lacks_are_refused_by_name(name, field, make, write, tmp_path):
     writer = writers()[name]
     model = make(writer, **{field: REFUSED[field]})
-    texts = {"tie_word_embeddings": "a head of its own", "activation_function": "activation 'relu'"}
-    with pytest.raises(UserError, match=rf"{texts.get(field, field)}.* cannot be written") as error:
+    with pytest.raises(UserError, match=rf"{field}=\S.* cannot be written") as error:
         write(name, model, tmp_path)
-    assert writer.program in str(error.value)
+    assert writer.program.name in str(error.value)
     assert not list(tmp_path.iterdir())
+
+
+CHANGED = {
+    "vocab_size": 1103, "n_positions": 19, "n_embd": 24, "n_layer": 3, "n_head": 2, **REFUSED,
+    "bias": False, "layer_norm_epsilon": 0.01, "embd_pdrop": 0.5, "attn_pdrop": 0.5,
+    "resid_pdrop": 0.5, "bos_token_id": 3, "eos_token_id": 5,
+}  # fmt: skip
+"""Another value than GPT-2's of every field."""
+
+
+def logits_of_onnx(path: Path, ids: torch.Tensor) -> torch.Tensor:
+    session = pytest.importorskip("onnxruntime").InferenceSession(path)
+    feeds = {"input_ids": ids, "attention_mask": torch.ones_like(ids), "position_ids": ids}
+    feeds = {name: tensor.numpy() for name, tensor in feeds.items()}
+    for given in session.get_inputs():
+        if given.name not in feeds:
+            feeds[given.name] = np.zeros((1, given.shape[1], 0, given.shape[3]), np.float32)
+    return torch.from_numpy(session.run(["logits"], feeds)[0])
+
+
+def logits_of_transformers(path: Path, ids: torch.Tensor) -> torch.Tensor:
+    if "TiedGPT" in (path / "config.json").read_text():
+        return GPT.from_pretrained(path)(ids)
+    return AutoModelForCausalLM.from_pretrained(path).eval()(ids).logits
+
+
+PROGRAMS = {"onnx": logits_of_onnx, "transformers": logits_of_transformers}
+"""Programs that read a file, beside tiedgpt."""
+
+
+@pytest.mark.parametrize("field", GPTConfig.__dataclass_fields__)
+@pytest.mark.parametrize("name", writers())
+@torch.no_grad()
+def test_every_field_is_computed_by_the_reader_of_a_format_or_refused(
+    name, field, make, write, tmp_path
+):
+    writer, ids = writers()[name], torch.arange(17)[None]
+    model = make(writer, **{field: CHANGED[field]}).eval()
+    if not writer.program.supports(field):
+        with pytest.raises(UserError, match=rf"{field}=.* cannot be written"):
+            write(name, model, tmp_path)
+        return
+    path = write(name, model, tmp_path)
+    logits = PROGRAMS.get(name, lambda path, ids: GPT.from_pretrained(path)(ids))(path, ids)
+    torch.testing.assert_close(logits, model(ids), rtol=0, atol=5e-5)
+
+
+@dataclass(frozen=True, kw_only=True)
+class LaterConfig(GPTConfig):
+    kind_of_norm: str = "layer"
+
+
+@pytest.mark.parametrize("program", [*(w.program for w in writers().values()), PAGE])
+def test_a_field_that_a_program_does_not_know_is_refused(program, make):
+    model = make(writers()["gguf"])
+    model.config = LaterConfig(**asdict(model.config))
+    assert parameters_for(program, model, approximate_gelu=True)
+    model.config = replace(model.config, kind_of_norm="rms")
+    with pytest.raises(UserError, match="kind_of_norm='rms' cannot be written"):
+        parameters_for(program, model, approximate_gelu=True)
 
 
 class LoRA(nn.Module):

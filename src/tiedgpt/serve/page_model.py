@@ -21,13 +21,19 @@ from tiedgpt.core.model import GPT
 from tiedgpt.errors import UserError
 from tiedgpt.text.bpe import BYTE_ALPHABET, END_OF_TEXT, greedy_tokens, unlike_gpt2
 from tiedgpt.text.gpt1 import lower_case_tokenizer
-from tiedgpt.weights.parameters import gpt_parameters
+from tiedgpt.weights.checkpoint import Program
+from tiedgpt.weights.parameters import parameters_for
 
 if TYPE_CHECKING:
     from tiedgpt.data.templates import Template
     from tiedgpt.text import Tokenizer
     from tiedgpt.tie.ledgers import Ledger
 
+PAGE = Program("a page", fields=(
+    "n_inner", "activation_function", "norm", "layer_norm_epsilon", "bias", "attention_windows",
+    "tie_word_embeddings",
+))  # fmt: skip
+"""What page/model/ computes."""
 WIDTHS = {"fp32": 4, "fp16": 2, "int8": 1}
 """Bytes of a number of a matrix, by precision."""
 SMALL = 500_000
@@ -53,7 +59,7 @@ def page_tensors(model: GPT, precision: str) -> dict[str, np.ndarray]:
     are not finite.
     """
     tensors: dict[str, np.ndarray] = {}
-    for name, parameter in gpt_parameters(model, "a page").items():
+    for name, parameter in parameters_for(PAGE, model).items():
         weight = parameter.detach().float().cpu().numpy()
         if not np.isfinite(weight).all():
             raise UserError(f"{name} holds nan or inf: a page needs finite weights")
@@ -88,7 +94,7 @@ def round_weights(model: GPT, tensors: dict[str, np.ndarray]) -> GPT:
     """Return a copy of the model in fp32 with the weights that the page computes with."""
     rounded = copy.deepcopy(model).float()
     with torch.no_grad():
-        for name, parameter in gpt_parameters(rounded, "a page").items():
+        for name, parameter in parameters_for(PAGE, rounded).items():
             weight = tensors[name].astype(np.float32)
             if (scale := tensors.get(f"{name}.scale")) is not None:
                 weight = weight * scale[:, None]

@@ -132,14 +132,35 @@ class TokenizerFile:
     """Whether the file of the weights holds it, so that it belongs to that model alone."""
 
 
+SIZES = ("vocab_size", "n_positions", "n_embd", "n_layer", "n_head")
+NOT_COMPUTED = ("embd_pdrop", "attn_pdrop", "resid_pdrop", "bos_token_id", "eos_token_id")
+"""Config fields that do not change the logits of a model in use."""
+
+
+@dataclass(frozen=True)
+class Program:
+    """A program that runs a model, and the models that it computes."""
+
+    name: str
+    """Name in messages: "llama.cpp's gpt2"."""
+    fields: tuple[str, ...]
+    """Config fields that it computes with, beside `SIZES`; all others must have GPT-2's values."""
+    activation: str = "gelu_new"
+    """The activation that it computes, unless `fields` has activation_function."""
+
+    def supports(self, name: str) -> bool:
+        """Return whether a config field may have another value than GPT-2's."""
+        return name in (*SIZES, *NOT_COMPUTED, *self.fields)
+
+
 @dataclass(frozen=True, kw_only=True)
 class Writer:
     """Function that writes a format, and the limits of the format."""
 
     write: Callable[..., tuple[str, ...] | None]
     """`write(model, path, precision=, tokenizer=, progress=, **options)`; may return notes."""
-    program: str = ""
-    """Program that runs such a file, for messages: "llama.cpp's gpt2"."""
+    program: Program
+    """Program that runs such a file."""
     precisions: tuple[str, ...] = ("fp32", "fp16", "bf16")
     """Supported precisions of the tensors."""
     default: str = ""
@@ -152,10 +173,6 @@ class Writer:
     """Whether the format stores the tokenizer."""
     options: tuple[str, ...] = ()
     """Further keywords of `write` that `convert` offers."""
-    fixed: Mapping[str, object] = field(default_factory=dict)
-    """Config fields for which the program supports a single value."""
-    activation: str = ""
-    """Only activation that the program computes; "" for any."""
 
     def is_directory(self, path: Path) -> bool:
         """Return whether a directory is written at `path`."""

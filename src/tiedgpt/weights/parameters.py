@@ -6,6 +6,7 @@ module's own names. Everything else is refused by name before a byte is written.
 
 from __future__ import annotations
 
+import dataclasses
 import re
 from dataclasses import replace
 
@@ -15,7 +16,7 @@ from torch import Tensor, nn
 from tiedgpt.core.config import GPTConfig
 from tiedgpt.core.model import GPT
 from tiedgpt.errors import UserError
-from tiedgpt.weights.checkpoint import EMBEDDING, HEAD, Writer
+from tiedgpt.weights.checkpoint import EMBEDDING, HEAD, Program
 from tiedgpt.weights.gpt import shapes
 from tiedgpt.weights.wrappers import WRAPPERS
 
@@ -29,8 +30,12 @@ ADDED = {
 }
 """Origins of foreign parameters, by their names."""
 GELUS = ("gelu", "gelu_new")
-MEANINGS = {"attention_windows": "dense attention", "n_inner": "MLPs of width 4 D"}
-"""Meaning of None for fields that must be None in some programs."""
+MEANINGS = {
+    "attention_windows": "dense attention",
+    "n_inner": "MLPs of width 4 D",
+    "tie_word_embeddings": "one matrix that reads and predicts",
+}
+"""Meaning of values that fields must have in some programs."""
 HOOKS = (
     "forward",
     "_forward_hooks",
@@ -51,38 +56,38 @@ def head_matrix(head: nn.Module) -> Tensor | None:
 
 
 def parameters_for(
-    writer: Writer, model: GPT, *, approximate_gelu: bool = False
+    program: Program, model: GPT, *, approximate_gelu: bool = False
 ) -> dict[str, Tensor]:
     """Return the parameters to write, by our names.
 
-    Raises `UserError`, before anything is written, for a model that the format's program cannot
-    compute; the error names the field. The exact GELU and its tanh form differ by less than 0.0005
-    everywhere: `approximate_gelu` lets a model of one be run with the other.
+    Raises `UserError`, before anything is written, for a model that the program cannot compute; the
+    error names the field. The exact GELU and its tanh form differ by less than 0.0005 everywhere:
+    `approximate_gelu` lets a model of one be run with the other.
     """
-    parameters = gpt_parameters(model, writer.program)
-    config, fixed, program = model.config, writer.fixed, writer.program
-    if "tie_word_embeddings" in fixed and not (model.head is None and config.tie_word_embeddings):
-        raise UserError(
-            f"a head of its own cannot be written: {program} predicts with wte",
-            hint=(
+    parameters, config = gpt_parameters(model, program.name), model.config
+    others = (field for field in dataclasses.fields(config) if not program.supports(field.name))
+    for name, value in ((field.name, field.default) for field in others):
+        got, remedy = getattr(config, name), None
+        if name == "activation_function":
+            value = program.activation
+            if got in GELUS and value in GELUS:
+                remedy = (
+                    "approximate_gelu=True (--approximate-gelu) writes it; its logits differ a "
+                    "little"
+                )
+        if name == "tie_word_embeddings":
+            remedy = (
                 'load it with resolve="keep-input" or "keep-output" (--resolve), or tie(model), '
                 "to have one matrix"
-            ),
-        )
-    for name, value in fixed.items():
-        got = getattr(config, name)
-        if got != value and not (name == "n_inner" and got == 4 * config.n_embd):
-            raise UserError(
-                f"{name}={got!r} cannot be written: {program} has only {MEANINGS.get(name, value)}"
             )
-    got, computed = config.activation_function, writer.activation
-    alike = got in GELUS and computed in GELUS
-    if computed and got != computed and not (approximate_gelu and alike):
-        anyway = "approximate_gelu=True (--approximate-gelu) writes it; its logits differ a little"
-        raise UserError(
-            f"the model's activation {got!r} cannot be written: {program} computes {computed!r}",
-            hint=anyway if alike else None,
-        )
+        is_close = name == "activation_function" and approximate_gelu and remedy is not None
+        is_default_width = name == "n_inner" and got == 4 * config.n_embd
+        if got != value and not is_close and not is_default_width:
+            raise UserError(
+                f"{name}={got!r} cannot be written: {program.name} has only "
+                f"{MEANINGS.get(name, repr(value))}",
+                hint=remedy,
+            )
     return parameters
 
 

@@ -24,6 +24,7 @@ from tiedgpt.weights.checkpoint import (
     Checkpoint,
     Format,
     GPTCheckpoint,
+    Program,
     TokenizerFile,
     Writer,
 )
@@ -143,7 +144,7 @@ def write(
     from tiedgpt.weights.parameters import PRECISIONS, convert_tensor, parameters_for
 
     config = model.config
-    parameters = parameters_for(WRITER, model, approximate_gelu=approximate_gelu)
+    parameters = parameters_for(WRITER.program, model, approximate_gelu=approximate_gelu)
     state = {}
     for name, parameter in parameters.items():
         tensor = convert_tensor(name, parameter, PRECISIONS[precision])
@@ -228,15 +229,10 @@ def read_data_pickle(file: OpenFile) -> Any:
 
 WRITER = Writer(
     write=write,
-    program="nanoGPT",
+    program=Program("nanoGPT", fields=("bias",), activation="gelu"),
     suffix=".pt",
     options=("approximate_gelu",),
-    fixed={
-        "norm": "pre", "attention_windows": None, "layer_norm_epsilon": 1e-5,
-        "tie_word_embeddings": True, "n_inner": None,
-    },
-    activation="gelu",
-)  # fmt: skip
+)
 FORMAT = Format(
     name="nanogpt",
     title="nanoGPT",

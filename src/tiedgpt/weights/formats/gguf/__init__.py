@@ -28,6 +28,7 @@ from tiedgpt.weights.checkpoint import (
     Claim,
     Format,
     GPTCheckpoint,
+    Program,
     TokenizerFile,
     Writer,
 )
@@ -271,7 +272,9 @@ def _tensor(
 
 WRITER = Writer(
     write=defer("gguf.writer", "write"),
-    program="llama.cpp's gpt2",
+    program=Program(
+        "llama.cpp's gpt2", fields=("n_inner", "layer_norm_epsilon", "bias", "tie_word_embeddings")
+    ),
     precisions=("fp32", "fp16", "bf16", "q8_0", "q5_1", "q5_0", "q4_1", "q4_0"),
     suffix=".gguf",
     holds_tokenizer=True,
@@ -284,8 +287,6 @@ WRITER = Writer(
         "ollama_system",
         "end_ids",
     ),
-    fixed={"norm": "pre", "attention_windows": None},
-    activation="gelu_new",
 )
 FORMAT = Format(
     name="gguf",

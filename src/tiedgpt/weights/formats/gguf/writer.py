@@ -84,7 +84,7 @@ def write(
             "Ollama's Modelfile"
         )
     config = model.config
-    parameters = parameters_for(WRITER, model, approximate_gelu=approximate_gelu)
+    parameters = parameters_for(WRITER.program, model, approximate_gelu=approximate_gelu)
     w_precision = w_precision or ("q8_0" if precision.startswith(("q4", "q5")) else precision)
     if w_precision not in TYPES:
         raise UserError(

@@ -28,6 +28,7 @@ from tiedgpt.weights.checkpoint import (
     Claim,
     Format,
     GPTCheckpoint,
+    Program,
     Usage,
     Writer,
 )
@@ -206,9 +207,13 @@ class _Graph:
         return tensor_in_file(opened, name, shape, str(dtype), start, length)
 
 
+PROGRAM = Program("an ONNX graph", fields=(
+    "n_inner", "activation_function", "norm", "layer_norm_epsilon", "bias", "attention_windows",
+    "tie_word_embeddings",
+))  # fmt: skip
 WRITER = Writer(
     write=defer("onnx.writer", "write"),
-    program="an ONNX graph",
+    program=PROGRAM,
     suffix=".onnx",
     bundled="model.onnx",
 )

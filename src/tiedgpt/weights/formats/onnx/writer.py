@@ -71,7 +71,7 @@ def write(
     """
     onnx = require_package("onnx", "writing ONNX files")
     config, dtype = model.config, PRECISIONS[precision]
-    parameters = parameters_for(WRITER, model)
+    parameters = parameters_for(WRITER.program, model)
     tensors = {
         n: p.detach().T if CONV1D.fullmatch(n) else p.detach() for n, p in parameters.items()
     }

@@ -24,7 +24,7 @@ from numpy.typing import NDArray
 from tiedgpt.core.config import GPTConfig
 from tiedgpt.errors import CorruptInputError, UserError
 from tiedgpt.files import read_json, reading
-from tiedgpt.weights.checkpoint import Checkpoint, Format, GPTCheckpoint, Writer
+from tiedgpt.weights.checkpoint import Checkpoint, Format, GPTCheckpoint, Program, Writer
 from tiedgpt.weights.containers import is_safetensors, read_safetensors
 from tiedgpt.weights.file import OpenFile
 from tiedgpt.weights.formats.packed.panels import (
@@ -240,6 +240,10 @@ def detect(file: OpenFile) -> bool:
     return is_safetensors(file.head) and f'"{FORMAT_NAME}"'.encode() in file.head
 
 
+PROGRAM = Program("a packed model", fields=(
+    "n_inner", "activation_function", "norm", "layer_norm_epsilon", "bias", "attention_windows",
+    "tie_word_embeddings",
+))  # fmt: skip
 FORMAT = Format(
     name="packed",
     title="packed",
@@ -251,7 +255,7 @@ FORMAT = Format(
     file_names=(FILE,),
     writer=Writer(
         write=defer("packed.writer", "write"),
-        program="a packed model",
+        program=PROGRAM,
         precisions=("int8", "int4", "bf16", "fp32"),
         default="int8",
         holds_tokenizer=True,

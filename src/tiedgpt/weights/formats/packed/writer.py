@@ -23,6 +23,7 @@ from tiedgpt.weights.formats.packed import (
     FILE,
     FORMAT_NAME,
     PADDING,
+    PROGRAM,
     VERSION,
     PackedModel,
     layout,
@@ -33,7 +34,7 @@ from tiedgpt.weights.formats.packed.calibration import calibrate
 from tiedgpt.weights.formats.packed.panels import Precision, pack
 from tiedgpt.weights.formats.transformers import PACKED, config_json
 from tiedgpt.weights.load import Progress
-from tiedgpt.weights.parameters import gpt_parameters
+from tiedgpt.weights.parameters import parameters_for
 from tiedgpt.weights.tensors import StoredTensor
 from tiedgpt.weights.torch_file import stored_tensor
 
@@ -54,7 +55,7 @@ def can_pack(model: GPT) -> bool:
 
 def _parameters(model: GPT) -> dict[str, Tensor]:
     """Return the parameters of a plain model by name; raise `UserError` for any other."""
-    parameters = gpt_parameters(model, "a packed model")
+    parameters = parameters_for(PROGRAM, model)
     others = sorted(
         type(module).__name__ for module in model.modules() if type(module) not in MODULES
     )
@@ -85,7 +86,7 @@ def pack_gpt(
         name: np.zeros(shape, dtype)
         for name, (shape, dtype) in layout(model.config, precision).items()
     }
-    for name, parameter in gpt_parameters(model, "a packed model").items():
+    for name, parameter in parameters_for(PROGRAM, model).items():
         values: NDArray[np.float32] = parameter.detach().to("cpu", torch.float32).numpy()
         key, index = place_of(name)
         if not key.endswith(".weights"):

@@ -17,10 +17,13 @@ from tiedgpt.core.config import ACTIVATIONS, GPTConfig
 from tiedgpt.errors import CorruptInputError, UserError
 from tiedgpt.weights.checkpoint import (
     HEAD,
+    NOT_COMPUTED,
+    SIZES,
     Checkpoint,
     Claim,
     Format,
     GPTCheckpoint,
+    Program,
     Writer,
     claim_in,
 )
@@ -34,7 +37,8 @@ if TYPE_CHECKING:
 
 DEFAULT_N_HEAD = 12
 """Number of heads that transformers takes for a config without one."""
-FIELDS = tuple(GPTConfig.__dataclass_fields__)
+DEFAULTS = {name: field.default for name, field in GPTConfig.__dataclass_fields__.items()}
+FIELDS = tuple(DEFAULTS)
 LM_HEAD = "lm_head.weight"
 OLD_LM_HEAD = "lm_head.decoder.weight"
 """Name before 2019, in the files of DialoGPT's authors."""
@@ -60,8 +64,11 @@ class ModelType:
     """Different names of tensors by ours, without the prefix."""
     config_names: Mapping[str, str] = field(default_factory=dict)
     """Different names of config keys by ours."""
-    fields: tuple[str, ...] = tuple(n for n in FIELDS if n not in ("norm", "attention_windows"))
-    """Our fields that its config.json can hold."""
+    fields: tuple[str, ...] = (
+        *SIZES, "n_inner", "activation_function", "layer_norm_epsilon", "bias",
+        "tie_word_embeddings", *NOT_COMPUTED,
+    )  # fmt: skip
+    """Our fields that its config.json can hold; in its class, others have GPT-2's values."""
 
 
 GPT2 = ModelType(
@@ -117,7 +124,7 @@ SAME_ACTIVATIONS = {
 
 def model_type_of(config: GPTConfig) -> ModelType:
     """Return the class of transformers for a config, or our own if none exists."""
-    if config.attention_windows is not None:
+    if any(getattr(config, n) != DEFAULTS[n] for n in FIELDS if n not in (*GPT2.fields, "norm")):
         return TIEDGPT
     if config.norm == "pre":
         return GPT2
@@ -335,7 +342,7 @@ FORMAT = Format(
         ("*.pt", "*.pth", "*.bin", "*.ckpt"),
     ),
     writer=Writer(
-        write=defer("transformers.writer", "write"), program="a Hugging Face directory",
-        holds_tokenizer=True,
+        write=defer("transformers.writer", "write"),
+        program=Program("a Hugging Face directory", FIELDS), holds_tokenizer=True,
     ),
 )  # fmt: skip
