@@ -15,6 +15,7 @@ from torch import nn
 
 from tiedgpt import GPT, GPTConfig
 from tiedgpt.cli.main import main
+from tiedgpt.weights.registry import writers
 
 with warnings.catch_warnings():
     warnings.simplefilter("ignore")
@@ -295,6 +296,23 @@ def peer_state(state: dict[str, torch.Tensor], *, turn: bool) -> dict[str, torch
     return {n: t.T.contiguous() if turn and CONV1D.fullmatch(n) else t for n, t in named.items()}
 
 
+LAYOUTS = {
+    "safetensors": "transformers", "torch": "transformers", "nanoGPT": "nanogpt",
+    "minGPT": "mingpt", "tiedgpt": "state_dict", "GGUF": "gguf", "llm.c": "llmc",
+}  # fmt: skip
+"""Layouts as their own programs write them, each with its format; `convert` writes all others."""
+
+
+def converted_cells(name: str) -> list[tuple]:
+    """Return the cells of a format that `convert` writes: format, claims in it and beside it, W."""
+    writer = writers()[name]
+    written = [(True, "one")]
+    if writer.program.supports("tie_word_embeddings"):
+        written += [(False, "equal"), (False, "different")]
+    beside = ("none", True, False) if writer.suffix else ("none",)
+    return [(name, claim, other, content) for claim, content in written for other in beside]
+
+
 def write_layout(
     home: Path, layout: str, state: dict[str, torch.Tensor], inside=None, beside=None
 ) -> Path:
@@ -333,7 +351,7 @@ def write_layout(
             path = home / "model.bin"
             write_llmc(path, 3, state, **sizes)
             config |= CONFIG
-        case "ONNX" | "packed":
+        case name:
             directory = home / "plain"
             directory.mkdir()
             untied = {"tie_word_embeddings": inside}
@@ -341,8 +359,8 @@ def write_layout(
             save_file(
                 peer_state(state, turn=True), directory / "model.safetensors", {"format": "pt"}
             )
-            path = home / ("model.onnx" if layout == "ONNX" else "packed")
-            options = ["--to", layout.lower(), "--precision", "fp32"]
+            path = home / f"model{writers()[name].suffix}"
+            options = ["--to", name, "--precision", "fp32"]
             assert main(["convert", str(directory), str(path), *options]) == 0
     if beside != "none":
         (home / "config.json").write_text(json.dumps(config))

@@ -20,9 +20,11 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from tests.tie.checkpoints import (
+    LAYOUTS,
     N_HEAD,
     D,
     V,
+    converted_cells,
     differs_in_transformers,
     digest,
     gpt_state,
@@ -33,6 +35,7 @@ from tiedgpt.cli.main import main
 from tiedgpt.errors import TiedGPTError
 from tiedgpt.tie import audit, fix, ledger, tie, untie
 from tiedgpt.weights.decision import RESOLUTION_OF
+from tiedgpt.weights.registry import formats, writers
 
 SOUND = {"tied": "tied", "tied, stored twice": "tied", "untied as claimed": "untied"}
 """Verdict -> the loaded form; files of other verdicts need a choice."""
@@ -54,12 +57,9 @@ def cells() -> list[tuple]:
     claims = itertools.product((None, True, False), ("none", True, False))
     table += [("GGUF", *pair, content) for pair in claims for content in two]
     table += [("llm.c", None, claim, "one") for claim in ("none", None, True, False)]
-    written = ((True, "one"), (False, "equal"), (False, "different"))
-    table += [
-        ("ONNX", c, beside, content) for c, content in written for beside in ("none", True, False)
-    ]
-    table += [("packed", c, "none", content) for c, content in written]
-    return table
+    for name in writers().keys() - LAYOUTS.values():
+        table += converted_cells(name)
+    return sorted(table, key=str)
 
 
 def expected(layout: str, inside: bool | None, beside: bool | str | None, content: str) -> str:
@@ -202,6 +202,11 @@ def wrongs(home: Path, path: Path, keep: str | None, fill_in: dict, content: str
             yield f"{name}: {model}"
         elif not all(torch.equal(x, state[n][: len(x)]) for n, x in model.state_dict().items()):
             yield f"{name}: other weights"
+
+
+def test_every_format_is_in_the_table():
+    names = {LAYOUTS.get(layout, layout) for layout, *_ in cells()}
+    assert {format.name for format in formats()} - names == {"openai_gpt2"}  # one file, in fixtures
 
 
 @pytest.mark.parametrize("cell", cells(), ids=lambda cell: "-".join(map(str, cell)))
