@@ -315,7 +315,9 @@ def _is_complete_gpt(source: Source) -> bool:
     return format.detect_checkpoint(source.checkpoint) and "n_head" in {**gpt.assumed, **gpt.fields}
 
 
-def _save_gpt(source: Source, copy: CopyMatrices, directory: Path, names: Mapping[str, Any]) -> Audit:
+def _save_gpt(
+    source: Source, copy: CopyMatrices, directory: Path, names: Mapping[str, Any]
+) -> Audit:
     """Load a GPT, save it for transformers and compare the two; return the copy's audit."""
     dtypes = {getattr(torch, tensor.dtype, None) for tensor in source.checkpoint.tensors.values()}
     floats = [dtype for dtype in MODEL_DTYPES if dtype in dtypes]
@@ -328,8 +330,8 @@ def _save_gpt(source: Source, copy: CopyMatrices, directory: Path, names: Mappin
         tokenizer = source.tokenizer
     except TiedGPTError:
         tokenizer = None
-    _, copy = write_copy(loaded, directory, "transformers", tokenizer=tokenizer)
-    return examine(copy, copy.decide())
+    _, written = write_copy(loaded, directory, "transformers", tokenizer=tokenizer)
+    return examine(written, written.decide())
 
 
 def _copy_tensors(

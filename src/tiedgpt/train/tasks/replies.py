@@ -42,7 +42,6 @@ from tiedgpt.train.tasks.published_text import TextPublisher, merge_copy
 from tiedgpt.train.tasks.publisher import Publisher, Showcase
 from tiedgpt.train.tasks.rows import Data, Rows, Sources
 from tiedgpt.train.tasks.task import Pretrained, Score
-from tiedgpt.weights.sources import local_directory
 
 HELD_OUT, AT_LEAST, AT_MOST = 20, 50, 10
 """One example in 20 is held out, or 50 if these are at most one in 10."""
@@ -67,12 +66,9 @@ class ReplySources(Sources, Rows):
     adds_tokens = True
 
     def __init__(self, options: TuneOptions, start: Pretrained) -> None:
-        assert options.start is not None
-        tokenizer = Tokenizer.from_pretrained(options.start)
+        tokenizer = start.source.tokenizer
         self.context = options.context or start.n_positions
-        template = (
-            TEMPLATES[options.template] if options.template else local_directory(options.start)
-        )
+        template = TEMPLATES[options.template] if options.template else start.source.path
 
         def open_reader(data: Sequence[str], tokenizer: Tokenizer) -> ExampleReader:
             return ExampleReader(

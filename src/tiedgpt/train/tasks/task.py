@@ -40,8 +40,7 @@ from tiedgpt.train.step.loss import Loss, Model, body_of, on_device
 from tiedgpt.train.tasks.publisher import Publisher
 from tiedgpt.train.tasks.registry import TASKS
 from tiedgpt.train.tasks.rows import Data, Sources
-from tiedgpt.weights.gpt import to_gpt
-from tiedgpt.weights.sources import open_checkpoint
+from tiedgpt.weights.source import Source
 from tiedgpt.weights.wrappers import OTHER_HEADS
 
 
@@ -61,7 +60,7 @@ class Pretrained:
     """The GPT at a SOURCE, without a head other than that over the vocabulary."""
 
     def __init__(self, source: str, *, keep_head: bool) -> None:
-        self.source, self.keep_head = source, keep_head
+        self.source, self.keep_head = Source(source), keep_head
 
     @functools.cached_property
     def gpt(self) -> GPT:
@@ -71,14 +70,14 @@ class Pretrained:
     @property
     def n_positions(self) -> int:
         """Number of positions of the model, from the header of its file."""
-        tensors = to_gpt(open_checkpoint(self.source)).tensors
+        tensors = self.source.gpt.tensors
         if "wpe.weight" not in tensors:
             return self.gpt.config.n_positions  # raises the error about what is missing
         return tensors["wpe.weight"].shape[0]
 
     def notes(self) -> list[str]:
         """Return a note on the source's head, if it has another than that over the vocabulary."""
-        names = open_checkpoint(self.source).tensors
+        names = self.source.checkpoint.tensors
         heads = [name for name in names if name.startswith(OTHER_HEADS)]
         if not heads:
             return []
