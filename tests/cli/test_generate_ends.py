@@ -75,7 +75,7 @@ def test_a_prompt_is_read_from_standard_input(packed, monkeypatch, capsys, stdin
 
 
 def test_kernels_that_cannot_be_compiled_are_reported(packed, tmp_path, monkeypatch, capsys):
-    monkeypatch.setattr("numba.config.DISABLE_JIT", 1)
+    monkeypatch.setenv("NUMBA_DISABLE_JIT", "1")
     monkeypatch.setattr(packed_session.forward, "functions", {})
     monkeypatch.setenv("NUMBA_CACHE_DIR", str(tmp_path))
     assert main(["generate", packed, "--prompt", "the"]) == 1

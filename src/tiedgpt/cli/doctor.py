@@ -128,7 +128,7 @@ def _examine_torch() -> dict[str, Any]:
     """Return torch's view of this machine, and where compiled kernels are kept."""
     import torch
 
-    from tiedgpt.infer.kernels.compile_cache import cache_directories
+    from tiedgpt.infer.kernels.code_files import cache_directories
     from tiedgpt.train.machine import choose_dtype
 
     device = find_device()

@@ -19,10 +19,11 @@ from tiedgpt.infer.kernels.arguments import (
     Buffers,
     Cache,
     Matrix,
+    Record,
     Vectors,
     Weights,
 )
-from tiedgpt.infer.kernels.compile_cache import Kernel, Record
+from tiedgpt.infer.kernels.compile_cache import Kernel
 from tiedgpt.infer.kernels.thread_pool import ThreadPool
 from tiedgpt.infer.sampling import NextToken, SamplingInput
 from tiedgpt.infer.session import Logits, memory_error
@@ -131,7 +132,9 @@ class PackedSession:
         old = self._buffers
         if old is not None and len(old.h) >= tokens and len(old.logits) >= outputs:
             return old
-        if old is not None:
+        if old is None:
+            sampling.prepare()  # beside `forward`
+        else:
             tokens, outputs = max(tokens, len(old.h)), max(outputs, len(old.logits))
         config, dtype = self.config, self._dtype
         k, inner = padded(config.n_embd), padded(config.inner_dim)

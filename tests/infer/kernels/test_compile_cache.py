@@ -9,11 +9,21 @@ from typing import Any, NamedTuple
 
 import numpy as np
 import pytest
-from numba import njit
 
 from tiedgpt.errors import UserError
-from tiedgpt.infer.kernels import compilation, compile_cache, sampling_kernels
+from tiedgpt.infer.kernels import code_files
 from tiedgpt.infer.kernels.compile_cache import Kernel, Step, on_compilation
+
+SOURCE = '''
+from numba import njit
+
+@njit(error_model="numpy")
+def weigh(control, line, array, is_less):
+    """Multiply a row for each thread; a thread's result is at its number."""
+    for k in range(array.shape[1]):
+        x = array[control.me, k] * line.slope + line.start
+        array[control.me, k] = -x if is_less else x
+'''
 
 
 class Line(NamedTuple):
@@ -21,66 +31,93 @@ class Line(NamedTuple):
     start: Any
 
 
-@njit(error_model="numpy")
-def _weigh(control, line, array, is_less):
-    """Multiply a row for each thread; a thread's result is at its number."""
-    for k in range(array.shape[1]):
-        x = array[control.me, k] * line.slope + line.start
-        array[control.me, k] = -x if is_less else x
+@pytest.fixture
+def cache(monkeypatch, tmp_path):
+    """An empty cache."""
+    cache = tmp_path / "cache"
+    cache.mkdir()
+    monkeypatch.setenv("NUMBA_CACHE_DIR", str(cache))
+    return cache
 
 
 @pytest.fixture
-def kernel(monkeypatch, tmp_path):
-    monkeypatch.setenv("NUMBA_CACHE_DIR", str(tmp_path))
-    monkeypatch.setattr(sampling_kernels, "weigh", _weigh, raising=False)
-    return lambda: Kernel("tiedgpt.infer.kernels.sampling_kernels", "weigh")
+def kernel(monkeypatch, tmp_path, cache):
+    """A function that returns a kernel of a process that has not used it."""
+    (tmp_path / "kernels").mkdir()
+    (tmp_path / "kernels" / "weigh_kernel.py").write_text(SOURCE)
+    monkeypatch.syspath_prepend(tmp_path / "kernels")
+    return lambda: Kernel("weigh_kernel", "weigh")
+
+
+def arguments(dtype=np.float64):
+    return Line(np.float32(1.5), 2), np.arange(6, dtype=dtype).reshape(2, 3), True
 
 
 def weigh(kernel, dtype=np.float64):
     """Run the kernel as thread 1, then as thread 0; return its output."""
-    array = np.arange(6, dtype=dtype).reshape(2, 3)
-    step = Step(kernel, 1, 2, (Line(np.float32(1.5), 2), array, True))
+    its = arguments(dtype)
+    step = Step(kernel, 1, 2, its)
     step(1)
     step(0)
-    return array.tolist()
+    return its[1].tolist()
 
 
 EXPECTED = [[-2, -3.5, -5], [-6.5, -8, -9.5]]
 
 
-@pytest.mark.parametrize("linker", ["cc", "no such compiler"])
+@pytest.mark.parametrize("has_linker", [True, False])
 def test_machine_code_is_cached_and_loaded_with_and_without_a_linker(
-    kernel, monkeypatch, tmp_path, linker
+    kernel, monkeypatch, cache, has_linker
 ):
-    monkeypatch.setattr(compilation, "LINKER", linker)
-    told = []
-    with on_compilation(lambda: told.append("now")):
+    if not has_linker:
+        monkeypatch.setenv("PATH", str(cache))
+    calls = []
+    with on_compilation(lambda: calls.append("now")):
         assert weigh(kernel()) == EXPECTED
         assert weigh(kernel(), np.float32) == EXPECTED
-    assert told == ["now"]
-    assert len(list(tmp_path.iterdir())) == 2
-    monkeypatch.setattr("numba.config.DISABLE_JIT", 1)  # compiling would raise
+    assert calls == ["now"]
+    assert len(list(cache.iterdir())) == 2
+    monkeypatch.setenv("NUMBA_DISABLE_JIT", "1")  # compiling would raise
     assert weigh(kernel()) == weigh(kernel(), np.float32) == EXPECTED
 
 
-def test_a_damaged_file_is_compiled_again(kernel, tmp_path):
+def test_kernels_are_compiled_beside_each_other_by_processes_of_their_own(kernel, cache):
+    first, second, calls = kernel(), kernel(), []
+    with on_compilation(lambda: calls.append("now")):
+        first.prepare(*arguments())
+        second.prepare(*arguments(np.float32))
+        assert weigh(first) == weigh(second, np.float32) == EXPECTED
+    assert calls == ["now"]
+    assert len(list(cache.iterdir())) == 2
+
+
+def test_where_no_process_can_be_started_this_one_compiles(kernel, cache, monkeypatch):
+    for executable in ("", "false"):
+        monkeypatch.setattr(sys, "executable", executable)
+        assert weigh(kernel()) == EXPECTED
+        (file,) = cache.iterdir()
+        file.unlink()
+
+
+def test_a_damaged_file_is_compiled_again(kernel, cache):
     weigh(kernel())
-    (file,) = tmp_path.iterdir()
+    (file,) = cache.iterdir()
     data = file.read_bytes()
     for damaged in (data[:100], b"", data[:-1] + b"?"):
+        file.unlink()  # it is loaded
         file.write_bytes(damaged)
         assert weigh(kernel()) == EXPECTED
-        assert file.read_bytes() == data or len(list(tmp_path.iterdir())) == 2
+        assert file.read_bytes() == data or len(list(cache.iterdir())) == 2
 
 
 @pytest.mark.parametrize("suffix", [".so", ".o"])
-def test_an_unloadable_file_is_skipped(kernel, tmp_path, suffix):
+def test_an_unloadable_file_is_skipped(kernel, cache, suffix):
     weigh(kernel())
-    (file,) = tmp_path.iterdir()
+    (file,) = cache.iterdir()
     file.unlink()
     data = b"no machine code"
     other = file.name[: -len(f"{0:08x}{file.suffix}")] + f"{zlib.crc32(data):08x}{suffix}"
-    (tmp_path / other).write_bytes(data)
+    (cache / other).write_bytes(data)
     assert weigh(kernel()) == EXPECTED
 
 
@@ -88,7 +125,7 @@ def test_a_cache_in_the_working_directory_is_used(kernel, tmp_path, monkeypatch)
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("NUMBA_CACHE_DIR", ".")
     weigh(kernel())
-    monkeypatch.setattr("numba.config.DISABLE_JIT", 1)  # compiling would raise
+    monkeypatch.setenv("NUMBA_DISABLE_JIT", "1")  # compiling would raise
     assert weigh(kernel()) == EXPECTED
 
 
@@ -105,7 +142,7 @@ def test_the_cache_file_is_named_after_the_dependencies_of_machine_code(monkeypa
     digests = set()
     for name, value in [("NUMBA_CPU_NAME", ""), ("NUMBA_CPU_NAME", "generic"), ("X", "y")]:
         monkeypatch.setenv(name, value)
-        digests.add(compile_cache.digest.__wrapped__("tiedgpt.infer.kernels.forward"))
+        digests.add(code_files.digest.__wrapped__("tiedgpt.infer.kernels.forward"))
     assert len(digests) == 2
 
 
@@ -117,19 +154,19 @@ def test_a_change_beside_a_kernel_changes_the_name_of_its_cache_file(tmp_path, m
     monkeypatch.syspath_prepend(tmp_path)
     for helper in ("write = abs", "write = round", "write = round"):
         (package / "helper.py").write_text(helper)
-        digests.add(compile_cache.digest.__wrapped__("kernels_elsewhere.kernel"))
+        digests.add(code_files.digest.__wrapped__("kernels_elsewhere.kernel"))
     assert len(digests) == 2
 
 
 def test_arrays_with_gaps_and_numba_disabled_are_refused(kernel, monkeypatch):
     with pytest.raises(ValueError, match="contiguous"):
         Step(kernel(), 1, 1, (np.zeros((4, 4))[:, ::2],))
-    monkeypatch.setattr("numba.config.DISABLE_JIT", 1)
+    monkeypatch.setenv("NUMBA_DISABLE_JIT", "1")
     with pytest.raises(UserError, match="NUMBA_DISABLE_JIT is set"):
         weigh(kernel())
 
 
-def test_cached_kernels_run_without_numba():
+def test_kernels_are_compiled_and_run_without_numba_in_this_process(cache):
     program = (
         "import sys, numpy as np\n"
         "from tiedgpt.infer.kernels.sampling import score_targets\n"
@@ -137,6 +174,6 @@ def test_cached_kernels_run_without_numba():
         "print(score_targets(ThreadPool(1), np.eye(3, dtype=np.float32), [0, 1, 0])[1])\n"
         "print('numba' in sys.modules)"
     )
-    for _ in range(2):  # the first may have to compile
+    for _ in range(2):  # the first compiles
         ran = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
-    assert ran.stdout == "[1, 1, 2]\nFalse\n", ran.stderr
+        assert ran.stdout == "[1, 1, 2]\nFalse\n", ran.stderr

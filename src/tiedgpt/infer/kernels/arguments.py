@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import Any, NamedTuple
 
+import numpy as np
+
 LANES = 16
 """Numbers of a vector register."""
 BLOCK = 64
@@ -160,3 +162,48 @@ class TokenLists(NamedTuple):
     bias_ids: Any
     spared: Any
     bias: Any
+
+
+class Record:
+    """Flattened arguments of many steps; the arrays must keep their addresses."""
+
+    def __init__(self, arguments: tuple[Any, ...]) -> None:
+        self.arguments, self.words, self.kinds = arguments, list[int](), list[Any]()
+        flatten(arguments, self.words, self.kinds)
+
+
+def flatten(values: tuple[Any, ...], words: list[int], kinds: list[Any]) -> None:
+    """Append the arguments' words, which `fields.py` reads, and their types.
+
+    The words of an array are its address and its shape. Its type is its dtype and its number of
+    dimensions; a scalar's is its class.
+    """
+    for value in values:
+        if isinstance(value, np.ndarray):
+            if not value.flags.c_contiguous:
+                raise ValueError(
+                    f"kernels take contiguous arrays only, got strides {value.strides}"
+                )
+            words.append(value.ctypes.data)
+            words += value.shape
+            kinds += (value.dtype, value.ndim)
+        elif isinstance(value, Record):
+            words += value.words
+            kinds += value.kinds
+        elif isinstance(value, tuple):
+            flatten(value, words, kinds)
+        else:
+            words.append(int(value.view(np.int32) if isinstance(value, np.float32) else value))
+            kinds.append(type(value))
+
+
+def example(value: Any) -> Any:
+    """Return a small argument of the same type, by Numba's `typeof`, as this one."""
+    if isinstance(value, Record):
+        value = value.arguments
+    if isinstance(value, np.ndarray):
+        return np.empty((0,) * value.ndim, value.dtype)
+    if isinstance(value, tuple):
+        items = map(example, value)
+        return type(value)(*items) if hasattr(value, "_fields") else tuple(items)
+    return value

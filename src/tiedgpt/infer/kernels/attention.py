@@ -15,7 +15,7 @@ import math
 from typing import Any, NamedTuple
 
 import numpy as np
-from numba import njit, types
+from numba import types
 from numba.core import cgutils
 
 from tiedgpt.infer.kernels import vectors as vec
@@ -29,7 +29,16 @@ from tiedgpt.infer.kernels.microkernels import (
     zero_sums,
 )
 from tiedgpt.infer.kernels.quantize import convert
-from tiedgpt.infer.kernels.simd import ARRAY, f32, i64, instructions, load_float32, prefetch, store
+from tiedgpt.infer.kernels.simd import (
+    ARRAY,
+    f32,
+    i64,
+    instructions,
+    jit,
+    load_float32,
+    prefetch,
+    store,
+)
 
 NONE = np.float32(-np.inf)
 
@@ -43,7 +52,7 @@ class Span(NamedTuple):
     end: Any
 
 
-@njit(error_model="numpy")
+@jit
 def append(key, value, n, position, head):
     """Write a key and a value (D/H,) at their position of a `HeadCache`."""
     block, column = position // BLOCK, position % BLOCK
@@ -58,7 +67,7 @@ def append(key, value, n, position, head):
         values[d] = convert(value[d], value_inverse, values)
 
 
-@njit(error_model="numpy")
+@jit
 def _set_scale(x, n, position, scales):
     """Set the scale of x at its position; return the inverse."""
     largest = np.int32(0)
@@ -77,7 +86,7 @@ class MatrixRows(NamedTuple):
     """The numbers from one row to the next."""
 
 
-@njit(inline="always", error_model="numpy")
+@jit(inline="always")
 def _rows_at(array, row, column):
     """Return the rows of a two-dimensional array from a row and a column on."""
     return MatrixRows(array[row:, column:], array.shape[1])
@@ -120,7 +129,7 @@ def _prefetch_row(builder, address):
 matmul1, matmul4 = _matmul(1), _matmul(QUERIES)
 
 
-@njit(inline="always", error_model="numpy")
+@jit(inline="always")
 def _multiply(n, x, w, n_rows, out, after):
     """Write the product of n vectors x, 1 or 4, and `n_rows` rows of w to `out`."""
     if n == QUERIES:
@@ -129,7 +138,7 @@ def _multiply(n, x, w, n_rows, out, after):
         matmul1(x, w, n_rows, out, after)
 
 
-@njit(error_model="numpy")
+@jit
 def attend(queries, head, next_keys, p, mixed, out):
     """Attend from `Queries` over a `HeadCache`, and write the result to the same place of `out`.
 
@@ -164,7 +173,7 @@ def attend(queries, head, next_keys, p, mixed, out):
             row[queries.column + d] = mixed[query, d]
 
 
-@njit(error_model="numpy")
+@jit
 def _softmax(p, span, factor, head):
     """Softmax of the scores that a query sees; those of the other positions become 0."""
     is_scaled = len(head.key_scales) > 0

@@ -1,16 +1,15 @@
 """Kernels that Numba compiles once; later processes load their machine code, without Numba.
 
 A kernel's file is named by a digest of all that it depends on: the sources here and beside the
-kernel, the types of the arguments, the CPU, and the Numba that is installed. It is a shared library
-where a C compiler was there to link it, which loads in a millisecond; else an object file, which
-LLVM loads (llvmlite: 40 ms and 40 MB). A file that is damaged or cannot be loaded is ignored, and
-replaced.
+kernel, the types of the arguments, the CPU, and the Numba that is installed. It is compiled by a
+process of its own, so that several kernels are compiled at once, beside other work.
 """
 
 from __future__ import annotations
 
-import ctypes
 import os
+import pickle
+import subprocess
 import sys
 import warnings
 import zlib
@@ -18,30 +17,25 @@ from array import array
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from functools import cache
-from importlib import import_module
-from importlib.util import find_spec
-from pathlib import Path
+from threading import Lock
 from typing import Any
 
 import numpy as np
 
 from tiedgpt.errors import TiedGPTError, UserError
-from tiedgpt.files import replacing
-from tiedgpt.infer.kernels.arguments import LINE
-
-SYMBOL = "tiedgpt_kernel"
-"""The function that a file exports."""
-FUNCTION = ctypes.CFUNCTYPE(None, ctypes.c_void_p, ctypes.c_int64)
-"""Its type: of the address of a record of arguments, and the number of the thread."""
-CPU_LINES = ("model name", "flags", "CPU ", "Features")
-"""The lines of /proc/cpuinfo that name a CPU and its features."""
+from tiedgpt.infer.kernels import code_files
+from tiedgpt.infer.kernels.arguments import LINE, Record, example
+from tiedgpt.infer.kernels.code_files import Function
 
 Kinds = tuple[Any, ...]
 """Types of arguments: the dtype and the number of dimensions of an array, the class of a scalar."""
-Function = Callable[[int, int], None]
+COMPILER = """
+import pickle, sys
+sys.path[:] = pickle.load(sys.stdin.buffer)
+from tiedgpt.infer.kernels.compilation import main
+main()
+"""
 
-_alive: list[Any] = []
-"""Owners of machine code."""
 _on_compilation: list[Callable[[], None]] = [lambda: None]
 
 
@@ -51,34 +45,55 @@ class Kernel:
     def __init__(self, module: str, name: str) -> None:
         self.module, self.name = module, name
         self.functions: dict[Kinds, Function] = {}
+        self._compilers: dict[Kinds, subprocess.Popen[bytes]] = {}
+        self._lock = Lock()
 
-    def function(self, kinds: Kinds, arguments: tuple[Any, ...]) -> Function:
+    def function(self, arguments: Record) -> Function:
         """Return the machine code for arguments of these types: loaded, or else compiled.
 
         If it cannot be kept (a full disk), there is a `RuntimeWarning`.
         """
+        kinds = tuple(arguments.kinds)
         if kinds not in self.functions:
-            types = zlib.crc32(repr(kinds).encode())
-            file = f"{self.name}-{types:08x}-{digest(self.module):08x}"
-            self.functions[kinds] = _load(file) or self._compile(file, arguments)
+            with self._lock:
+                self._start(arguments)
+                if kinds not in self.functions:
+                    self.functions[kinds] = self._finish(arguments)
         return self.functions[kinds]
 
-    def _compile(self, file: str, arguments: tuple[Any, ...]) -> Function:
-        import numba
+    def prepare(self, *arguments: Any) -> None:
+        """Load the machine code for a step's arguments like these, or start to compile it."""
+        with self._lock:
+            self._start(Record((np.zeros(LINE, np.int64), 1, *arguments)))
 
-        if getattr(numba.config, "DISABLE_JIT", 0):  # functions imported now would stay Python
+    def _start(self, arguments: Record) -> None:
+        """Load the machine code, or start a process that compiles it."""
+        kinds = tuple(arguments.kinds)
+        if kinds in self.functions or kinds in self._compilers:
+            return
+        if function := code_files.load(self._file(arguments)):
+            self.functions[kinds] = function
+            return
+        if os.environ.get("NUMBA_DISABLE_JIT", "0") != "0":
             raise UserError(
                 "NUMBA_DISABLE_JIT is set, and kernels must be compiled: unset it, or compute with "
                 "torch (backend='torch', --backend torch)"
             )
         _on_compilation[-1]()
-        from tiedgpt.infer.kernels import compilation
+        with suppress(OSError):
+            self._compilers[kinds] = _start_compiler(self.module, self.name, example(arguments))
 
-        module = import_module(self.module)
-        callback = compilation.compile_kernel(getattr(module, self.name), arguments)
-        _alive.append(callback)
+    def _finish(self, arguments: Record) -> Function:
+        """Return the compiled function, by its own process or else by this one; keep its code."""
+        process = self._compilers.pop(tuple(arguments.kinds), None)
+        data = process.communicate()[0] if process else b""
+        if process is None or process.returncode:
+            from tiedgpt.infer.kernels import compilation
+
+            data = compilation.compile_kernel(self.module, self.name, example(arguments))
+        file = self._file(arguments)
         try:
-            _keep(file, *compilation.machine_code(callback, SYMBOL))
+            code_files.keep(file, data)
         except (OSError, TiedGPTError) as error:
             warnings.warn(
                 f"kernels were compiled for this process alone: they could not be kept: {error} "
@@ -86,15 +101,26 @@ class Kernel:
                 RuntimeWarning,
                 stacklevel=1,
             )
-        return FUNCTION(callback.address)
+        return code_files.load(file) or code_files.load_object(data)
+
+    def _file(self, arguments: Record) -> str:
+        """Return the name of the file of machine code, without its checksum."""
+        types = zlib.crc32(repr(tuple(arguments.kinds)).encode())
+        return f"{self.name}-{types:08x}-{code_files.digest(self.module):08x}"
 
 
-class Record:
-    """Arguments of many steps, flattened once; the arrays must stay where they are in memory."""
-
-    def __init__(self, arguments: tuple[Any, ...]) -> None:
-        self.arguments, self.words, self.kinds = arguments, list[int](), list[Any]()
-        _flatten(arguments, self.words, self.kinds)
+def _start_compiler(module: str, name: str, arguments: Any) -> subprocess.Popen[bytes]:
+    """Start a process that writes a kernel's object file to its standard output."""
+    python = "" if hasattr(sys, "frozen") else sys.executable or ""  # an application, or no program
+    process = subprocess.Popen(
+        [python, "-P", "-c", COMPILER], env=os.environ | {"NUMBA_OPT": "0"},
+        stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL,
+    )  # fmt: skip
+    assert process.stdin is not None
+    with suppress(BrokenPipeError):  # the process has ended: its exit status says so
+        process.stdin.write(pickle.dumps(sys.path) + pickle.dumps((module, name, arguments)))
+        process.stdin.flush()
+    return process
 
 
 class Step:
@@ -108,11 +134,10 @@ class Step:
     ) -> None:
         lines = 1 + phases * (1 + threads)
         self.counters, self.arguments = np.zeros(lines * LINE, np.int64), arguments
-        words, kinds = list[int](), list[Any]()
-        _flatten((self.counters, threads, *arguments), words, kinds)
-        self.function = kernel.function(tuple(kinds), arguments)
-        self._record = array("q", words)
-        self.address = self._record.buffer_info()[0]
+        record = Record((self.counters, threads, *arguments))
+        self.function = kernel.function(record)
+        self._words = array("q", record.words)
+        self.address = self._words.buffer_info()[0]
 
     def __call__(self, me: int) -> None:
         """Take part as thread `me`; the GIL is released."""
@@ -127,98 +152,3 @@ def on_compilation(callback: Callable[[], None]) -> Iterator[None]:
         yield
     finally:
         _on_compilation.pop()
-
-
-def _flatten(values: tuple[Any, ...], words: list[int], kinds: list[Any]) -> None:
-    """Append a record's words, as `compilation.py` reads them, and the arguments' types.
-
-    The words of an array are its address and its shape.
-    """
-    for value in values:
-        if isinstance(value, np.ndarray):
-            if not value.flags.c_contiguous:
-                raise ValueError(
-                    f"kernels take contiguous arrays only, got strides {value.strides}"
-                )
-            words.append(value.ctypes.data)
-            words += value.shape
-            kinds += (value.dtype, value.ndim)
-        elif isinstance(value, Record):
-            words += value.words
-            kinds += value.kinds
-        elif isinstance(value, tuple):
-            _flatten(value, words, kinds)
-        else:
-            words.append(int(value.view(np.int32) if isinstance(value, np.float32) else value))
-            kinds.append(type(value))
-
-
-def cache_directories() -> list[Path]:
-    """Return the directories of the cache. Files are written to the first writable one."""
-    if directory := os.environ.get("NUMBA_CACHE_DIR"):
-        return [Path(directory)]
-    home = os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache")
-    return [Path(__file__).parent / "__pycache__", Path(home) / "tiedgpt"]
-
-
-def _load(file: str) -> Function | None:
-    """Return the function of the first undamaged file that can be loaded, or None."""
-    for path in (path for folder in cache_directories() for path in folder.glob(f"{file}-*")):
-        with suppress(OSError, RuntimeError, ValueError, AttributeError):
-            data = path.read_bytes()
-            if zlib.crc32(data) != int(path.stem[-8:], 16):
-                continue
-            if path.suffix == ".so":
-                return FUNCTION((SYMBOL, ctypes.CDLL(str(path.resolve()))))
-            return FUNCTION(_address_in(data))
-    return None
-
-
-def _address_in(data: bytes) -> int:
-    """Return the address of the function in an object file, once LLVM has loaded it."""
-    import llvmlite.binding as llvm
-
-    llvm.initialize_native_target()
-    llvm.initialize_native_asmprinter()
-    machine = llvm.Target.from_default_triple().create_target_machine(jit=True)
-    jit = llvm.create_lljit_compiler(machine, suppress_errors=True)
-    library = llvm.JITLibraryBuilder().add_object_img(data).add_current_process()
-    loaded = library.export_symbol(SYMBOL).link(jit, SYMBOL)
-    _alive.append((jit, loaded))
-    return int(loaded[SYMBOL])
-
-
-def _keep(file: str, data: bytes, suffix: str) -> None:
-    """Write machine code to the first place that can be written, or raise the last error."""
-    for folder in (places := cache_directories()):
-        try:
-            with replacing(folder / f"{file}-{zlib.crc32(data):08x}{suffix}") as temporary:
-                temporary.write_bytes(data)
-            return
-        except (OSError, TiedGPTError):
-            if folder is places[-1]:
-                raise
-
-
-@cache
-def digest(module: str) -> int:
-    """Return a digest of everything that machine code depends on except the arguments' types."""
-    origins = {__file__, getattr(find_spec(module), "origin", None) or __file__}
-    folders = sorted({Path(origin).parent for origin in origins})
-    sources = [file.read_bytes() for folder in folders for file in sorted(folder.glob("*.py"))]
-    numba = [(name, os.stat(spec.origin).st_mtime_ns) for name in ("numba", "llvmlite")
-             if (spec := find_spec(name)) and spec.origin]  # fmt: skip
-    settings = {name: value for name, value in os.environ.items() if name.startswith("NUMBA_")}
-    settings.pop("NUMBA_CACHE_DIR", None)
-    about = (sys.platform, _cpu(), numba, sorted(settings.items()))
-    return zlib.crc32(b"".join(sources) + repr(about).encode())
-
-
-def _cpu() -> str:
-    """Return the CPU's name and features as the system, or else LLVM, describes them."""
-    with suppress(OSError), open("/proc/cpuinfo", encoding="utf-8", errors="replace") as file:
-        first, _, _ = file.read(1 << 14).partition("\n\n")
-        return "\n".join(line for line in first.split("\n") if line.startswith(CPU_LINES))
-    import llvmlite.binding as llvm
-
-    return f"{llvm.get_host_cpu_name()} {llvm.get_host_cpu_features().flatten()}"

@@ -8,40 +8,45 @@ is the residual stream, as in `core/model.py`, of which this is the transcriptio
 
 from __future__ import annotations
 
-from numba import njit
-
 from tiedgpt.infer.kernels.arguments import QUERIES, Activated, HeadCache, Matrix, Queries
 from tiedgpt.infer.kernels.attention import append, attend
 from tiedgpt.infer.kernels.gemm import accumulate, gemm, store, store_activated
 from tiedgpt.infer.kernels.microkernels import PANEL, number_at
 from tiedgpt.infer.kernels.norms import layer_norm
 from tiedgpt.infer.kernels.quantize import quantize, row_of
+from tiedgpt.infer.kernels.simd import jit
 from tiedgpt.infer.kernels.work_stealing import claim_chunks, end, is_over
 
 UNCHANGED, NORM, REPLACE = range(3)
 """The next GEMM reads h, norm(h), or norm(h) that also takes the place of h."""
 
 
-@njit(error_model="numpy")
+@jit
 def _embed(control, phase, model, buffers, batch):
     """Set h_0 = U W_e + W_p."""
-    n, width = len(batch.ids), model.n_embd
+    n, width, wte = len(batch.ids), model.n_embd, _matrix(model.wte)
     for m in claim_chunks(control, phase, n):
         h = buffers.h[m]
         token, position = batch.ids[m], model.wpe[batch.positions[m]]
         panel, row = token // PANEL, token % PANEL
         for k in range(width):
-            h[k] = number_at(model.wte.weights, model.wte.scales, panel, row, k) + position[k]
+            h[k] = number_at(wte.weights, wte.scales, panel, row, k) + position[k]
     return phase + 1
 
 
-@njit(inline="always", error_model="numpy")
+@jit(inline="always")
 def _layer_of(stack, layer):
     """Return the matrix of one layer."""
     return Matrix(stack.weights[layer], stack.scales[layer], stack.bias[layer])
 
 
-@njit(error_model="numpy")
+@jit(inline="always")
+def _matrix(fields):
+    """Return a matrix by value, as `_layer_of` does: for one type a function is compiled once."""
+    return Matrix(fields.weights, fields.scales, fields.bias)
+
+
+@jit(inline="always")
 def _layer(control, phase, layer, model, buffers, cache, batch):
     """Add attention and the MLP of one layer to h."""
     n, post, norms = len(batch.ids), model.post, model.norms
@@ -69,7 +74,7 @@ def _layer(control, phase, layer, model, buffers, cache, batch):
     return gemm(control, phase, mlp_proj, buffers.mlp, n, buffers, accumulate, buffers.h)
 
 
-@njit(error_model="numpy")
+@jit
 def _normalize(control, phase, model, buffers, norm, n, mode):
     """Write norm(h) to x as GEMMs read it; with REPLACE to h as well (post-LN)."""
     padded = buffers.h.shape[1]
@@ -88,7 +93,7 @@ def _normalize(control, phase, model, buffers, norm, n, mode):
     return phase + 1
 
 
-@njit(error_model="numpy")
+@jit
 def _attention(control, phase, layer, model, buffers, cache, batch):
     """Append the new keys and values and attend from each new position; a chunk is a head."""
     heads, width = model.n_head, model.n_embd
@@ -117,7 +122,7 @@ def _attention(control, phase, layer, model, buffers, cache, batch):
     return phase + 1
 
 
-@njit(error_model="numpy")
+@jit(inline="always")
 def _logits(control, phase, model, buffers, batch):
     """Set logits = norm(h_L) W_e^T of the tokens asked for: the side of W that predicts."""
     n, padded = len(batch.outputs), buffers.h.shape[1]
@@ -127,10 +132,11 @@ def _logits(control, phase, model, buffers, batch):
         norm = model.norms[layers - 1, 1] if model.post else model.ln_f
         layer_norm(h, model.n_embd, norm[0], norm[1], model.epsilon, out)
         quantize(out, 0, padded, row_of(buffers.x, m))
-    return gemm(control, phase + 1, model.head, buffers.x, n, buffers, store, buffers.logits)
+    head = _matrix(model.head)
+    return gemm(control, phase + 1, head, buffers.x, n, buffers, store, buffers.logits)
 
 
-@njit(error_model="numpy")
+@jit
 def forward(control, model, buffers, cache, batch):
     """Do a step. A thread that comes when all chunks are claimed writes only to its own control."""
     if not is_over(control):

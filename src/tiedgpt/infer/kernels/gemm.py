@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from numba import njit, types
+from numba import types
 from numba.extending import overload
 
 from tiedgpt.infer.kernels import simd
@@ -19,6 +19,7 @@ from tiedgpt.infer.kernels.microkernels import (
 )
 from tiedgpt.infer.kernels.norms import activate
 from tiedgpt.infer.kernels.quantize import quantize, row_of
+from tiedgpt.infer.kernels.simd import jit
 from tiedgpt.infer.kernels.work_stealing import claim_chunks
 
 CHUNK_BYTES = 1 << 17
@@ -72,7 +73,7 @@ def _multiply6(matrix, panel, x, first, n, width, widened, out):
     )
 
 
-@njit(inline="always", error_model="numpy")
+@jit
 def multiply(matrix, panel, x, first, n, widened, out):
     """Multiply a panel with vectors first .. first + 5 (at most, up to n); return how many."""
     remaining, width = n - first, x.values.shape[1]
@@ -92,7 +93,7 @@ def multiply(matrix, panel, x, first, n, widened, out):
     return done
 
 
-@njit(error_model="numpy")
+@jit
 def gemm(control, phase, matrix, x, n, buffers, write, out):
     """Compute W x + bias of the first n vectors of x, and `write` it to `out`.
 
@@ -117,7 +118,7 @@ def gemm(control, phase, matrix, x, n, buffers, write, out):
     return phase + 1
 
 
-@njit(error_model="numpy")
+@jit
 def store(sums, at, token, out):
     """Write 64 sums to columns of `out` (n, rows) from `at`."""
     target = out[token, at : at + PANEL]
@@ -125,7 +126,7 @@ def store(sums, at, token, out):
         target[row] = sums[row]
 
 
-@njit(error_model="numpy")
+@jit
 def accumulate(sums, at, token, out):
     """Add 64 sums to columns of `out` (n, rows) from `at`."""
     target = out[token, at : at + PANEL]
@@ -133,7 +134,7 @@ def accumulate(sums, at, token, out):
         target[row] += sums[row]
 
 
-@njit(error_model="numpy")
+@jit
 def store_activated(sums, at, token, out):
     """Apply an activation function to 64 sums, and write them as the next GEMM reads them."""
     activate(sums, PANEL, out.activation)

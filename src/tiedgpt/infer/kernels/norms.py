@@ -5,13 +5,13 @@ from __future__ import annotations
 import math
 
 import numpy as np
-from numba import njit
 
 from tiedgpt.infer.kernels import vectors as vec
 from tiedgpt.infer.kernels.arguments import GELU, GELU_NEW, LANES, RELU
+from tiedgpt.infer.kernels.simd import jit
 
 
-@njit(error_model="numpy")
+@jit
 def activate(x, n, activation):
     """Apply an activation to the first n of x, a multiple of 16, in place."""
     if activation == GELU:
@@ -32,7 +32,7 @@ def activate(x, n, activation):
             vec.store(x, at, vec.divide(v, vec.add(one, e)))
 
 
-@njit(error_model="numpy")
+@jit
 def layer_norm(x, width, weight, bias, epsilon, out):
     """LayerNorm of the first `width` of x into `out`, zeros behind, to the next multiple of 16.
 

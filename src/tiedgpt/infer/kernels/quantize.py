@@ -10,19 +10,19 @@ from functools import partial, reduce
 from typing import Any
 
 import numpy as np
-from numba import njit, types
+from numba import types
 from numba.extending import overload
 
 from tiedgpt.infer.kernels import simd
 from tiedgpt.infer.kernels import vectors as vec
 from tiedgpt.infer.kernels.arguments import LANES, Vectors
-from tiedgpt.infer.kernels.simd import ARRAY, f32, i8, i32, i64, instructions, vector
+from tiedgpt.infer.kernels.simd import ARRAY, f32, i8, i32, i64, instructions, jit, vector
 
 GROUP = 64
 """The int8 activations that share a scale."""
 
 
-@njit(inline="always", error_model="numpy")
+@jit(inline="always")
 def to_bf16(x):
     """Return the bits of float32 rounded to bf16, to nearest even."""
     bits = vec.bits_of_float(x)
@@ -42,7 +42,7 @@ def _convert(x, inverse, array):
     return lambda x, inverse, array: x
 
 
-@njit(inline="always", error_model="numpy")
+@jit(inline="always")
 def row_of(vectors, m):
     """Return one of the vectors."""
     return Vectors(vectors.values[m], vectors.scales[m], vectors.sums[m])

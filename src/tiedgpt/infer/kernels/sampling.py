@@ -14,8 +14,9 @@ from numpy.typing import NDArray
 
 from tiedgpt.errors import UserError
 from tiedgpt.infer.generation_config import GenerationConfig
+from tiedgpt.infer.kernels import code_files
 from tiedgpt.infer.kernels.arguments import LANES, TokenLists
-from tiedgpt.infer.kernels.compile_cache import Kernel, cache_directories, digest
+from tiedgpt.infer.kernels.compile_cache import Kernel
 from tiedgpt.infer.kernels.thread_pool import ThreadPool
 from tiedgpt.infer.sampling import NextToken, SamplingInput, no_token_error
 
@@ -74,8 +75,15 @@ fill_rows = Kernel("tiedgpt.infer.kernels.sampling_kernels", "fill_rows")
 
 def is_compiled() -> bool:
     """Whether this CPU's machine code is there, so that nothing is compiled first."""
-    files = f"{fill_rows.name}-*-{digest(fill_rows.module):08x}-*"
-    return bool(fill_rows.functions) or any(any(d.glob(files)) for d in cache_directories())
+    files = f"{fill_rows.name}-*-{code_files.digest(fill_rows.module):08x}-*"
+    return bool(fill_rows.functions) or any(any(d.glob(files)) for d in code_files.cache_directories())
+
+
+def prepare() -> None:
+    """Load the kernel, or start to compile it while other kernels are compiled."""
+    none = np.zeros(0, np.int64)
+    lists = TokenLists(none, none, none, np.zeros(0, np.float32))
+    fill_rows.prepare(np.zeros(0, ROW_DTYPE), 0, lists, np.zeros((0, 0, 0), np.float32))
 
 
 def sample(pool: ThreadPool, inputs: Sequence[SamplingInput]) -> list[NextToken | UserError]:

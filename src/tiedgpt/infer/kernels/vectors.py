@@ -10,12 +10,23 @@ from functools import partial
 
 import numba
 from llvmlite import ir
-from numba import njit, types
+from numba import types
 from numba.extending import models, register_model
 
 from tiedgpt.infer.kernels import simd
 from tiedgpt.infer.kernels.arguments import LANES
-from tiedgpt.infer.kernels.simd import ARRAY, call, f32, f64, i16, i32, i64, instructions, vector
+from tiedgpt.infer.kernels.simd import (
+    ARRAY,
+    call,
+    f32,
+    f64,
+    i16,
+    i32,
+    i64,
+    instructions,
+    jit,
+    vector,
+)
 
 
 class _F16(types.Type):
@@ -222,7 +233,7 @@ def _pointer(builder, address):
     return builder.inttoptr(address, f32.as_pointer())
 
 
-@njit(inline="always", error_model="numpy")
+@jit(inline="always")
 def array_at(address, size):
     """Return the float32 array of `size` numbers at an address."""
     return numba.carray(_pointer(address), (size,))

@@ -13,10 +13,10 @@ import os
 import platform
 
 from llvmlite import ir
-from numba import njit, types
+from numba import types
 
 from tiedgpt.infer.kernels.arguments import LINE
-from tiedgpt.infer.kernels.simd import ARRAY, call, i32, instructions
+from tiedgpt.infer.kernels.simd import ARRAY, call, i32, instructions, jit
 
 SPINS = 4000
 """Times that a thread looks at a counter before it yields its core."""
@@ -54,25 +54,25 @@ def yield_core(builder):
     call(builder, "SwitchToThread" if os.name == "nt" else "sched_yield", i32, [])
 
 
-@njit(inline="always", error_model="numpy")
+@jit(inline="always")
 def is_over(control):
     """Return whether all phases are done."""
     return read(control.counters, 0) != 0
 
 
-@njit(inline="always", error_model="numpy")
+@jit(inline="always")
 def end(control):
     """Mark all phases as done."""
     write(control.counters, 0, 1)
 
 
-@njit(inline="always", error_model="numpy")
+@jit(inline="always")
 def _line(control, phase):
     """Return where the counters of a phase begin."""
     return (1 + phase * (1 + control.threads)) * LINE
 
 
-@njit(error_model="numpy")
+@jit
 def next_chunk(control, phase, chunks):
     """Claim a chunk of a phase, first of this thread's own share; -1 if none is left."""
     counters, threads = control.counters, control.threads
@@ -87,7 +87,7 @@ def next_chunk(control, phase, chunks):
     return -1
 
 
-@njit(inline="always", error_model="numpy")
+@jit(inline="always")
 def barrier(control, phase, done, chunks):
     """Count the chunks that this thread did, and wait until all are done."""
     counter = _line(control, phase)
@@ -101,7 +101,7 @@ def barrier(control, phase, done, chunks):
             yield_core()
 
 
-@njit(error_model="numpy")
+@jit
 def claim_chunks(control, phase, chunks):
     """Yield the chunks of a phase that this thread claims; then wait until all are done."""
     done = 0
