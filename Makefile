@@ -14,9 +14,10 @@ RUN := $(VENV)/.installed
 DEV := $(VENV)/.installed-dev
 PEERS := $(VENV)/.installed-peers
 PAGE := $(VENV)/.installed-page
+SITE := $(VENV)/.installed-site
 CARRIED := rich markdown-it-py mdurl pygments plotext charset-normalizer joblib
 
-.PHONY: demo test test-page test-gpu test-all gpu-wheels lint format package clean
+.PHONY: demo test test-page test-gpu test-all gpu-wheels lint format docs docs-check package clean
 .DELETE_ON_ERROR:
 
 demo: $(RUN)
@@ -48,6 +49,16 @@ format: $(DEV)
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
 
+docs: $(SITE) build/demo.html  # the site in build/site, with a small model on its first page
+	$(BIN)/python docs/site/build.py --demo build/demo.html
+
+docs-check: $(SITE)  # the site without the model: some seconds
+	$(BIN)/python docs/site/build.py
+
+build/demo.html: | $(RUN)  # 2 MB, trained for three minutes on the documentation of Python
+	$(BIN)/tiedgpt train --minutes 3 --size little --out build/demo
+	$(BIN)/tiedgpt export build/demo $@ --text "Return a new dictionary"
+
 package: $(DEV)  # wheel and sdist in dist/, and a check of what is in them
 	rm -rf dist
 	$(BIN)/python -m build
@@ -70,6 +81,10 @@ $(DEV): pyproject.toml constraints.txt | $(VENV)/bin/python
 
 $(PAGE): $(DEV)
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check $(TORCH_INDEX) -c constraints.txt -e '.[dev,page]'
+	touch $@ $(DEV) $(RUN)
+
+$(SITE): $(DEV)
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check $(TORCH_INDEX) -c constraints.txt -e '.[dev,site]'
 	touch $@ $(DEV) $(RUN)
 
 $(PEERS): $(DEV)  # compiles llama.cpp, for minutes: for any CPU with AVX2, not for this one alone

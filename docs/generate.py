@@ -1,6 +1,6 @@
 """Write the pages of the documentation that are made from the code.
 
-    python docs/generate.py                  all pages but the lessons, in some seconds
+    python docs/generate.py                  command-line.md, formats.md, reference/: some seconds
     python docs/generate.py lessons.md       also named pages alone; the lessons train a tiny model
 
 `tests/docs/test_generated.py` compares the pages with the code. The numbers of the lessons differ
@@ -9,25 +9,20 @@ from machine to machine; the test compares their sentences only.
 
 from __future__ import annotations
 
-import ast
 import contextlib
 import io
 import os
 import sys
-import textwrap
-from collections.abc import Iterator
-from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 from tiedgpt.cli.data import PARTS as DATA_VERBS
 from tiedgpt.inspect.registry import INSPECTIONS
 
 DOCS = Path(__file__).parent
-SOURCE = DOCS.parent / "src" / "tiedgpt"
 MADE = "<!-- Made by docs/generate.py from the code: do not edit. -->"
 MODULES = {
-    "tiedgpt": "GPT GPTConfig Tokenizer explain",
-    "tiedgpt.core.cache": "KVCache",
+    "tiedgpt": "GPT GPTConfig Tokenizer KVCache explain",
     "tiedgpt.infer": "Engine GenerationConfig Generation Completion Token Scored",
     "tiedgpt.tie": "ledger audit fix tie untie replace_head resize_vocab add_tokens prune guard",
     "tiedgpt.inspect": " ".join([*INSPECTIONS, "steer"]),
@@ -43,21 +38,12 @@ MODULES = {
     "tiedgpt.weights.checkpoint": "Program",
     "tiedgpt.errors": "UserError CorruptInputError NoRoomError DivergedError CheckFailedError",
 }
-"""What python.md lists: names of each module that users import from."""
+"""Names in the reference, by the module that users import them from."""
 PARTS = {
     "inspect": [each.verb for each in INSPECTIONS.values()],
     "data": [*DATA_VERBS],
 }
 """The verbs of a verb."""
-
-
-@dataclass
-class Found:
-    """A public name: where it is defined, and its definition."""
-
-    name: str
-    file: Path
-    node: ast.FunctionDef | ast.ClassDef
 
 
 def command_line() -> str:
@@ -100,107 +86,17 @@ def _block(text: str) -> str:
     return f"```text\n{lines}\n```"
 
 
-def python() -> str:
-    """Return python.md: signatures and docstrings of the public names, read without importing."""
-    parts = [
-        f"# Python\n\n{MADE}",
-        "Signatures and docstrings of the public names. Shapes: B batch, T positions, D width, V\n"
-        "vocabulary, L layers.",
-    ]
+def reference(package: str) -> str:
+    """Return the page of a package, whose names mkdocstrings replaces by their documentation."""
+    parts = [f"# {package}\n\n{MADE}"]
+    if package == "tiedgpt":
+        parts.append("Shapes: B batch, T positions, D width, V vocabulary, L layers.")
+    own = "    options: {show_root_heading: false, members: false}"
+    parts.append(f"::: {package}\n{own}")
     for module, names in MODULES.items():
-        links = ", ".join(f"[{name}](#{name.lower()})" for name in names.split())
-        parts.append(f"## {module}\n\n{links}")
-        for name in names.split():
-            parts += filter(None, _described(find(module, name)))
+        if ".".join(module.split(".")[:2]) == package:
+            parts += [f"::: {module}.{name}" for name in names.split()]
     return "\n\n".join(parts) + "\n"
-
-
-def find(module: str, name: str) -> Found:
-    """Return the definition of a public name, by the imports that lead to it."""
-    path = SOURCE.joinpath(*module.split(".")[1:])
-    files = path / "__init__.pyi", path / "__init__.py", path.with_suffix(".py")
-    file = next(file for file in files if file.exists())
-    for node in ast.walk(ast.parse(file.read_text())):
-        if isinstance(node, (ast.FunctionDef, ast.ClassDef)) and node.name == name:
-            return Found(name, file, node)
-        if isinstance(node, ast.ImportFrom) and node.module != module:
-            if any((alias.asname or alias.name) == name for alias in node.names):
-                return find(str(node.module), name)
-    raise LookupError(f"{module} has no {name}")
-
-
-def _described(found: Found) -> Iterator[str]:
-    """Yield the paragraphs on a class or a function."""
-    place, node = found.file.relative_to(DOCS.parent).as_posix(), found.node
-    yield f"### {found.name}\n\nIn [`{place}`](../{place})."
-    if isinstance(node, ast.FunctionDef):
-        yield _signature(node, node.name)
-        yield _text(node)
-        return
-    methods = {each.name: each for each in node.body if isinstance(each, ast.FunctionDef)}
-    if "__init__" in methods:
-        yield _signature(methods["__init__"], node.name)
-    yield _text(node)
-    yield "\n".join(_fields(node))
-    for name, method in methods.items():
-        if not name.startswith("_") and ast.get_docstring(method):
-            kinds = {ast.unparse(each) for each in method.decorator_list}
-            yield f"#### {node.name}.{name}"
-            if not kinds & {"property", "cached_property"}:
-                yield _signature(method, name)
-            yield _text(method)
-
-
-def _fields(node: ast.ClassDef) -> Iterator[str]:
-    """Yield a line for each documented attribute of a class, in a docstring or as an option."""
-    for field, text in zip(node.body, [*node.body[1:], None], strict=True):
-        if not isinstance(field, ast.AnnAssign):
-            continue
-        default, about = field.value, None
-        if isinstance(default, ast.Call) and ast.unparse(default.func) == "option":
-            arguments = [*default.args, None, None]
-            default, about = arguments[0], arguments[1] and ast.literal_eval(arguments[1])
-        if about is None and isinstance(text, ast.Expr) and isinstance(text.value, ast.Constant):
-            about = str(text.value.value)
-        if about is not None:
-            shown = f"{ast.unparse(field.target)}: {ast.unparse(field.annotation)}"
-            shown += "" if default is None else f" = {ast.unparse(default)}"
-            yield f"- `{shown}`: {' '.join(about.split())}"
-
-
-def _signature(node: ast.FunctionDef, name: str) -> str:
-    """Return `name(arguments) -> type` as a block, with an argument a line where it is long."""
-    listed = _parts(ast.unparse(node.args))
-    listed = listed[1:] if listed and listed[0] in ("self", "cls") else listed
-    is_init = node.returns is None or node.name == "__init__"
-    returned = "" if is_init else f" -> {ast.unparse(node.returns)}"
-    line = f"{name}({', '.join(listed)}){returned}"
-    if len(line) > 90:
-        inside = "".join(f"    {part},\n" for part in listed)
-        line = f"{name}(\n{inside}){returned}"
-    return f"```python\n{line}\n```"
-
-
-def _parts(arguments: str) -> list[str]:
-    """Split a list of arguments at the commas that are in no brackets or quotes."""
-    parts, depth, quoted = [""], 0, ""
-    for character in arguments:
-        if quoted:
-            quoted = "" if character == quoted else quoted
-        elif character in "'\"":
-            quoted = character
-        else:
-            depth += (character in "([{") - (character in ")]}")
-        if character == "," and not depth and not quoted:
-            parts.append("")
-        else:
-            parts[-1] += character
-    return [part.strip() for part in parts if part.strip()]
-
-
-def _text(node: ast.FunctionDef | ast.ClassDef) -> str:
-    """Return a docstring in Markdown: blocks that are indented are code."""
-    return textwrap.dedent(ast.get_docstring(node) or "").strip()
 
 
 def lessons() -> str:
@@ -271,9 +167,12 @@ def _with_tables(page: str, **tables: list[tuple[str, ...]]) -> str:
 
 PAGES = {
     "command-line.md": command_line,
-    "python.md": python,
     "formats.md": checkpoint_formats,
     "coming-from.md": coming_from,
+    **{
+        f"reference/{package.removeprefix('tiedgpt.')}.md": partial(reference, package)
+        for package in (".".join(module.split(".")[:2]) for module in MODULES)
+    },
     "lessons.md": lessons,
 }
 SLOW_PAGES = ("lessons.md",)
@@ -285,8 +184,9 @@ def main(pages: list[str]) -> None:
         raise SystemExit(f"{__doc__}\nno page {unknown[0]}; the pages are {', '.join(PAGES)}")
     for page in pages or [page for page in PAGES if page not in SLOW_PAGES]:
         print(f"docs/{page} ...", end=" ", flush=True)
-        before, text = (DOCS / page).read_text(encoding="utf-8"), PAGES[page]()
-        (DOCS / page).write_text(text, encoding="utf-8")
+        path, text = DOCS / page, PAGES[page]()
+        before = path.read_text(encoding="utf-8") if path.exists() else None
+        path.write_text(text, encoding="utf-8")
         print("unchanged" if text == before else "written")
     for page in SLOW_PAGES if not pages else ():
         print(f"docs/{page} is written if it is named: it takes minutes")

@@ -66,7 +66,7 @@ class ReplySources(Sources, Rows):
     adds_tokens = True
 
     def __init__(self, options: TuneOptions, start: Pretrained) -> None:
-        tokenizer = Tokenizer.from_pretrained(start.source)
+        tokenizer = Tokenizer.from_pretrained(start.source.path)
         self.context = options.context or start.n_positions
         template = TEMPLATES[options.template] if options.template else start.source.path
 
