@@ -169,6 +169,15 @@ def test_every_script_is_tested_and_counted():
         assert [[a.lower(), b] for a, b in found] == [counts], page
 
 
+def test_notebooks_import_nothing_from_the_checkout():
+    for path in EXAMPLES.glob("*.ipynb"):
+        cells = json.loads(path.read_text(encoding="utf-8"))["cells"]
+        code = "\n".join("".join(c["source"]) for c in cells if c["cell_type"] == "code")
+        modules = set(re.findall(r"^(?:from|import) (\w+)", code, re.MULTILINE))
+        assert not modules & {script.stem for script in EXAMPLES.glob("*.py")}, path
+        assert "pip install" in "".join(cells[0]["source"]), path
+
+
 def test_notebooks_have_outputs_and_write_to_a_temporary_folder():
     for path in EXAMPLES.glob("*.ipynb"):
         notebook = json.loads(path.read_text(encoding="utf-8"))
