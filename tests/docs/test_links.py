@@ -185,7 +185,10 @@ def test_every_error_class_and_exit_code_is_explained():
     assert not [code for code in EXIT_CODES if f"\n| {code} |" not in page]
 
 
-def test_guides_are_short_and_the_readme_too():
+def test_guides_the_readme_and_a_release_in_the_changelog_are_short():
+    assert len((ROOT / "README.md").read_text().splitlines()) <= 200
+    for section in (ROOT / "CHANGELOG.md").read_text().split("\n## ")[1:]:
+        assert section.count("\n") <= 60, section[:20]
     for guide in (ROOT / "docs" / "guides").glob("*.md"):
         assert len(guide.read_text().splitlines()) <= 120, guide
     text = BLOCK.sub("", (ROOT / "README.md").read_text())
