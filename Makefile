@@ -10,6 +10,7 @@ TORCH ?= default
 VENV := .venv
 BIN := $(VENV)/bin
 TORCH_INDEX := $(if $(filter cpu,$(TORCH)),--extra-index-url https://download.pytorch.org/whl/cpu)
+UV_INDEX ?= --torch-backend cpu
 RUN := $(VENV)/.installed
 DEV := $(VENV)/.installed-dev
 PEERS := $(VENV)/.installed-peers
@@ -17,7 +18,7 @@ PAGE := $(VENV)/.installed-page
 SITE := $(VENV)/.installed-site
 CARRIED := rich markdown-it-py mdurl pygments plotext charset-normalizer joblib
 
-.PHONY: demo test test-page test-gpu test-all gpu-wheels lint format docs docs-check package clean
+.PHONY: demo test test-page test-gpu test-oldest test-all gpu-wheels lint format docs docs-check package release-check coverage clean
 .DELETE_ON_ERROR:
 
 demo: $(RUN)
@@ -35,6 +36,13 @@ test-gpu: $(DEV)  # they skip without a GPU
 gpu-wheels:  # what bench/gpu_check.py brings along to a machine with torch and nothing else
 	$(PYTHON) -m pip download --quiet --disable-pip-version-check --no-deps --only-binary :all: \
 		--platform any --python-version 3.12 -c constraints.txt -d .wheels $(CARRIED)
+
+test-oldest:  # the oldest packages that pyproject.toml allows, in .venv-oldest; needs uv
+	uv venv --quiet --clear --python 3.11 .venv-oldest
+	uv pip compile --quiet --extra dev --resolution lowest-direct --python-version 3.11 $(UV_INDEX) \
+		pyproject.toml -o .venv-oldest/requirements.txt
+	uv pip install --quiet --python .venv-oldest $(UV_INDEX) -r .venv-oldest/requirements.txt -e .
+	.venv-oldest/bin/python -m pytest tests/core tests/text tests/weights tests/tie tests/infer
 
 test-all: $(PEERS) $(PAGE)
 	$(BIN)/python -m pytest -m ""
@@ -55,8 +63,8 @@ docs: $(SITE) build/demo.html  # the site in build/site, with a small model on i
 docs-check: $(SITE)  # the site without the model: some seconds
 	$(BIN)/python docs/site/build.py
 
-build/demo.html: | $(RUN)  # 2 MB, trained for three minutes on the documentation of Python
-	$(BIN)/tiedgpt train --minutes 3 --size little --out build/demo
+build/demo.html: | $(RUN)  # about 2 MB, trained for three minutes on the documentation of Python
+	$(BIN)/tiedgpt train --minutes 3 --out build/demo
 	$(BIN)/tiedgpt export build/demo $@ --text "Return a new dictionary"
 
 package: $(DEV)  # wheel and sdist in dist/, and a check of what is in them
@@ -64,8 +72,17 @@ package: $(DEV)  # wheel and sdist in dist/, and a check of what is in them
 	$(BIN)/python -m build
 	$(BIN)/python .ci/check_package.py dist
 
+release-check: package  # what a release needs, as far as one machine can check it; TAG=v0.1.0 compares a tag
+	TORCH=$(TORCH) $(BIN)/python .ci/release_check.py $(if $(TAG),--tag $(TAG))
+
+coverage: $(DEV)  # of the quick tests, by line and branch; slower than the tests by half
+	$(BIN)/python -m coverage erase
+	$(BIN)/python -m coverage run -m pytest
+	$(BIN)/python -m coverage combine --quiet
+	$(BIN)/python -m coverage report --skip-covered --sort=cover
+
 clean:
-	rm -rf $(VENV) .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) .venv-oldest build dist .cache .pytest_cache .mypy_cache .ruff_cache .hypothesis
 
 $(VENV)/bin/python:
 	$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "tiedgpt needs Python 3.11 or later; set PYTHON=")'

@@ -1,31 +1,65 @@
-"""Take the pictures of the page that the documentation shows, in Chromium, light and dark.
+"""Take the pictures that the documentation shows: the terminal, the curves and the page.
 
-    python docs/pictures.py RUN          # in the repository, after `make .venv/.installed-page`
+    python docs/pictures.py              # in the repository, after `make .venv/.installed-page`
+    python docs/pictures.py RUN          # the curves and the page, of a run that exists
 
-RUN is one of `make demo`.
+Without RUN, the terminal's picture is of `tiedgpt train --minutes 3`, as `make demo` calls it. The
+page is taken in Chromium; it and the curves are drawn light and dark.
 """
 
+import os
+import re
+import subprocess
 import sys
+import tempfile
 from io import BytesIO
 from pathlib import Path
 from urllib.parse import urlencode
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
+from matplotlib import pyplot
 from PIL import Image
 from playwright.sync_api import sync_playwright
+from rich._export_format import CONSOLE_SVG_FORMAT
+from rich.console import Console
+from rich.text import Text
 from tests.serve.browsing import CHROMIUM, OPTIONS, serving, settled
+
+from tiedgpt.cli.main import main as command_line
 
 TEXT = "Return a new dictionary with the same"
 HEIGHTS = {"start": 1170, "dot": 760, "layers": 880, "heads": 1400}
 """The views, and the pixels from the top that are shown."""
+IMAGES = Path(__file__).parent / "images"
 
 
-def main(run: str) -> None:
+def draw_terminal(folder: Path) -> Path:
+    """Train in a folder, write docs/images/terminal.svg; return the run."""
+    options = {"TTY_COMPATIBLE": "1", "TTY_INTERACTIVE": "0", "COLUMNS": "80"}
+    command = ["tiedgpt", "train", "--minutes", "3"]
+    trained = subprocess.run(
+        command, cwd=folder, env=os.environ | options, text=True, check=True,
+        stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
+    )  # fmt: skip
+    console = Console(record=True, width=80, file=open(os.devnull, "w"))
+    console.print(Text.from_ansi(f"$ {' '.join(command)}\n{trained.stdout.rstrip()}"))
+    fonts = re.sub(r"@font-face {{.*?}}\s*", "", CONSOLE_SVG_FORMAT, flags=re.DOTALL)
+    fonts = fonts.replace("Fira Code, monospace", "ui-monospace, Menlo, Consolas, monospace")
+    console.save_svg(str(IMAGES / "terminal.svg"), title="tiedgpt train", code_format=fonts)
+    return next((folder / "runs").iterdir())
+
+
+def draw_curves(run: Path, scheme: str) -> None:
+    """Write docs/images/curve-light.svg or curve-dark.svg, as `tiedgpt plot --out` draws them."""
+    style = "dark_background" if scheme == "dark" else "default"
+    with pyplot.style.context([style, {"savefig.transparent": True}]):
+        assert command_line(["plot", str(run), "--out", str(IMAGES / f"curve-{scheme}.svg")]) == 0
+
+
+def draw_page(run: Path) -> None:
     """Write docs/images/page-VIEW.png and page-VIEW-dark.png for each view."""
-    images = Path(__file__).parent / "images"
-    name = Path(run).resolve().name
-    with serving(run, name=name) as url, sync_playwright() as playwright:
+    with serving(str(run), name=run.name) as url, sync_playwright() as playwright:
         browser = playwright.chromium.launch(executable_path=CHROMIUM, args=OPTIONS)
         for scheme, suffix in (("light", ""), ("dark", "-dark")):
             page = browser.new_page(color_scheme=scheme, viewport={"width": 1120, "height": 900})
@@ -37,8 +71,17 @@ def main(run: str) -> None:
                     settled(page)
                     page.wait_for_timeout(500)
                 picture = Image.open(BytesIO(page.screenshot())).convert("RGB").quantize(256)
-                picture.save(images / f"page-{view}{suffix}.png", optimize=True)
+                picture.save(IMAGES / f"page-{view}{suffix}.png", optimize=True)
         browser.close()
+
+
+def main(path: str | None = None) -> None:
+    """Write the pictures of a run, or of a new one."""
+    with tempfile.TemporaryDirectory() as folder:
+        run = Path(path).resolve() if path else draw_terminal(Path(folder))
+        for scheme in ("light", "dark"):
+            draw_curves(run, scheme)
+        draw_page(run)
 
 
 if __name__ == "__main__":
