@@ -76,6 +76,7 @@ release-check: package  # what a release needs, as far as one machine can check 
 	TORCH=$(TORCH) $(BIN)/python .ci/release_check.py $(if $(TAG),--tag $(TAG))
 
 coverage: $(DEV)  # of the quick tests, by line and branch; slower than the tests by half
+	mkdir -p build/coverage
 	$(BIN)/python -m coverage erase
 	$(BIN)/python -m coverage run -m pytest
 	$(BIN)/python -m coverage combine --quiet
