@@ -304,7 +304,7 @@ LAYOUTS = {
 
 
 def converted_cells(name: str) -> list[tuple]:
-    """Return the cells of a format that `convert` writes: format, claims in it and beside it, W."""
+    """Return the cells of a format, which `convert` writes."""
     writer = writers()[name]
     written = [(True, "one")]
     if writer.program.supports("tie_word_embeddings"):

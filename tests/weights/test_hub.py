@@ -128,8 +128,8 @@ def test_model_tokenizer_and_template_of_a_name_are_asked_for_once(run, hub):
     hub.asked.clear()
     with Engine("someone/my-gpt", backend="torch") as engine:
         assert engine.tokenizer is not None and engine.template is None
-    asked = [path for path in hub.asked if path.startswith("/api/models/")]
-    assert asked and len(asked) == len(set(asked))
+    requests = [path for path in hub.asked if path.startswith("/api/models/")]
+    assert requests and len(requests) == len(set(requests))
 
 
 CONFIG = ["config.json", "README.md", "tokenizer.json"]

@@ -81,8 +81,8 @@ def can_hold(name: str, variant: str) -> bool:
     if name == "gguf" and not {"bias", "resid_pdrop"}.isdisjoint(fields):
         return False  # it holds zeros for missing biases, and no dropouts
     program = writer.program
-    own = fields.get("activation_function") == program.activation
-    return all(program.supports(f) or (f == "activation_function" and own) for f in fields)
+    is_its = fields.get("activation_function") == program.activation
+    return all(program.supports(f) or (f == "activation_function" and is_its) for f in fields)
 
 
 CASES = [(name, variant) for name in writers() for variant in VARIANTS if can_hold(name, variant)]
@@ -152,9 +152,9 @@ def logits_of_onnx(path: Path, ids: torch.Tensor) -> torch.Tensor:
     session = pytest.importorskip("onnxruntime").InferenceSession(path)
     feeds = {"input_ids": ids, "attention_mask": torch.ones_like(ids), "position_ids": ids}
     feeds = {name: tensor.numpy() for name, tensor in feeds.items()}
-    for given in session.get_inputs():
-        if given.name not in feeds:
-            feeds[given.name] = np.zeros((1, given.shape[1], 0, given.shape[3]), np.float32)
+    for entry in session.get_inputs():
+        if entry.name not in feeds:
+            feeds[entry.name] = np.zeros((1, entry.shape[1], 0, entry.shape[3]), np.float32)
     return torch.from_numpy(session.run(["logits"], feeds)[0])
 
 

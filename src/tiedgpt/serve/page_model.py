@@ -33,7 +33,7 @@ PAGE = Program("a page", fields=(
     "n_inner", "activation_function", "norm", "layer_norm_epsilon", "bias", "attention_windows",
     "tie_word_embeddings",
 ))  # fmt: skip
-"""What page/model/ computes."""
+"""Program of page/model/."""
 WIDTHS = {"fp32": 4, "fp16": 2, "int8": 1}
 """Bytes of a number of a matrix, by precision."""
 SMALL = 500_000

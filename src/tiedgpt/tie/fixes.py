@@ -351,11 +351,11 @@ def _copy_tensors(
         if not all(np.array_equal(block, expected) for block, expected in pairs):
             raise CheckFailedError(f"{name} was not written: the copy holds other bytes")
     reads, *_, predicts = [*copy.matrices] * 2
-    given = {
+    new_names = {
         "input_name": names["input_name"] and reads,
         "output_name": names["output_name"] and predicts,
     }
-    return examine(written, written.decide(**given))
+    return examine(written, written.decide(**new_names))
 
 
 def _copy_files_beside(source: Source, directory: Path) -> None:

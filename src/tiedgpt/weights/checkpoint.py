@@ -195,7 +195,7 @@ class Format:
     about_tokenizer: str = ""
     """Tokenizer files, for the table in docs/formats.md."""
     detect: Callable[[OpenFile], bool]
-    """Whether a file has this format, by its first bytes, its members or a name of its own."""
+    """Whether a file has this format, by its first bytes, its members or its name."""
     open: Callable[[OpenFile], Checkpoint]
     """Function that reads the headers of a file."""
     open_module: Callable[[nn.Module], Checkpoint] | None = None

@@ -136,9 +136,9 @@ def write_copy(
     progress: Progress | None = None,
     **options: Any,
 ) -> tuple[Written, Source]:
-    """Write a model to a path that does not exist, and compare the copy; return its source, too.
+    """Write a model to a new path and compare the copy; return the facts and the copy's source.
 
-    Arguments and errors as in `convert`, but the copy stays where it is.
+    Arguments and errors are those of `convert`.
     """
     model, writer = loaded.model, writer_named(to)
     _require_tokenizer_fits(tokenizer, model)

@@ -24,7 +24,7 @@ HEAD_BYTES = 1 << 16
 
 
 class OpenFile:
-    """A file that is open as long as it is needed: its first bytes, its members, and its blocks.
+    """An open file with its first bytes, the names of its members, and its blocks.
 
     Raises `UserError` if it cannot be read.
     """
@@ -32,7 +32,7 @@ class OpenFile:
     def __init__(self, path: Path, read: Callable[[Path], bytes] = Path.read_bytes) -> None:
         self.path, self._lock = path, Lock()
         self.read = read
-        """Function that reads a small file, such as one beside it."""
+        """Function that reads another file."""
         with reading(path, "file"):
             self._raw = path.open("rb", buffering=0)
             finalize(self, self._raw.close)
@@ -65,9 +65,9 @@ class OpenFile:
         return mmap.mmap(self._raw.fileno(), 0, access=mmap.ACCESS_READ)
 
     def read_block(
-        self, place: int, width: int, columns: int, first: int, end: int, low: int, high: int
+        self, start: int, width: int, columns: int, first: int, end: int, low: int, high: int
     ) -> NDArray[Any]:
-        """Return rows [first, end), columns [low, high) of the matrix that begins at a place.
+        """Return rows [first, end), columns [low, high) of the matrix from byte `start` on.
 
         Its items have `width` bytes. Raises `CorruptInputError` for a file that is too short.
         """
@@ -75,11 +75,11 @@ class OpenFile:
         is_whole = (low, high) == (0, columns)
         with self._lock, reading(self.path, "file of tensors"):
             for row, run in enumerate([block] if is_whole else block, first):
-                left = run.reshape(-1).view(np.uint8).data
-                self._raw.seek(place + (row * columns + low) * width)
-                while left.nbytes:  # the system reads at most 2 GB at once
-                    n_bytes = self._raw.readinto(left)
+                missing = run.reshape(-1).view(np.uint8).data
+                self._raw.seek(start + (row * columns + low) * width)
+                while missing.nbytes:  # the system reads at most 2 GB at once
+                    n_bytes = self._raw.readinto(missing)
                     if not n_bytes:
                         raise CorruptInputError(f"{self.path} was cut off while it was read")
-                    left = left[n_bytes:]
+                    missing = missing[n_bytes:]
         return block

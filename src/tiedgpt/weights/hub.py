@@ -89,10 +89,10 @@ def asking_hub(problem: str) -> Iterator[None]:
 def download(
     name: str, *, weights: bool, revision: str | None, cache_dir: str | os.PathLike[str] | None
 ) -> Path:
-    """Return the directory of the cache into which a repository's files were fetched.
+    """Download a repository, its weights only with `weights`, and return the directory.
 
-    Without `weights`, these are the configs and the tokenizer. Raises `UserError` if there is no
-    such repository, or if it holds several models.
+    Raises `UserError` if
+    there is no such repository, or if it holds several models.
     """
     if not is_hub_name(name):
         raise UserError(f"{name} does not exist", hint="check the name")
@@ -133,14 +133,14 @@ def select_files(name: str, files: Sequence[str], *, weights: bool = True) -> li
     for format in formats() if weights else ():
         folders = {Path(), *(Path(file).parent for file in format.file_names)}
         for patterns in format.hub_patterns:
-            found = [file for file in matching(patterns, folders) if file not in others]
-            if format.is_whole_in_one_file and len(found) > 1:
+            chosen = [file for file in matching(patterns, folders) if file not in others]
+            if format.is_whole_in_one_file and len(chosen) > 1:
                 raise UserError(
-                    f"{name} holds {len(found)} files of weights ({', '.join(found[:6])})",
+                    f"{name} holds {len(chosen)} files of weights ({', '.join(chosen[:6])})",
                     hint="download one of them and name it",
                 )
-            if found:
-                return [*selected, *matching(format.hub_configs), *found]
+            if chosen:
+                return [*selected, *matching(format.hub_configs), *chosen]
     return selected
 
 

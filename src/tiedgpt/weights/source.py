@@ -47,7 +47,7 @@ HUB_NAMES = ("openai-gpt", "gpt2", "gpt2-medium", "gpt2-large", "gpt2-xl", "dist
 
 @dataclass(eq=False)
 class Source(os.PathLike[str]):
-    """A path, a hub name or a module, and what is found out about it when it is first asked for."""
+    """A path, a hub name or a module, with facts that are each read when they are first used."""
 
     source: str | os.PathLike[str] | nn.Module
     revision: str | None = None
@@ -78,9 +78,9 @@ class Source(os.PathLike[str]):
 
     @cached_property
     def path(self) -> Path:
-        """The local path: one that exists, else that of a hub repository, which is downloaded.
+        """Local path of the source, downloaded from the hub if necessary.
 
-        Raises `UserError` if there is neither.
+        Raises `UserError` if there is neither a path nor a repository.
         """
         if not isinstance(self.source, (str, os.PathLike)):
             got = type(self.source).__name__
@@ -122,14 +122,14 @@ class Source(os.PathLike[str]):
         torch = sys.modules.get("torch")
         if torch is not None and isinstance(self.source, torch.nn.Module):
             return next(filter(None, (format.open_module for format in formats())))(self.source)
-        path = place = self.path
+        path = file_path = self.path
         directory = path if path.is_dir() else path.parent
         if path.is_dir():
             names = (path / name for format in formats() for name in format.file_names)
-            place = next(filter(Path.is_file, names), None) or self._find_only_file()
-        if not place.is_file():
-            raise UserError(f"{place} is neither a file nor a directory")
-        file = self.open(place, self.read)
+            file_path = next(filter(Path.is_file, names), None) or self._find_only_file()
+        if not file_path.is_file():
+            raise UserError(f"{file_path} is neither a file nor a directory")
+        file = self.open(file_path, self.read)
         opened: dict[Callable[[OpenFile], Checkpoint], Checkpoint] = {}
         candidates: list[Checkpoint] = []
         for format in formats() if file.head else ():
@@ -144,12 +144,12 @@ class Source(os.PathLike[str]):
                 candidates.append(checkpoint)
         if candidates:
             return candidates[0]
-        named = [format for format in formats() if place.name.endswith(format.suffixes)]
+        named = [format for format in formats() if file_path.name.endswith(format.suffixes)]
         if file.head and named:
             # Most often an error that says how it is damaged.
             checkpoint = _add_config(named[0].open(file), path, directory, self.read)
             return replace(checkpoint, format=named[0])
-        raise _unknown(place, file.head)
+        raise _unknown(file_path, file.head)
 
     @cached_property
     def gpt(self) -> GPTCheckpoint:
@@ -166,7 +166,7 @@ class Source(os.PathLike[str]):
 
     @cached_property
     def tokenizer(self) -> Tokenizer | None:
-        """The tokenizer that comes with it; None if there is none.
+        """The tokenizer of the model's directory or file; None without one.
 
         Raises `UserError` for a kind that is not supported, `CorruptInputError` for a damaged file.
         """
@@ -300,6 +300,6 @@ def tokenizer_for(model: Any, tokenizer: Any, *, needed: bool = False) -> Tokeni
         )
     if needed and tokenizer is None:
         raise UserError(
-            "a model in memory has no tokenizer", hint="give it, or ids in place of the text"
+            "a model in memory has no tokenizer", hint="give it, or ids in file_path of the text"
         )
     return tokenizer

@@ -13,7 +13,7 @@ import torch
 from tiedgpt.core.config import GPTConfig
 from tiedgpt.core.model import GPT
 from tiedgpt.errors import UserError
-from tiedgpt.files import format_count, read_json, replacing, require_room, write_json, writing
+from tiedgpt.files import format_count, replacing, require_room, write_json, writing
 from tiedgpt.signatures import checked
 from tiedgpt.text.tokenizer import Tokenizer
 from tiedgpt.weights.containers import write_safetensors
@@ -97,9 +97,8 @@ def write(model: GPT, path: Path, *, precision: str, **_: Any) -> tuple[str, ...
 def save_tokenizer(tokenizer: Tokenizer, config: GPTConfig, directory: Path) -> None:
     """Write the tokenizer of a model, with the most tokens that the model takes at once."""
     tokenizer.save_pretrained(directory)
-    path = directory / "tokenizer_config.json"
-    if path.exists():
-        write_json(path, read_json(path) | {"model_max_length": config.n_positions})
+    settings = tokenizer.config() | {"model_max_length": config.n_positions}
+    write_json(directory / "tokenizer_config.json", settings)
 
 
 def describe(model: GPT, dtype: torch.dtype | None = None) -> dict[str, Any]:
