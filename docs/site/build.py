@@ -79,7 +79,7 @@ def write_page(file: Path) -> list[Path]:
 def write_pages() -> None:
     """Write all pages of docs/, and the files elsewhere that they link to."""
     shutil.rmtree(PAGES, ignore_errors=True)
-    waiting = [*DOCS.rglob("*.md"), DOCS / "site" / "site.css"]
+    waiting = [*DOCS.rglob("*.md"), DOCS / "site" / "site.css", DOCS / "site" / "site.js"]
     written = set()
     while waiting:
         file = waiting.pop()
