@@ -44,12 +44,19 @@ def _microkernel(n: int) -> Any:
             weights=builder.gep(matrix.weights, [builder.mul(panel, panel_size)]),
             scales=builder.gep(matrix.scales, [builder.mul(panel, groups)]),
         )
-        vectors = _vectors_from(builder, x, width, first)
-        multiply = PRECISIONS[precision]
-        for parts in split_panel(n):
-            for m, row in enumerate(multiply(builder, panel_of_it, vectors, width, n, parts)):
-                for block, values in zip(parts, row, strict=True):
-                    simd.store(builder, values, builder.gep(out, [i64(m * PANEL + block * LANES)]))
+        pointers = (*panel_of_it[:2], *_vectors_from(builder, x, width, first))
+
+        def body(builder, weights, scales, values, x_scales, x_sums, width, out):
+            w, x = Matrix(weights, scales, None), Vectors(values, x_scales, x_sums)
+            for parts in split_panel(n):
+                rows = PRECISIONS[precision](builder, w, x, width, n, parts)
+                for m, row in enumerate(rows):
+                    for block, sums in zip(parts, row, strict=True):
+                        target = builder.gep(out, [i64(m * PANEL + block * LANES)])
+                        simd.store(builder, sums, target)
+
+        name = f"tiedgpt_microkernel{n}_{precision}"
+        simd.call_function(builder, name, body, *pointers, width, out)
 
     return microkernel
 

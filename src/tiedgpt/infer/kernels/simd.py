@@ -186,6 +186,23 @@ def call(builder: Any, name: str, result: ir.Type, arguments: list[Any]) -> Any:
     return builder.call(function, arguments)
 
 
+def call_function(builder: Any, name: str, write: Callable[..., None], *arguments: Any) -> None:
+    """Call a function without result; a module's first call defines it by `write`.
+
+    Instructions that several functions contain are then compiled once.
+    """
+    function = builder.module.globals.get(name)
+    if function is None:
+        signature = ir.FunctionType(ir.VoidType(), [argument.type for argument in arguments])
+        function = ir.Function(builder.module, signature, name)
+        function.linkage = "linkonce_odr"
+        function.attributes.add("noinline")
+        inside = ir.IRBuilder(function.append_basic_block())
+        write(inside, *function.args)
+        inside.ret_void()
+    builder.call(function, arguments)
+
+
 def prefetch(builder: Any, address: Any) -> None:
     """Prefetch the cache line at an address; an invalid address does no harm."""
     byte = builder.bitcast(address, i8.as_pointer())
