@@ -56,9 +56,9 @@ if __name__ == "__main__":
         data=(text,), tokenizer=teacher_run, size="nano", steps=int(steps),
         context=teacher.config.n_positions,
     )  # fmt: skip
-    for task in (LanguageModelling(options), Distilled(options)):
-        task.teacher = teacher
-        directory = RunDirectory(Path("runs") / type(task).__name__)
+    Distilled.teacher = teacher
+    for name, kind in {"alone": LanguageModelling, "distilled": Distilled}.items():
+        task, directory = kind(options), RunDirectory(Path("runs") / name)
         prepared = prepare_fresh(task, directory)
         if not given:
             narrow = replace(prepared.config, n_embd=teacher.config.n_embd // 4)
@@ -66,5 +66,4 @@ if __name__ == "__main__":
         run = Run(directory, prepared.config, make_plan(prepared))
         for event in Trainer(task, prepared.data(run.config), run).run():
             if isinstance(event, Ended):
-                name, nats = type(task).__name__, event.score.nats
-                print(f"{name:<18} {nats:.4f} nats a token on held-out text")
+                print(f"{name:<10} {event.score.nats:.4f} nats a token on held-out text")

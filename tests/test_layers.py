@@ -12,7 +12,7 @@ import tiedgpt
 
 SOURCE = Path(tiedgpt.__file__).parent
 LAYERS = {
-    "errors": -2, "names": -2, "options": -2, "signatures": -1, "files": -1, "runtime": -1,
+    "errors": -3, "names": -2, "options": -2, "signatures": -1, "files": -1, "runtime": -1,
     "core": 0, "text": 1, "weights": 2, "data": 2,
     "heads": 3, "tie": 3, "plots": 3, "infer": 3, "tune": 4, "inspect": 4, "evaluate": 4,
     "train": 5, "serve": 6, "lessons": 6, "cli": 7, "__main__": 8,

@@ -101,7 +101,7 @@ def read_number(name: str, value: Any, cls: type[Number], **bounds: float) -> Nu
         limits = [f"{SIGNS[key][0]} {bound}" for key, bound in bounds.items()]
         if {"least", "most"} <= bounds.keys():
             limits = [f"from {bounds['least']} to {bounds['most']}"]
-        limits += ["< 2**63"] if cls is int and number > MAX_INT else []
+        limits += ["< 2**63"] if cls is int and number > MAX_INT and "most" not in bounds else []
         words = " ".join(["an integer" if cls is int else "a finite number", " and ".join(limits)])
         raise UserError(f"must be {words.strip()}, got {value!r}", option=name)
     return number

@@ -366,11 +366,6 @@ def test_unexportable_models_are_refused_and_nothing_is_written(
     assert said in capfd.readouterr().err and not [*tmp_path.iterdir()]
 
 
-def test_inspect_html_names_export(run, capfd):
-    assert main(["inspect", "--html", "page.html", str(run), "--text", "a"]) == 2
-    assert "tiedgpt export MODEL page.html" in capfd.readouterr().err
-
-
 @pytest.mark.page
 def test_the_wheel_holds_the_page(tmp_path):
     import zipfile

@@ -300,7 +300,7 @@ BAD = {
     "too long": (GOOD * 3, ["--context", "4", "--too-long", "error"], "the context 4"),
     "all too long": (GOOD * 3, ["--context", "4"], "no example is left"),
     "long context": (MANY, ["--context", "400"], "has 64 positions"),
-    "rank": (GOOD, ["--lora", "0"], "--lora must be a rank"),
+    "rank": (GOOD, ["--lora", "0"], "--lora must be an integer >= 1"),
     "targets": (GOOD, ["--lora-targets", "wte"], "needs the rank"),
     "both": (GOOD, ["--lora", "2", "--freeze", "wte"], "give it without --freeze"),
     "nothing": ("", [], "no line is an example"),

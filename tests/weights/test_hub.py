@@ -164,7 +164,9 @@ def test_one_of_several_quantizations_must_be_named():
 
 
 @pytest.mark.parametrize("path", ["./model", "../model", ".cache/model", "a/b/c"])
-def test_a_missing_path_is_never_looked_up_on_the_hub(path):
+def test_a_missing_path_is_never_looked_up_on_the_hub(path, tmp_path, monkeypatch):
+    (tmp_path / "here").mkdir()
+    monkeypatch.chdir(tmp_path / "here")
     with pytest.raises(UserError, match=f"^{path} does not exist: check the name$"):
         assert Source(path).path
 

@@ -172,11 +172,6 @@ def test_an_unknown_suffix_is_refused_with_the_known_ones(name, saved, tmp_path,
     assert f"did you mean {suggestions.get(name, 'out.pt')}?" in message or name == "out.txt"
 
 
-def test_writing_llmc_is_refused_with_the_program_that_does_it(saved, tmp_path, capsys):
-    assert main(["convert", str(saved), str(tmp_path / "x"), "--to", "llmc"]) == 2
-    assert "train_gpt2.py" in capsys.readouterr().err
-
-
 def test_a_directory_may_have_a_dot_in_its_name(saved, tmp_path):
     main(["convert", str(saved), str(tmp_path / "model-v1.5")])
     main(["convert", str(saved), str(tmp_path / "model.small"), "--to", "transformers"])

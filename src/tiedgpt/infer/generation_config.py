@@ -68,13 +68,13 @@ class GenerationConfig:
     xtc_probability: float = option(
         0.0,
         "Exclude top choices (XTC): probability of drawing a token without the likeliest ones.",
-        "sampling", bounds=(0, 1), neutral=0.0,
+        least=0, most=1, neutral=0.0,
     )  # fmt: skip
     xtc_threshold: float = option(
         0.1,
         "XTC excludes tokens of at least this probability, except the least likely of them; above "
         "0.5: none.",
-        "sampling", bounds=(0, 1), neutral=1.0,
+        least=0, most=1, neutral=0.1,
     )  # fmt: skip
     repetition_penalty: float = option(
         1.0, "Above 1, tokens already in the prompt or the text become less likely.",
