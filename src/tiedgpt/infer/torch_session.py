@@ -109,7 +109,8 @@ class TorchSession:
         self._cache = cache
         self._cache_rows = list(range(n_slots))
         """By slot, the row of the cache."""
-        self._pool = ThreadPool(runner.threads_used) if kernels.is_compiled() else None
+        threads = min(runner.threads_used, n_slots)
+        self._pool = ThreadPool(threads) if kernels.is_compiled() else None
         """The kernels' threads; None: numpy chooses the same tokens."""
 
     @property
