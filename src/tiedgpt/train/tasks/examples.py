@@ -76,6 +76,7 @@ class LabelData(Data):
 
     tokenizer: Tokenizer
     labels: tuple[str, ...]
+    train: list[Row]
     validation: list[Row]
 
 
@@ -200,7 +201,7 @@ class LabelRows(Rows):
             },
             notes=[*sources.notes, *notes, *more_notes, *note_special_tokens(spelled)],
         )
-        return LabelData(**vars(data), labels=labels, validation=validation)
+        return LabelData(**vars(data), labels=labels, train=train, validation=validation)
 
     def encode(self, example: Example, context: int) -> Row | None:
         """Return an example's ids and answer; None if a choice has no token to predict."""

@@ -98,6 +98,10 @@ class Labelled(Task, ExampleFormat):
         """Return the head's answer, and how good it is."""
         return self.answer(head, example, batch)
 
+    def baseline(self, data: LabelData) -> str:
+        """Return the score of an answer that ignores the text, in words."""
+        return ""
+
     @override
     def publisher(self, config: GPTConfig, data: Any) -> Publisher:
         return HeadPublisher(self, config, data)
@@ -127,6 +131,13 @@ class Answered(Labelled):
         verdict = "rightly" if self.is_right(head, batch).all() else "wrongly"
         return f"{verdict} {self.answer(head, example, batch)}"
 
+    @override
+    def baseline(self, data: LabelData) -> str:
+        """Return the accuracy of the commonest answer."""
+        ((answer, count),) = Counter(row.answer for row in data.validation).most_common(1)
+        name = data.labels[int(answer)] if data.labels else f"choice {answer}"
+        return f"always {name} has an accuracy of {count / len(data.validation):.4f}"
+
 
 class HeadPublisher(Publisher):
     """A head on a body."""
@@ -148,15 +159,11 @@ class HeadPublisher(Publisher):
 
     @override
     def show(self, run: Path, model: Path) -> Showcase:
-        """Return the accuracy of the commonest answer, and commands and code that use the head."""
-        task, data, accuracy = self.labelled, self.data, ""
-        if isinstance(task, Answered):
-            ((answer, count),) = Counter(row.answer for row in data.validation).most_common(1)
-            name = data.labels[int(answer)] if data.labels else f"choice {answer}"
-            accuracy = f"always {name} has an accuracy of {count / len(data.validation):.4f}"
+        """Return the task's baseline, and commands and code that use the head."""
+        task = self.labelled
         head, labelled = task.head_class.__name__, task.options.val or "LABELLED.jsonl"
         return Showcase(
-            accuracy=accuracy,
+            accuracy=task.baseline(self.data),
             commands=[
                 f"classify {shlex.quote(str(run))} {task.input_example}",
                 f"eval {shlex.quote(str(run))} {shlex.quote(labelled)}",

@@ -20,7 +20,7 @@ class Showcase:
     samples: Sequence[tuple[str, str]] = ()
     """Titles and texts."""
     accuracy: str = ""
-    """How often the model is right, in words."""
+    """The score of a baseline, or how often the model is right, in words."""
     commands: Sequence[str] = ()
     """Further commands of `tiedgpt`."""
     python: str = ""
