@@ -20,7 +20,7 @@ from tiedgpt.errors import UserError
 from tiedgpt.evaluate.intervals import Interval, share_interval
 from tiedgpt.files import list_some, parse_records
 from tiedgpt.heads import MultipleChoice, SequenceClassifier
-from tiedgpt.heads.inputs import read_answer, read_field, read_label, read_text
+from tiedgpt.heads.inputs import is_number, read_answer, read_field, read_label, read_text
 from tiedgpt.heads.predictions import read_outputs
 from tiedgpt.text import Tokenizer
 
@@ -144,7 +144,8 @@ def read_lines(corpus: FileCorpus, head: AnsweringHead) -> list[LabelledLine]:
     """Return the labelled lines in files of records for a head.
 
     A line is {"text": .., "label": ..} for a classifier: a name, or an index; a list of names where
-    several may hold at once; a number, or a list of numbers, for a regression. For a choice it is
+    several may hold at once. For a regression it is {"text": .., "number": 3.5}, or a list of
+    numbers, in the field `label`, too. For a choice it is
     {"text": .., "choices": [..], "answer": index}. The corpus counts fields that are not read.
     Raises `CorruptInputError` with the line's number, and `UserError` for a head whose scores have
     no labels, or without a line.
@@ -157,10 +158,13 @@ def read_lines(corpus: FileCorpus, head: AnsweringHead) -> list[LabelledLine]:
             "the head has one output and no problem_type, so there is no label to compare with",
             hint='write "problem_type": "regression" in config.json if labels are numbers',
         )
-    read = ("text", "choices", "answer") if isinstance(head, MultipleChoice) else ("text", "label")
+    elif _predicts_numbers(head):
+        fields = '{"text": .., "number": ..}'
 
     def parse(record: dict[str, Any], _: str) -> LabelledLine:
-        corpus.remarks.unread_fields.count(record, read)
+        choice = ("choices", "answer")
+        answer = choice if isinstance(head, MultipleChoice) else (_field(head, record),)
+        corpus.remarks.unread_fields.count(record, ("text", *answer))
         return LabelledLine(record, _expected(head, record))
 
     lines = list(parse_records(corpus.records(fields), fields, parse))
@@ -194,6 +198,12 @@ def _predicts_numbers(head: AnsweringHead) -> bool:
     return isinstance(head, SequenceClassifier) and head.problem_type == "regression"
 
 
+def _field(head: SequenceClassifier, record: dict[str, Any]) -> str:
+    """Return the name of the field with the expected answer of a classifier."""
+    names = ("number", "label") if _predicts_numbers(head) else ("label",)
+    return next((name for name in names if record.get(name) is not None), names[0])
+
+
 def _predicted(head: AnsweringHead, logits: torch.Tensor) -> tuple[Any, ...]:
     """Return the answer that the logits (N,) mean, in the form of `Line.expected`."""
     if isinstance(head, MultipleChoice):
@@ -211,13 +221,13 @@ def _expected(head: AnsweringHead, record: dict[str, Any]) -> tuple[Any, ...]:
     if isinstance(head, MultipleChoice):
         return (read_answer(record)[1],)
     read_text(record, "text")
-    label = read_field(record, "label")
+    field_name = _field(head, record)
+    label = read_field(record, field_name)
     if _predicts_numbers(head):
         numbers: list[Any] = label if isinstance(label, list) else [label]
-        are_numbers = all(type(x) in (int, float) and math.isfinite(x) for x in numbers)
-        if not are_numbers or len(numbers) != len(head.labels):
+        if not all(map(is_number, numbers)) or len(numbers) != len(head.labels):
             expected = "a number" if len(head.labels) == 1 else f"{len(head.labels)} numbers"
-            raise UserError(f"the label {label!r} is not {expected}")
+            raise UserError(f"the {field_name} {label!r} is not {expected}")
         return tuple(map(float, numbers))
     if head.problem_type == "multi_label_classification":
         several = label if isinstance(label, list) else [label]

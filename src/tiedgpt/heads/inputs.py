@@ -11,6 +11,14 @@ from torch import Tensor
 from tiedgpt.errors import UserError
 from tiedgpt.signatures import checked, require_type
 
+LARGEST_NUMBER = 1e18
+"""Maximum size of a number to learn: the square of a larger one overflows in fp32."""
+
+
+def is_number(value: Any) -> bool:
+    """Return whether a value is an int or a float of at most `LARGEST_NUMBER`, and no bool."""
+    return type(value) in (int, float) and abs(value) <= LARGEST_NUMBER
+
 
 def read_field(record: Mapping[str, Any], field: str) -> Any:
     """Return the value of a field; raise `UserError` if it is missing or null."""
@@ -67,6 +75,17 @@ def read_label(record: Mapping[str, Any]) -> str:
     if isinstance(label, bool) or not isinstance(label, (str, int)) or label == "":
         raise UserError(f"the label {label!r} is neither a name nor a whole number")
     return str(label)
+
+
+def read_number(record: Mapping[str, Any]) -> float:
+    """Return the number in the field `number`, else `UserError`."""
+    number = read_field(record, "number")
+    if not is_number(number):
+        raise UserError(
+            f"the field 'number' must be an unquoted number from -{LARGEST_NUMBER:.0e} to "
+            f"{LARGEST_NUMBER:.0e}, got {number!r}"
+        )
+    return float(number)
 
 
 @checked
