@@ -1,4 +1,4 @@
-"""`tiedgpt classify MODEL [TEXT | FILE]`: label texts with a head of `train --task`."""
+"""`tiedgpt classify MODEL [TEXT | FILE]`: answer texts with a head of `train --task`."""
 
 from __future__ import annotations
 
@@ -15,17 +15,18 @@ from tiedgpt.files import split_lines
 from tiedgpt.options import argument, option
 from tiedgpt.runtime import device_for_inference
 
-ABOUT = """Label texts, or choose continuations, with a model of `train --task`; print
-probabilities.
+ABOUT = """Label texts, choose continuations, or predict numbers, with a model of
+`train --task`; print probabilities.
 
 INPUT is a text, or a file with a text a line, or records as in training, but
 without their label:
   classify  {"text": ...}
   choose    {"text": ..., "choices": [...]}
+  regress   {"text": ...}
 
 With --format json, each object is printed with the answer in it, as
-`predicted`, `probability` and `probabilities`; its other fields, such as
-`label`, are kept."""
+`predicted`, `probability` and `probabilities` (regress: only `predicted`, a
+number); its other fields, such as `label`, are kept."""
 ANSWER_FIELDS = ("predicted", "probability", "probabilities", "cut")
 """Fields of an answer of `tiedgpt.heads.predict`."""
 

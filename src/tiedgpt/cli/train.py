@@ -26,6 +26,7 @@ ABOUT = """Train a GPT on your text, from scratch or from a trained model (--sta
 With --task, train another head on labelled examples, one JSON object per line:
   classify  {"text": ..., "label": ...}
   choose    {"text": ..., "choices": [...], "answer": 0}
+  regress   {"text": ..., "number": 3.5}
 
 To resume a stopped run, give the same command again."""
 

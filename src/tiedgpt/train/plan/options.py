@@ -72,7 +72,8 @@ class TrainOptions(RunOptions):
     sample_prompt: str | None = option(None, _SAMPLE_PROMPT, "output")
     task: str = option(
         "lm",
-        "lm: predict text. The others need .jsonl: classify texts, or choose a continuation.",
+        "lm: predict text. The others need .jsonl: classify texts, choose a continuation, or "
+        "regress (predict a number).",
         "data",
         choices=list_tasks,
     )

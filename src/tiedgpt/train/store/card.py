@@ -15,7 +15,6 @@ from tiedgpt.train.tasks.registry import find_record
 from tiedgpt.weights.formats.transformers import TIEDGPT, model_type_of
 from tiedgpt.weights.formats.transformers.writer import OUR_CARD
 
-SCORES = {"val_loss": "loss (nats)", "val_bits_per_byte": "bits per byte"}
 HUB_NAME = re.compile(r"\w[\w.-]*(/[\w.-]+)?")
 
 
@@ -98,8 +97,9 @@ def _describe_scores(tables: Mapping[str, Any], scores: Mapping[str, Any] | None
     if scores is None:
         planned = format_count(tables["training"]["steps"], "step")
         return f"Not scored: training was stopped (planned: {planned})."
+    names = {"val_loss": f"loss ({find_record(tables['options']).loss_unit})"}
     measured = (
-        f"{SCORES.get(key, key.removeprefix('val_').replace('_', ' '))} **{value:.4f}**"
+        f"{names.get(key, key.removeprefix('val_').replace('_', ' '))} **{value:.4f}**"
         for key, value in scores.items()
         if key.startswith("val_")
     )

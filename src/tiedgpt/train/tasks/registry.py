@@ -18,6 +18,8 @@ class TaskRecord:
     """Whether the data are text, for which the size of a model can be chosen."""
     pipeline: str | None = None
     """Task of the published model on the Hugging Face hub."""
+    loss_unit: str = "nats"
+    """Unit of the loss."""
     epochs: float | None = 3
     """Default training duration, as Radford et al. 2018, section 4.1; None: minutes."""
     min_steps: int = 100
@@ -37,6 +39,9 @@ TASKS = {
     ),
     "classify": TaskRecord(home=f"{HOME}.labelled:Classify", pipeline="text-classification"),
     "choose": TaskRecord(home=f"{HOME}.labelled:Choose", pipeline="multiple-choice"),
+    "regress": TaskRecord(
+        home=f"{HOME}.regress:Regress", pipeline="text-classification", loss_unit="squared error"
+    ),
 }  # fmt: skip
 """The tasks by name."""
 
