@@ -205,7 +205,7 @@ def _field(head: SequenceClassifier, record: dict[str, Any]) -> str:
 
 
 def _predicted(head: AnsweringHead, logits: torch.Tensor) -> tuple[Any, ...]:
-    """Return the answer that the logits (N,) mean, in the form of `Line.expected`."""
+    """Return the answer that the logits (N,) mean, in the form of `LabelledLine.expected`."""
     if isinstance(head, MultipleChoice):
         return (int(logits.argmax()),)
     if _predicts_numbers(head):
