@@ -253,7 +253,7 @@ def test_bad_input_gets_one_line_and_its_exit_code(files, capfd, arguments, code
 def test_a_new_task_is_one_record(monkeypatch):
     monkeypatch.setitem(TASKS, "sort", TaskRecord(home="sorting:Sort"))
     assert TrainOptions(task="sort", data=("a.jsonl",)).task_record.home == "sorting:Sort"
-    with pytest.raises(UserError, match="must be one of lm, classify, choose, sort"):
+    with pytest.raises(UserError, match=r"must be one of lm, classify, .*sort"):
         TrainOptions(task="swim", data=("a.jsonl",))
 
 
