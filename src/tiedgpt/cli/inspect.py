@@ -105,6 +105,7 @@ def _inspect(inspection: Inspection, arguments: list[str]) -> None:
     if inspection.reads_text:
         options["text"] = _text(args, inspection.verb)
     source = source_or_newest(args.source)
+    options = inspection.defaults_of(source) | options
     has_layers = "progress" in signature(inspection.function).parameters
     layers = bar("layers") if has_layers else nullcontext()
     with waiting(f"computing {inspection.verb} of {source}"), layers as progress:

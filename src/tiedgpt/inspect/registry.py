@@ -13,6 +13,7 @@ from importlib import import_module
 from typing import Any, Literal
 
 from tiedgpt.inspect.results import Result
+from tiedgpt.inspect.run_files import ModelPath, counts_in
 from tiedgpt.options import option
 
 LARGEST = (1 << 31) - 1
@@ -27,18 +28,26 @@ def parameter(
     is_required: bool = False,
     is_served: bool = True,
     is_of_table: bool = False,
+    of_run: Callable[[ModelPath], Any] | None = None,
 ) -> Field[Any]:
     """Return an argument of a function, which the command line and the server have too.
 
     Its type is int, bool, str, `int | str`, or a Literal of strings; the function has its default.
     The server refuses numbers above `most_served`, which bounds the work for one request, and takes
     no option that names a place on this machine (`is_served` False). The result's table takes an
-    option that `is_of_table`, and the function does not.
+    option that `is_of_table`, and the function does not. `of_run` returns the default for a run's
+    or a model's directory; None: there is none.
     """
     default = MISSING if is_required else False if type is bool else None
     served = {"least": -LARGEST - 1 if least is None else least, "most": most_served}
     field: Field[Any] = option(
-        default, help, least=least, served=served, is_served=is_served, is_of_table=is_of_table
+        default,
+        help,
+        least=least,
+        served=served,
+        is_served=is_served,
+        is_of_table=is_of_table,
+        of_run=of_run,
     )
     field.type = type
     return field
@@ -71,6 +80,12 @@ class Inspection:
         """The function; its module is imported now."""
         function: Callable[..., Result] = getattr(import_module(self.module), self.name)
         return function
+
+    def defaults_of(self, source: ModelPath) -> dict[str, Any]:
+        """Return the defaults that a run, or a model's directory, has for the options."""
+        functions = {name: one.metadata["of_run"] for name, one in self.options.items()}
+        defaults = {name: of_run(source) for name, of_run in functions.items() if of_run}
+        return {name: value for name, value in defaults.items() if value is not None}
 
 
 _POSITION = parameter(int, "The position to show; default: the last")
@@ -128,6 +143,7 @@ INSPECTIONS: dict[str, Inspection] = {
                     "A run, a folder of token shards or a text in which to count tokens; default: "
                     "MODEL, if it is a run",
                     is_served=False,
+                    of_run=counts_in,
                 ),
             },
             reads_text=False,

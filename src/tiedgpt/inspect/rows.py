@@ -11,7 +11,6 @@ import itertools
 import math
 import os
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -19,11 +18,12 @@ import torch
 from torch import Tensor
 from typing_extensions import override
 
-from tiedgpt.data import Shards, documents
+from tiedgpt.data import documents
 from tiedgpt.errors import UserError
 from tiedgpt.inspect.distributions import chunks
 from tiedgpt.inspect.inputs import Model, numpy, open_model, piece
 from tiedgpt.inspect.results import NOT_IN_JSON, SHOWN_ROWS, Figure, Result
+from tiedgpt.inspect.run_files import counts_in, shards_in
 from tiedgpt.inspect.vocab_matrices import VocabMatrix, final_bias, finite_vocab_matrices
 from tiedgpt.plots.panel import Grid, Line, Panel
 from tiedgpt.plots.table import number_table, token_cells
@@ -195,8 +195,8 @@ def vocabulary(
     """
     gpt, tokenizer = open_model(model, tokenizer)
     size, where = gpt.config.vocab_size, "the counts given"
-    if counts is None and isinstance(model, (str, os.PathLike)) and shards_in(model):
-        counts = model
+    if counts is None and isinstance(model, (str, os.PathLike)):
+        counts = counts_in(model)
     if isinstance(counts, (str, os.PathLike)):
         where = os.fspath(counts)
         counts = _counted(where, tokenizer, size)
@@ -318,14 +318,6 @@ def _reachable(tokenizer: Tokenizer, size: int) -> np.ndarray:
         with contextlib.suppress(UserError):  # no token, or one that characters do not make
             reachable[id] = tokenizer.encode(tokenizer.decode([id])) == [id]
     return reachable
-
-
-def shards_in(source: str | os.PathLike[str]) -> Shards | None:
-    """Return the training side of a run's token shards, or of a folder of them."""
-    for directory in (Path(source) / "data", Path(source)):
-        if any(directory.glob("train_*.bin")):
-            return Shards.in_directory(directory, "train")
-    return None
 
 
 def _counted(source: str, tokenizer: Tokenizer | None, size: int) -> np.ndarray:

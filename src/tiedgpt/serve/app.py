@@ -18,6 +18,7 @@ import tiedgpt
 from tiedgpt.errors import UserError
 from tiedgpt.infer import Engine
 from tiedgpt.inspect.registry import INSPECTIONS, Inspection
+from tiedgpt.inspect.run_files import ModelPath
 from tiedgpt.serve import completions, page_data, responses, torch_model
 from tiedgpt.serve.assets import HEADERS, etag, media_type, page_files
 from tiedgpt.serve.completions import Service
@@ -51,9 +52,9 @@ def create_app(
     limits: Limits | None = None,
     hosts: Hosts | None = None,
     load: Callable[[], GPT] | None = None,
-    source: page_data.ModelPath | None = None,
+    source: ModelPath | None = None,
     template: Template | None = None,
-    beside: page_data.ModelPath | None = None,
+    beside: ModelPath | None = None,
 ) -> FastAPI:
     """Return the ASGI application: an engine, whose queue must hold `limits.queue`, and the page.
 
@@ -195,8 +196,8 @@ def _add_page(
     app: FastAPI,
     service: Service,
     model: TorchModel,
-    path: page_data.ModelPath | None,
-    beside: page_data.ModelPath | None,
+    path: ModelPath | None,
+    beside: ModelPath | None,
 ) -> None:
     """Add the page's files, and what it asks for once: the model, and its tokens' texts.
 
@@ -232,7 +233,7 @@ def _add_page(
         return _cached_response(request, data, "application/json")
 
 
-def _add_beside(app: FastAPI, source: page_data.ModelPath, queue: int) -> None:
+def _add_beside(app: FastAPI, source: ModelPath, queue: int) -> None:
     """Add another model, whose description and positions the page shows beside this one's."""
     from tiedgpt.core.model import GPT
     from tiedgpt.weights.source import Source, tokenizer_for

@@ -12,9 +12,10 @@ from tiedgpt.errors import UserError
 from tiedgpt.files import format_bytes
 from tiedgpt.inspect.inputs import open_input
 from tiedgpt.inspect.registry import INSPECTIONS
-from tiedgpt.inspect.rows import shards_in, vocabulary
+from tiedgpt.inspect.rows import vocabulary
+from tiedgpt.inspect.run_files import ModelPath, shards_in
 from tiedgpt.serve.assets import in_one_file
-from tiedgpt.serve.page_data import ModelPath, describe_model, directory_name, inspect_model
+from tiedgpt.serve.page_data import describe_model, directory_name, inspect_model
 from tiedgpt.serve.page_model import (
     WIDTHS,
     choose_precision,

@@ -13,8 +13,9 @@ from typing import TYPE_CHECKING, Any
 import tiedgpt
 from tiedgpt.data import Shards
 from tiedgpt.errors import TiedGPTError, UserError
-from tiedgpt.files import OPENING, format_bytes, read_json
+from tiedgpt.files import format_bytes
 from tiedgpt.inspect.registry import INSPECTIONS, Inspection
+from tiedgpt.inspect.run_files import ModelPath, stored_opening
 from tiedgpt.plots.panel import smoothed
 from tiedgpt.runtime import to_json_data
 from tiedgpt.train.store.directory import RunDirectory
@@ -28,7 +29,6 @@ if TYPE_CHECKING:
 
 MAX_POINTS = 1000
 """Points of a curve, evenly spaced; the last is always there."""
-ModelPath = str | os.PathLike[str]
 
 
 def inspect_model(
@@ -38,16 +38,15 @@ def inspect_model(
     source: ModelPath | None,
     options: dict[str, Any],
 ) -> str:
-    """Return the JSON of an inspection; tokens are counted in the source, if it is a run.
+    """Return the JSON of an inspection; a run as the source has defaults of its options.
 
     The result has the name of the run without its path.
     """
-    from tiedgpt.inspect.rows import shards_in
-
-    if "counts" not in inspection.options or source is None or not shards_in(source):
-        return inspection.function(model, tokenizer, **options).to_json()
-    result: Any = inspection.function(model, tokenizer, **options, counts=source)
-    return str(replace(result, counted_in=directory_name(source)).to_json())
+    defaults = {} if source is None else inspection.defaults_of(source)
+    result: Any = inspection.function(model, tokenizer, **(defaults | options))
+    if source is not None and "counts" in defaults:
+        result = replace(result, counted_in=directory_name(source))
+    return str(result.to_json())
 
 
 def directory_name(source: ModelPath) -> str:
@@ -135,19 +134,6 @@ def opening_text(source: ModelPath, tokenizer: Tokenizer | None) -> str | list[i
     for start in (r"[.!?]\s+([A-Z]", r"(?:[.!?]\s+|\n)(\w", r"(\S"):
         if found := re.search(start + r"[^\n*]{30,80}\w) \w", text):
             return found[1]
-    return None
-
-
-def stored_opening(source: ModelPath, field: str = "text") -> str | None:
-    """Return the text in opening.json of a run or of a model's directory, if there is one.
-
-    A model that was tuned on conversations has a `question` there.
-    """
-    for directory in (Path(source), Path(source) / "model"):
-        with contextlib.suppress(TiedGPTError):
-            text = read_json(directory / OPENING).get(field)
-            if isinstance(text, str):
-                return text
     return None
 
 

@@ -17,8 +17,9 @@ from fastapi import Request
 from tiedgpt.infer import Engine
 from tiedgpt.infer.generation_config import Prompt
 from tiedgpt.inspect.registry import Inspection
+from tiedgpt.inspect.run_files import ModelPath
 from tiedgpt.serve.errors import APIError
-from tiedgpt.serve.page_data import ModelPath, inspect_model
+from tiedgpt.serve.page_data import inspect_model
 from tiedgpt.serve.schemas import Body, EmbeddingRequest, TextBody, as_list
 from tiedgpt.serve.streams import CLIENT_LEFT, encode_prompt, wait_for_disconnect
 
