@@ -166,5 +166,5 @@ def test_tokens_of_a_run_are_counted_by_default(model, tokenizer, tmp_path, capf
         writer.write(ids)
     for arguments in ([], ["--counts", str(tmp_path / "run" / "data")]):
         assert main(["inspect", "vocabulary", "run", *arguments, "--format", "json"]) == 0
-        found = json.loads(capfd.readouterr().out)
-        assert found["count"] == np.bincount(ids, minlength=len(tokenizer)).tolist()
+        result = json.loads(capfd.readouterr().out)
+        assert result["count"] == np.bincount(ids, minlength=len(tokenizer)).tolist()

@@ -2,6 +2,7 @@ from tiedgpt.inspect.gradients import gradient_split as gradient_split
 from tiedgpt.inspect.layers import ablate as ablate
 from tiedgpt.inspect.layers import attention as attention
 from tiedgpt.inspect.layers import lens as lens
+from tiedgpt.inspect.learning import learn as learn
 from tiedgpt.inspect.patching import patch as patch
 from tiedgpt.inspect.predictions import dot as dot
 from tiedgpt.inspect.predictions import positions as positions

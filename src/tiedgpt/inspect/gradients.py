@@ -98,16 +98,11 @@ def gradient_split(
     """
     inputs = open_input(model, tokenizer, text, least=2)
     gpt = require_gpt(inputs.model)
-    matrices = _matrices(gpt)
-    wte, head = gpt.wte.weight, list(matrices.values())[-1]
+    matrices = vocab_parameters(gpt)
     ids, targets = inputs.ids[:, :-1], inputs.ids[0, 1:]
     with eval_mode(gpt), _only(gpt, matrices.values()), torch.enable_grad():
-        h = gpt.body(ids)
-        cut = h.detach().requires_grad_()
-        loss = gpt.head_loss(cut[0], targets)
-        predict, by_h = torch.autograd.grad(loss, [head, cut])
-        (read,) = torch.autograd.grad(h, wte, by_h)
-        del h, cut, by_h
+        loss, (read, *_), (*_, predict) = split_backward(gpt, ids, targets, matrices.values())
+        assert read is not None and predict is not None
         sums = torch.autograd.grad(gpt.loss(ids, targets[None]), list(matrices.values()))
     norm_read, norm_predict = (_dot(g, g) ** 0.5 for g in (read, predict))
     lengths = norm_read * norm_predict
@@ -119,7 +114,7 @@ def gradient_split(
     return GradientSplit(
         reads="wte.weight",
         predicts=list(matrices)[-1],
-        loss=float(loss.detach()),
+        loss=float(loss),
         norm_read=norm_read,
         norm_predict=norm_predict,
         cosine=_dot(read, predict) / lengths if lengths else math.nan,
@@ -132,7 +127,26 @@ def gradient_split(
     )
 
 
-def _matrices(model: GPT) -> dict[str, Tensor]:
+def split_backward(
+    model: GPT, ids: Tensor, targets: Tensor, parameters: Iterable[Tensor]
+) -> tuple[Tensor, list[Tensor | None], list[Tensor | None]]:
+    """Return the loss, the gradients through the body, and those through the head.
+
+    ids (1, T), targets (T,). The gradients are in the order of the parameters, None for a parameter
+    that the path does not reach.
+    """
+    parameters = list(parameters)
+    h = model.body(ids)
+    cut = h.detach().requires_grad_()
+    loss = model.head_loss(cut[0], targets)
+    *by_head, by_h = torch.autograd.grad(loss, [*parameters, cut], allow_unused=True)
+    by_body: list[Tensor | None] = [None] * len(parameters)
+    if h.requires_grad:
+        by_body = list(torch.autograd.grad(h, parameters, by_h, allow_unused=True))
+    return loss.detach(), by_body, list(by_head)
+
+
+def vocab_parameters(model: GPT) -> dict[str, Tensor]:
     """Return the input matrix and, for an untied model, the output matrix."""
     matrices: dict[str, Tensor] = {"wte.weight": model.wte.weight}
     if is_tied(model):

@@ -13,7 +13,7 @@ from importlib import import_module
 from typing import Any, Literal
 
 from tiedgpt.inspect.results import Result
-from tiedgpt.inspect.run_files import ModelPath, counts_in
+from tiedgpt.inspect.run_files import ModelPath, counts_in, stored_opening
 from tiedgpt.options import option
 
 LARGEST = (1 << 31) - 1
@@ -32,7 +32,7 @@ def parameter(
 ) -> Field[Any]:
     """Return an argument of a function, which the command line and the server have too.
 
-    Its type is int, bool, str, `int | str`, or a Literal of strings; the function has its default.
+    Its type is int, float, bool, str, `int | str`, or a Literal of strings; the function has its default.
     The server refuses numbers above `most_served`, which bounds the work for one request, and takes
     no option that names a place on this machine (`is_served` False). The result's table takes an
     option that `is_of_table`, and the function does not. `of_run` returns the default for a run's
@@ -66,6 +66,8 @@ class Inspection:
     """False: the function takes no text; it looks at the rows of W alone."""
     is_served: bool = True
     """False: the server does not offer it."""
+    served_with: Mapping[str, Any] = field(default_factory=dict)
+    """Arguments that the server adds, to bound the work for one request."""
     max_tokens: int | None = None
     """Tokens that the server reads where the result or the work grows with layers or heads; None:
     the model's context."""
@@ -165,6 +167,35 @@ INSPECTIONS: dict[str, Inspection] = {
             module="tiedgpt.inspect.gradients",
             about="the gradient of W: the part from reading, and the part from predicting",
             options={"top": _ROWS},
+        ),
+        Inspection(
+            name="learn",
+            module="tiedgpt.inspect.learning",
+            about="which rows of W a step of learning moves, and by which of its two jobs",
+            options={
+                "steps": parameter(int, "Steps of plain SGD on the text; default: 1", 0, 100),
+                "lr": parameter(float, "Learning rate: the size of a step; default: 0.1"),
+                "predict": parameter(
+                    Literal["all", "last"],
+                    "Learn from all predictions, or the last with a known answer; default: all",
+                ),
+                "train": parameter(
+                    Literal["all", "head", "blocks"],
+                    "Train all parameters, the matrix that predicts, or the blocks; default: all",
+                ),
+                "untied": parameter(bool, "First give a tied model a head with equal values"),
+                "other": parameter(
+                    str,
+                    "A text that is not learned; default: the held-out opening of a run",
+                    of_run=stored_opening,
+                ),
+                "position": parameter(
+                    int, "The prediction to show; default: the last with a known answer"
+                ),
+                "top": parameter(int, "Rows to list beside the text's; default: 10", 0, 100),
+            },
+            served_with={"max_seconds": 20.0},
+            max_tokens=256,
         ),
         Inspection(
             name="attention",

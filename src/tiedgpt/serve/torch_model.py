@@ -122,6 +122,7 @@ async def inspect(
 ) -> str:
     """Return the JSON of an inspection."""
     options = body.model_dump(exclude={"text", "ids"}, exclude_none=True)
+    options |= inspection.served_with
 
     def compute(gpt: GPT) -> str:
         if isinstance(body, TextBody):
