@@ -321,8 +321,8 @@ def test_unreadable_texts_are_refused(tmp_path, tokenizer):
     ]:
         (answer,) = page.ask(("/inspect/positions", body))
         assert said in answer["error"]
-    (answer,) = page.ask(("/inspect/gradient_split", {"text": SAID}))
-    assert "gradients" in answer["error"]
+    (answer,) = page.ask(("/inspect/nothing", {"text": SAID}))
+    assert "tiedgpt serve" in answer["error"]
 
 
 def test_rows_are_rounded_to_within_half_a_step():

@@ -1,7 +1,4 @@
-"""A model as one HTML file: the page, the tokenizer and the weights, which compute in the browser.
-
-Results that need gradients are computed here, for the text that the page opens with.
-"""
+"""A model as one HTML file: page, tokenizer and weights, which compute in the browser."""
 
 from __future__ import annotations
 
@@ -10,12 +7,11 @@ from typing import TYPE_CHECKING, Any
 
 from tiedgpt.errors import UserError
 from tiedgpt.files import format_bytes
-from tiedgpt.inspect.inputs import open_input
-from tiedgpt.inspect.registry import INSPECTIONS
+from tiedgpt.inspect.predictions import positions
 from tiedgpt.inspect.rows import vocabulary
 from tiedgpt.inspect.run_files import ModelPath, shards_in
 from tiedgpt.serve.assets import in_one_file
-from tiedgpt.serve.page_data import describe_model, directory_name, inspect_model
+from tiedgpt.serve.page_data import describe_model, directory_name
 from tiedgpt.serve.page_model import (
     WIDTHS,
     choose_precision,
@@ -67,7 +63,6 @@ def export(
         )
     tensors = page_tensors(model, precision)
     rounded = round_weights(model, tensors)
-    n_tokens = open_input(rounded, tokenizer, text).ids.shape[1]
     description = describe_model(
         name, model, tokenizer, source, template=template,
         counted=page_ledger(ledger(model), tensors),
@@ -80,15 +75,10 @@ def export(
     inputs = {"text": text} if isinstance(text, str) else {"ids": text}
     answers = {"state": json.dumps(inputs), "/inspect/model null": json.dumps(info)}
 
-    def add_answer(name: str, **options: Any) -> None:
-        key = json.dumps(inputs | options, ensure_ascii=False, separators=(",", ":"))
-        answers[f"/inspect/{name} {key}"] = inspect_model(
-            INSPECTIONS[name], rounded, tokenizer, None, {"text": text} | options
-        )
-
-    add_answer("positions", top=10)  # the first view, before the weights are decoded
-    if n_tokens > 1:
-        add_answer("gradient_split")
+    options = inputs | {"top": 10}
+    key = json.dumps(options, ensure_ascii=False, separators=(",", ":"))
+    # the first view, before the weights are decoded
+    answers[f"/inspect/positions {key}"] = positions(rounded, tokenizer, text, top=10).to_json()
     return in_one_file(answers, weights)
 
 

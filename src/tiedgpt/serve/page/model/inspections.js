@@ -2,18 +2,18 @@
 //
 // Each is async (model, options, pause) -> the answer. model: see model.js. `pause` is awaited every
 // few hundredths of a second, and throws when nobody wants the answer any more. Where Python has NaN
-// stands null. What needs gradients is not here: the file holds it for the text that it opens with.
+// stands null. learning.js has those that need gradients.
 
 import { KVCache, softmax, TiedEmbedding } from "./network.js";
 import { entropyBits, klBits, length, logitsOf, logSumExp, measure, ROWS } from "./reader.js";
 import { highest, randomNumbers } from "./sampling.js";
 
-const sum = (values) => values.reduce((a, b) => a + b, 0);
-const mean = (values) => (values.length ? sum(values) / values.length : null);
+export const sum = (values) => values.reduce((a, b) => a + b, 0);
+export const mean = (values) => (values.length ? sum(values) / values.length : null);
 const columns = (rows) => Object.fromEntries(Object.keys(rows[0]).map((name) => [name, rows.map((row) => row[name])]));
 
 // A position or an id from 0 to n - 1; negative ones count from the end.
-function index(given, n, name) {
+export function index(given, n, name) {
   if (!Number.isInteger(given) || given < -n || given >= n) throw new Error(`${name} must be from 0 to ${n - 1}, got ${given}`);
   return (given + n) % n;
 }
@@ -26,7 +26,7 @@ function tokenId({ gpt, tokenizer }, given, name) {
 }
 
 // The fields that answers share: ids, their pieces, and the words of all ids.
-function described(model, ids, ...others) {
+export function described(model, ids, ...others) {
   const words = Object.fromEntries([...ids, ...others.flat(Infinity)].map((id) => [id, model.piece(id)]));
   return { ids, pieces: ids.map((id) => words[id]), words };
 }

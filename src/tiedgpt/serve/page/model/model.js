@@ -2,6 +2,7 @@
 // api.js asks for, by path and body. It runs in a worker (worker.js), or in Node.
 
 import { INSPECTIONS } from "./inspections.js";
+import { GRADIENTS } from "./learning.js";
 import { GPT } from "./network.js";
 import { length, logSumExp, Reader } from "./reader.js";
 import { draw, highest, randomNumbers } from "./sampling.js";
@@ -17,7 +18,7 @@ export class Model {
     const { metadata, tensors } = readTensors(buffer);
     const { config, tokenizer, info, template, counts } = Object.fromEntries(
       Object.entries(metadata).map(([name, text]) => [name, JSON.parse(text)]));
-    Object.assign(this, { info, template, held: counts, gpt: new GPT(config, tensors) });
+    Object.assign(this, { info, template, held: counts, tensors, gpt: new GPT(config, tensors) });
     this.reader = new Reader(this.gpt);
     this.tokenizer = tokenizer && new Tokenizer(tokenizer);
     this.pieces = Array.from({ length: config.vocab_size }, (_, id) => (this.tokenizer ? this.tokenizer.piece(id) : `id:${id}`));
@@ -89,8 +90,9 @@ export class Model {
       const tokens = isEnd ? [end] : this.encode(body.prompt);
       return { tokens, count: tokens.length, max_model_len: this.gpt.config.n_positions };
     }
-    if (path === `/inspect/${name}` && INSPECTIONS[name]) return INSPECTIONS[name](this, body, pause);
-    throw new Error("a file computes no gradients, and holds those of the text that it opened with alone: `tiedgpt serve` computes all");
+    const inspect = { ...INSPECTIONS, ...GRADIENTS }[name];
+    if (path === `/inspect/${name}` && inspect) return inspect(this, body, pause);
+    throw new Error(`a file does not answer ${path}: ask \`tiedgpt serve\``);
   }
 
   // Yields the events of a streamed /v1/completions or /v1/chat/completions.

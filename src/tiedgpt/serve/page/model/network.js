@@ -52,18 +52,24 @@ export class GPT {
   // Yields the residual stream (n, D) after the embedding and after each block. The ids follow those
   // in the cache. `edit` holds functions that look at what a part gives, or change it; see Block.
   *states(ids, cache, edit) {
-    const { n_embd: D } = this.config;
-    let x = new Float64Array(ids.length * D);
-    ids.forEach((id, t) => {
-      const place = this.wpe.row(cache.length + t);
-      x.set(this.wte.read(id).map((value, k) => value + place[k]), t * D); // h_0 = U W_e + W_p
-    });
+    let x = this.embed(ids, cache.length);
     yield x;
     for (const [layer, block] of this.h.entries()) {
       x = block.forward(x, ids.length, cache.length, cache.layers[layer], edit);
       yield x;
     }
     cache.length += ids.length;
+  }
+
+  // n ids, the first of them at position `start` -> (n, D)
+  embed(ids, start) {
+    const { n_embd: D } = this.config;
+    const x = new Float64Array(ids.length * D);
+    ids.forEach((id, t) => {
+      const place = this.wpe.row(start + t);
+      x.set(this.wte.read(id).map((value, k) => value + place[k]), t * D); // h_0 = U W_e + W_p
+    });
+    return x;
   }
 
   // (n, D), the last state -> (n, D), what the head reads.
@@ -146,7 +152,7 @@ class Block {
 }
 
 // One query (D/H) against the keys first to last, which stand at `offset` of rows of D numbers.
-function attentionWeights(query, keys, first, last, offset, D) {
+export function attentionWeights(query, keys, first, last, offset, D) {
   const weights = new Float64Array(last - first + 1);
   for (let j = 0; j < weights.length; j += 1) {
     const from = (first + j) * D + offset;
@@ -167,13 +173,13 @@ export function softmax(x) {
 }
 
 // x (n, columns) W^T + b -> (n, rows)
-function linear(x, n, { weight, bias }) {
+export function linear(x, n, { weight, bias }) {
   const y = weight.times(x, n);
   if (bias) for (let i = 0; i < y.length; i += 1) y[i] += bias[i % bias.length];
   return y;
 }
 
-function layerNorm(x, { weight, bias }, { n_embd: D, layer_norm_epsilon: epsilon }) {
+export function layerNorm(x, { weight, bias }, { n_embd: D, layer_norm_epsilon: epsilon }) {
   const y = new Float64Array(x.length);
   for (let at = 0; at < x.length; at += D) {
     let [mean, variance] = [0, 0];
@@ -185,7 +191,7 @@ function layerNorm(x, { weight, bias }, { n_embd: D, layer_norm_epsilon: epsilon
   return y;
 }
 
-const ACTIVATIONS = {
+export const ACTIVATIONS = {
   gelu_new: (x) => 0.5 * x * (1 + Math.tanh(Math.sqrt(2 / Math.PI) * (x + 0.044715 * x ** 3))),
   gelu: (x) => 0.5 * x * (1 + erf(x / Math.SQRT2)),
   relu: (x) => Math.max(0, x),
@@ -193,7 +199,7 @@ const ACTIVATIONS = {
 };
 
 // Abramowitz and Stegun, 7.1.26: within 1.5e-7.
-function erf(x) {
+export function erf(x) {
   const t = 1 / (1 + 0.3275911 * Math.abs(x));
   const series = ((((1.061405429 * t - 1.453152027) * t + 1.421413741) * t - 0.284496736) * t + 0.254829592) * t;
   return Math.sign(x) * (1 - series * Math.exp(-x * x));
