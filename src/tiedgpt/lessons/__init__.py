@@ -10,7 +10,8 @@ For example:
     print(lesson.numbers)  # every number by name
 """
 
-from tiedgpt.lessons.lesson import TOPICS, explain
+from tiedgpt.lessons.lesson import TOPICS
+from tiedgpt.lessons.overview import explain
 
 __all__ = ["TOPICS", "explain"]
 

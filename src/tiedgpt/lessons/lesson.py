@@ -3,19 +3,15 @@
 from __future__ import annotations
 
 import json
-import os
 import textwrap
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-from tiedgpt.errors import TiedGPTError, UserError
+from tiedgpt.errors import TiedGPTError
 from tiedgpt.plots.table import aligned
-from tiedgpt.runtime import eval_mode, to_json_data
-
-if TYPE_CHECKING:
-    from torch import nn
+from tiedgpt.runtime import to_json_data
 
 WIDTH = 79
 EQUATION = "h_0 = U W_e + W_p,  h_l = block(h_{l-1}),  P(u) = softmax(h_n W_e^T)"
@@ -43,17 +39,28 @@ TOPICS = {
             "core/embedding.py: TiedEmbedding.forward, TiedEmbedding.unembed",
             "core/model.py: GPT.states, GPT.logits",
         ),
-        ("tiedgpt tie show MODEL", "tiedgpt tie audit FILE"),
+        (
+            "tiedgpt tie show MODEL",
+            "tiedgpt tie audit FILE",
+            "tiedgpt inspect learn MODEL --untied --text ...",
+        ),
     ),
     "head": Topic(
         "Why is lm_head not a parameter of its own? Does tuning the head tune the embedding?",
         ("core/embedding.py: TiedEmbedding.unembed", "core/model.py: GPT.logits"),
-        ("tiedgpt inspect gradient-split MODEL --text ...",),
+        (
+            "tiedgpt inspect gradient-split MODEL --text ...",
+            "tiedgpt inspect learn MODEL --train head --text ...",
+        ),
     ),
     "parameters": Topic(
         "Why does replacing the head turn 124,439,808 parameters into 163,037,184? And back?",
         ("core/config.py: GPTConfig.parameter_count", "core/model.py: GPT.__init__"),
-        ("tiedgpt tie show MODEL", "tiedgpt tie fix MODEL DEST"),
+        (
+            "tiedgpt tie show MODEL",
+            "tiedgpt tie fix MODEL DEST",
+            "tiedgpt inspect learn MODEL --untied --train head --text ...",
+        ),
     ),
     "positions": Topic(
         "Why does training predict at all N positions while generation uses only the last?",
@@ -155,53 +162,3 @@ def _align_labels(facts: Iterable[tuple[str, Sequence[str]]]) -> str:
         labels = [label, *[""] * len(wrapped)]
         lines += [f"{name:<9} {line}" for name, line in zip(labels, wrapped, strict=False)]
     return "\n".join(lines)
-
-
-def explain(
-    topic: str | None = None,
-    model: nn.Module | str | os.PathLike[str] | None = None,
-    *,
-    tokenizer: Any = None,
-    text: str | None = None,
-    train: bool = False,
-    progress: Callable[[str, int, int], None] | None = None,
-) -> Lesson:
-    """Return a lesson, measured on a live model; print it, or take its `numbers`.
-
-    `topic` is one of TOPICS; None lists them. `model` is a `tiedgpt.GPT`, transformers' GPT-2 or
-    any torch module that turns ids (B, T) into logits (B, T, V), a path, a run directory or a hub
-    name; None trains a tiny GPT on Python's docstrings first, in seconds. `tokenizer` is ours, a
-    path, or transformers'. Parts that cannot be measured, as most of a module that is not a GPT,
-    are left out, and the lesson says why. `train` also trains two tiny GPTs, tied and untied, for
-    the topic "head". `progress` is called with the name of a training, its steps done and their
-    number.
-
-    Raises `UserError` for an unknown topic, and a model or text that cannot be used.
-    """
-    if topic is None:
-        return _overview()
-    if not isinstance(topic, str) or topic not in TOPICS:
-        raise UserError(f"no topic {topic!r}", hint=f"choose one of {', '.join(TOPICS)}")
-    about = TOPICS[topic]
-    from tiedgpt.lessons import topics  # torch, which listing the topics does not need
-    from tiedgpt.lessons.inputs import open_lesson_input
-
-    inputs = open_lesson_input(model, tokenizer, text, progress)
-    inputs.trains = train or model is None
-    lesson = Lesson(topic, about.question, about.places, about.commands, **inputs.describe())
-    with eval_mode(inputs.module):
-        getattr(topics, topic)(inputs, lesson)
-    return lesson
-
-
-def _overview() -> Lesson:
-    lesson = Lesson("explain", "questions about GPTs, and the commands that answer them")
-    for number, (name, topic) in enumerate(TOPICS.items(), start=1):
-        question = textwrap.fill(f"{number}. {topic.question}", WIDTH, subsequent_indent="   ")
-        commands = [f"tiedgpt explain {name}", *topic.commands]
-        lesson.blocks.append("\n     ".join([question, *commands]))
-    lesson.say(
-        "A lesson runs on the model that you name, else on the newest run in runs/, else on a "
-        'tiny model that is trained first, in seconds. In Python: tiedgpt.explain("tie", model).'
-    )
-    return lesson
