@@ -14,8 +14,8 @@ OPTIONS = [
     "--disable-background-networking", "--disable-component-update", "--disable-sync",
 ]  # fmt: skip
 VIEWS = (
-    "start", "text", "compare", "layers", "heads", "matrix", "dot", "vocabulary", "model", "write",
-    "guess",
+    "start", "text", "compare", "layers", "heads", "matrix", "dot", "vocabulary", "model", "learn",
+    "write", "guess",
 )  # fmt: skip
 TEXT = "the cat sat on the mat. the dog ate the hat"
 WIDE = {"width": 1280, "height": 900}

@@ -16,6 +16,7 @@ import Vocabulary from "./views/vocabulary.js";
 import Layers from "./views/layers.js";
 import Heads from "./views/heads.js";
 import Compare from "./views/compare.js";
+import Learn from "./views/learn.js";
 import Model from "./views/model.js";
 
 // The groups of views, which together are a lesson's path. Each view: its name in the URL, on its tab,
@@ -24,6 +25,7 @@ const GROUPS = [
   ["Read", [["start", "Start", Start], ["text", "Text", Text], ["compare", "Side by side", Compare]]],
   ["Look inside", [["layers", "Layers", Layers, true], ["heads", "Heads", Heads]]],
   ["The matrix", [["matrix", "One matrix", Matrix, true], ["dot", "Dot product", Dot, true], ["vocabulary", "Vocabulary", Vocabulary], ["model", "Model", Model]]],
+  ["Learn", [["learn", "One step", Learn, true]]],
   ["Write", [["write", "Let it write", Write], ["guess", "Guess first", Guess]]],
 ];
 const VIEWS = GROUPS.flatMap(([, views]) => views);
@@ -40,7 +42,11 @@ const SAVED = {
   head: 0,
   centred: false, // Dot product
   writing: "text", // Write: or chat
-  other: "", // Side by side: the second text
+  other: "", // Side by side: the second text, which Learn does not learn
+  steps: 0, // Learn
+  predict: "all", // or last
+  train: "all", // or head, blocks
+  untied: false,
   tour: 0, // the open question, 1 to 6
   projector: false,
 };
@@ -166,7 +172,7 @@ function App() {
       <div class="brand"><h1>tiedgpt</h1><${Summary} info=${info} />
         <button type="button" onClick=${() => update(toQuestion(saved.tour ? 0 : 1))}
           aria-expanded=${saved.tour > 0}>Six questions</button>
-        <button type="button" onClick=${() => update({ projector: !saved.projector })}>Projector</button>
+        <button type="button" class="wide" onClick=${() => update({ projector: !saved.projector })}>Projector</button>
         <${Share} saved=${saved} />
         <button type="button" onClick=${turn}>${dark ? "Light" : "Dark"}</button></div>
       ${isChat ? null : saved.view === "guess" ? html`<p class="says">The text is hidden while you guess.</p>` : html`<${Box} saved=${isKnown || stored.text !== SAVED.text ? saved : { ...saved, text: "" }} info=${info} update=${update} />`}

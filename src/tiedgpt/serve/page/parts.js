@@ -17,6 +17,7 @@
 //                         true. The returned body is what the data answer
 //   useRun(of)            {run, stop, running, error}: run(work) awaits work(signal), which ends when
 //                         it is stopped, when `of` changes or when the view is left
+//   useUnseen(state)      a text that is not the one in the box, or null; undefined: not yet
 //   first(state, n)       {ids} or {text} of the first n tokens: for routes that have a cap
 // Around:
 //   Panel({title, says, found, ask, children})   a section: one sentence that says what one sees,
@@ -84,6 +85,16 @@ export function usePieces() {
   return { pieces, named: (id) => pieces[id] ?? `id:${id}` };
 }
 const NONE = [];
+
+// A text that is not in the box: the run's opening, or a sentence of the page. null: there is none; undefined: not known yet.
+export function useUnseen({ info, text, subject }) {
+  const isOpening = typeof info.opening === "string" && info.opening !== text;
+  const { data, error } = useCall("/tokenize", subject && !isOpening && info.tokenizer ? { prompt: SENTENCE } : null);
+  if (isOpening) return info.opening;
+  if (!info.tokenizer || error || text === SENTENCE || data?.count > info.n_positions) return null;
+  return data ? SENTENCE : undefined;
+}
+const SENTENCE = "The name of the first file is not the same as the name of the last one, and that is the reason for the error.";
 
 export function useRun(of) {
   const controller = useRef(null);

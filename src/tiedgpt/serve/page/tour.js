@@ -13,7 +13,7 @@ const STEPS = [
   },
   {
     question: "If I fine-tune the head, do I fine-tune the embedding?",
-    set: { view: "matrix" },
+    set: { view: "learn", train: "head", predict: "all", untied: false, steps: 1 },
     ask: ({ subject }) => ["/inspect/gradient_split", subject],
     Answer: Tuned,
     command: (name) => `tiedgpt explain head ${name}`,
@@ -91,7 +91,7 @@ function Tuned({ info, data }) {
   return html`<p>${info.tied
     ? html`Yes: there is one matrix, so <code>lm_head</code> is no parameter of its own. For this text its gradient has two parts:
         from reading, of length <b><${Num} x=${data.norm_read} /></b>, and from predicting, <b><${Num} x=${data.norm_predict} /></b>, ${times} times as long.
-        An optimizer steps with their sum.`
+        An optimizer steps with their sum: beside this, one step trained the head alone, and the rows that are read moved with it.`
     : html`Not here: the head is a matrix of its own. Its gradient has length <b><${Num} x=${data.norm_predict} /></b>, that of the
         embedding <b><${Num} x=${data.norm_read} /></b>; a step moves each apart from the other.`}</p>`;
 }
@@ -102,7 +102,7 @@ function Counted({ info }) {
   const [tied, untied] = info.tied ? [info.parameters, info.parameters + more] : [info.parameters - more, info.parameters];
   return html`<p>A head of its own is a second matrix: ${count(info.vocab_size)} × ${count(info.n_embd)} = <b>${count(more)}</b> numbers.
     Tied, this model has <b>${count(tied)}</b> parameters; untied it ${info.tied ? "would have" : "has"} <b>${count(untied)}</b>,
-    ${" "}${prob(more / tied)} more. <code>tiedgpt tie fix</code> shares the matrix again.</p>`;
+    ${" "}${prob(more / tied)} more, and what one matrix learns, the other does not (Learn: two matrices). <code>tiedgpt tie fix</code> shares the matrix again.</p>`;
 }
 
 function Positions({ state, data }) {

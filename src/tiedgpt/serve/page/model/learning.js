@@ -64,14 +64,13 @@ class Learner {
     const [reading, predicting, together, cosine] = [0, 1, 2, 3].map(() => new Float32Array(V));
     const [twin_cosine, twin_distance] = [0, 1].map(() => head && new Float32Array(V));
     for (let id = 0; id < V; id += 1) {
-      const [a, b] = ["read", "predict"].map((job) => this[job].subarray(id * D, (id + 1) * D));
-      [reading[id], predicting[id]] = [length(a), length(b)];
-      together[id] = length(a.map((x, k) => x + b[k]));
-      cosine[id] = sum(a.map((x, k) => x * b[k])) / (reading[id] * predicting[id]);
+      const [aa, bb, ab] = products(this.read, this.predict, id * D, D);
+      [reading[id], predicting[id], together[id]] = [Math.sqrt(aa), Math.sqrt(bb), Math.sqrt(Math.max(0, aa + 2 * ab + bb))];
+      cosine[id] = ab / Math.sqrt(aa * bb);
       if (!head) continue;
-      const [e, w] = [wte.row(id), head.row(id)];
-      twin_cosine[id] = sum(e.map((x, k) => x * w[k])) / (length(e) * length(w));
-      twin_distance[id] = length(e.map((x, k) => x - w[k]));
+      const [ee, ww, ew, apart] = products(wte.data, head.data, id * D, D);
+      twin_cosine[id] = ew / Math.sqrt(ee * ww);
+      twin_distance[id] = Math.sqrt(apart);
     }
     this.states.push({
       loss: logits.every(Number.isFinite) ? mean(nats) : NaN, learned_loss: mean(nats.slice(from)), other_loss: other && mean(await this.nats(other, pause)),
@@ -91,6 +90,18 @@ class Learner {
     }
     return nats;
   }
+}
+
+// a · a, b · b, a · b and |a - b|² of the rows (D) of two matrices that begin at `at`.
+function products(x, y, at, D) {
+  let aa = 0, bb = 0, ab = 0, apart = 0;
+  for (let k = at; k < at + D; k += 1) {
+    aa += x[k] * x[k];
+    bb += y[k] * y[k];
+    ab += x[k] * y[k];
+    apart += (x[k] - y[k]) ** 2;
+  }
+  return [aa, bb, ab, apart];
 }
 
 async function learn(model, options, pause) {
