@@ -1,5 +1,6 @@
 """The page's lessons, and reported problems: growing texts, keys, charts, chats."""
 
+import json
 import shutil
 from dataclasses import replace
 
@@ -288,6 +289,23 @@ def test_a_guess_and_the_model_are_scored_in_bits(browser, url, run):
         assert page.locator(".written bdi").count() == at + 2 and choices.count() == 5
 
 
+def test_a_guess_begins_with_a_text_that_was_not_read(browser, tmp_path):
+    run = make_run(tmp_path / "cats", n_positions=256)
+    opening = "the hat sat on the cat"
+    for stored in (None, opening):
+        if stored is not None:
+            (run / "model" / "opening.json").write_text(json.dumps({"text": stored}))
+        with serving(run) as url, opened(browser, url) as page:
+            go(page, url, "guess")
+            shown = page.locator(".written").inner_text().replace("␣", " ").strip("? \n")
+            assert not TEXT.startswith(shown)
+            assert stored is None or opening.startswith(shown)
+            page.get_by_role("radio", name="the text of the page").click()
+            settled(page)
+            shown = page.locator(".written").inner_text().replace("␣", " ").strip("? \n")
+            assert TEXT.startswith(shown)
+
+
 def test_a_projector_shows_a_panel_at_a_time(browser, url):
     with opened(browser, url) as page:
         go(page, url, "matrix")
@@ -310,7 +328,7 @@ def test_a_projector_shows_a_panel_at_a_time(browser, url):
 def test_views_stand_in_groups_and_lead_to_the_next(browser, url):
     with opened(browser, url) as page:
         go(page, url, "start")
-        assert page.locator(".groups button").count() == 4
+        assert page.locator(".groups button").count() == 5
         seen = []
         while (
             view := page.locator("[role=tab][aria-selected=true]").get_attribute("id")
@@ -436,6 +454,27 @@ def test_two_texts_are_compared_where_they_agree(browser, url, run):
         assert {a.loss, b.loss} <= set(numbers(page))
         same = sum(x == y for x, y in zip(a.ids[::-1], b.ids[::-1], strict=False))
         assert page.get_by_label("Tokens that both have").locator(".token").count() <= same
+
+
+def test_a_word_is_replaced_for_a_comparison_on_request(browser, url, run):
+    tokenizer = Tokenizer.from_pretrained(run)
+    with opened(browser, url) as page:
+        go(page, url, "compare")
+        page.get_by_role("button", name="Replace a word").click()
+        settled(page)
+        other = page.locator("main textarea").input_value()
+        ids, others = tokenizer.encode(TEXT), tokenizer.encode(other)
+        assert len(ids) == len(others)
+        assert sum(one != another for one, another in zip(ids, others, strict=True)) == 1
+        assert page.get_by_role("button", name="Put each state").is_visible()
+
+
+def test_bars_are_single_while_no_option_changes_the_distribution(browser, url):
+    with opened(browser, url) as page:
+        go(page, url, "write")
+        assert page.locator(".odds li").count() and not page.locator(".odds .pair").count()
+        page.get_by_label("temperature").fill("0.5")
+        assert page.locator(".odds .pair").count() == page.locator(".odds li").count()
 
 
 def test_a_state_of_the_text_carries_its_answer_into_the_second(browser, url, run, tmp_path):

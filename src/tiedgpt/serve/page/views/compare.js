@@ -3,6 +3,7 @@
 import {
   Choice, count, diverge, Facts, fixed, html, many, Num, Odds, Panel, Piece, scaleOf, Term, Tokens, useCall, useState,
 } from "../parts.js";
+import { textOf } from "../api.js";
 import { HeatGrid } from "../chart.js";
 import { costLook } from "./text.js";
 
@@ -12,7 +13,8 @@ export default function Compare({ state, update }) {
   const { info, subject, positions, found, other } = state;
   const [kind, setKind] = useState("text");
   const isModel = kind === "model";
-  const half = positions?.ids.slice(positions.ids.length >> 1);
+  const from = positions && middle(positions.pieces);
+  const half = positions?.ids.slice(from);
   const second = other ? (info.tokenizer === false ? { ids: other.split(/[\s,]+/).filter(Boolean).map(Number) } : { text: other }) : half && { ids: half };
   const a = useCall("/inspect/positions", subject && { ...subject, top: TOP });
   const b = useCall(isModel ? "/beside/inspect/positions" : "/inspect/positions", subject ? { ...(isModel ? subject : second), top: TOP } : null);
@@ -25,14 +27,31 @@ export default function Compare({ state, update }) {
       says=${isModel ? "Which tokens does one model expect better than the other?" : "A model has nothing but the text before a token: change it, and see what that costs."}>
       ${info.beside && html`<${Choice} label="Beside it" value=${kind} onChange=${setKind}
         options=${[["text", "another text"], ["model", `another model: ${info.beside}`]]} />`}
-      ${!isModel && html`<${Second} value=${other} hint=${positions?.pieces.slice(positions.ids.length >> 1).join("")} update=${update} />`}
+      ${!isModel && html`<${Second} value=${other} hint=${positions?.pieces.slice(from).join("")} update=${update} />`}
       ${!info.beside && html`<p class="note">To compare two models, such as tied and untied or before and after tuning:
         ${" "}<code>tiedgpt serve MODEL --beside OTHER</code></p>`}
       ${isThere && html`<div class="columns">${[[a.data, info], [b.data, isModel ? model ?? info : info]].map(([data, of], k) => html`<${Side}
         key=${k} name=${names[k]} data=${data} info=${of} dark=${state.dark} isModel=${isModel} />`)}</div>`}
     <//>
-    ${isThere && !isModel && html`<${Carried} key=${`${JSON.stringify(subject)} ${other}`} a=${a.data} b=${b.data} subject=${subject} other=${other} state=${state} />`}
+    ${isThere && !isModel && html`<${Carried} key=${`${JSON.stringify(subject)} ${other}`} a=${a.data} b=${b.data} subject=${subject} other=${other} state=${state} update=${update} />`}
     ${isThere && html`<${Difference} key=${kind} a=${a.data} b=${b.data} names=${names} dark=${state.dark} />`}`;
+}
+
+// Where the second half of a text begins with a word.
+function middle(pieces) {
+  const at = pieces.length >> 1;
+  const next = pieces.findIndex((piece, i) => i >= at && i < pieces.length - 1 && /^\s/.test(piece));
+  return next < 0 ? at : next;
+}
+
+// The ids of a text with one word replaced by another that the model expected there; null if there is none.
+function withOtherWord({ ids, pieces, top_ids, words }) {
+  const isWord = (piece) => /^ ?\p{L}+$/u.test(piece);
+  for (let at = 1; at < ids.length - 1; at += 1) {
+    const id = isWord(pieces[at]) && top_ids[at - 1].find((one) => one !== ids[at] && isWord(words[one]) && words[one][0] === " " === (pieces[at][0] === " "));
+    if (id) return ids.with(at, id);
+  }
+  return null;
 }
 
 function Second({ value, hint, update }) {
@@ -87,12 +106,13 @@ function Difference({ a, b, names, dark }) {
 }
 
 // Activation patching: the states of the text, put one at a time into the second text.
-function Carried({ a, b, subject, other, state }) {
+function Carried({ a, b, subject, other, state, update }) {
   const [isAsked, ask] = useState(false);
   const [[l, t], see] = useState([0, Math.max(0, a.ids.findIndex((id, k) => id !== b.ids[k]))]);
   const [answer, wrong] = [a, b].map(({ top_ids, next }) => top_ids[next][0]);
   const most = state.info.most_tokens?.patch ?? 64;
   const isFit = other && state.info.tokenizer !== false && a.ids.length === b.ids.length && a.ids.length <= most;
+  const replaced = withOtherWord(a);
   const body = { ...subject, corrupted: other, answer, ...(wrong === answer ? {} : { wrong }) };
   const found = useCall("/inspect/patch", isAsked && isFit ? body : null);
   const { clean, corrupted, residual } = found.data ?? {};
@@ -104,7 +124,8 @@ function Carried({ a, b, subject, other, state }) {
       ${" "}${next(answer)} is expected, after the second ${next(wrong)}. One state of the text is put into the second, before a layer and at a token: how
       much of the answer comes with it?`}>
     ${!isFit ? html`<p class="note">For this the texts must have equally many tokens, at most ${most}: here ${a.ids.length} and ${b.ids.length}.
-        ${" "}Copy the text into the second box, and replace a word.</p>`
+        ${" "}Copy the text into the second box, and replace a word.
+        ${replaced && html` <button type="button" onClick=${async () => update({ other: await textOf(replaced, state.info) })}>Replace a word of the text</button>`}</p>`
       : !isAsked && html`<button type="button" class="main" onClick=${() => ask(true)}>Put each state into the second text</button>`}
     ${residual && html`<div class="lens"><${HeatGrid} label="Share of the answer, by layer and token" corner="before layer" dark=${state.dark}
         rows=${residual.map((_, row) => String(top - row))} columns=${b.pieces.map((piece) => html`<${Piece} text=${piece} />`)}

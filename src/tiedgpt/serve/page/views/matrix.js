@@ -52,6 +52,7 @@ function Drawing({ info, reads, predicts }) {
   const [left, right] = [boxes[0].x, boxes[boxes.length - 1].x + boxes[boxes.length - 1].wide];
   const label = `${info.tied ? "One matrix" : "Two matrices"} of ${count(V)} rows and ${count(info.n_embd)} columns: ` +
     "one arrow leads from the row of the token down into the layers, the other from the layers up to the row that is predicted";
+  const between = (at) => (at + LAYERS) / 2 + 6; // beside the middle of an arrow
   const hit = (box, id, kind) => html`<rect class=${`hit ${kind}`} x=${box.x - 4} y=${y(id) - 2.5}
     width=${box.wide + 8} height="5" rx="2.5" />`;
   const lines = Array.from({ length: 24 }, (_, i) => TOP + 8 * (i + 1));
@@ -64,10 +65,10 @@ function Drawing({ info, reads, predicts }) {
     <text x="210" y=${LAYERS + 5} text-anchor="middle" class="size">${info.config.n_layer} layers</text>
     ${reads !== undefined && html`${hit(boxes[0], reads, "reads")}
       <path class="arrow reads" d=${`M${left - 8},${y(reads)}H70q-20,0 -20,20V${LAYERS - 20}q0,20 20,20H144m-9,-7l9,7l-9,7`} />
-      <text class="tag reads" x="40" y="165" text-anchor="end">h₀</text>`}
+      <text class="tag reads" x="42" y=${between(y(reads))} text-anchor="end">h₀</text>`}
     ${predicts !== undefined && html`${hit(boxes[boxes.length - 1], predicts, "predicts")}
       <path class="arrow predicts" d=${`M272,${LAYERS}H350q20,0 20,-20V${y(predicts) + 20}q0,-20 -20,-20H${right + 9}m9,-7l-9,7l9,7`} />
-      <text class="tag predicts" x="380" y="165">h</text>`}
+      <text class="tag predicts" x="380" y=${between(y(predicts))}>h</text>`}
   </svg>`;
 }
 

@@ -5,7 +5,7 @@
 
 import { textOf } from "../api.js";
 import {
-  announce, Choice, costOf, count, Facts, fixed, heat, html, likeliest, many, Num, Odds, Panel, Piece, plain, prob, scaleOf, Term, Tokens, useCall, useState,
+  announce, Choice, costOf, count, Facts, fixed, heat, html, likeliest, many, Num, Odds, Panel, Piece, plain, prob, scaleOf, Term, Tokens, useCall, usePieces, useState,
 } from "../parts.js";
 
 const RANKS = [[1, "1"], [10, "2–10"], [100, "11–100"], [1000, "101–1,000"], [Infinity, "above 1,000"]];
@@ -112,6 +112,8 @@ function Poke({ state }) {
   const { positions, subject, pin, dark, info } = state;
   const [word, setWord] = useState("");
   const [asked, setAsked] = useState(null);
+  const { named } = usePieces();
+  const next = named((positions.ids[pin] + 1) % info.vocab_size); // where nothing is written
   const isId = info.tokenizer === false && /^\d+$/.test(word);
   const change = (event) => {
     event.preventDefault();
@@ -124,8 +126,8 @@ function Poke({ state }) {
   return html`<${Panel} title="Change one token" found=${found} ask=${subject && ["/inspect/positions", body ?? bodyOf(pin, null)]}
     says="A later token cannot change an earlier prediction: attention looks back only.">
     <form class="row" onSubmit=${change}>
-      <label>Replace <b><${Piece} text=${positions.pieces[pin]} /></b> by
-        <input value=${word} placeholder="the next id" onInput=${(event) => setWord(event.target.value)} /></label>
+      <label>Replace <b><${Piece} text=${positions.pieces[pin]} /></b> by another token:
+        <input value=${word} placeholder=${plain(next)} onInput=${(event) => setWord(event.target.value)} /></label>
       <button>Change token ${pin}</button></form>
     ${found.data?.replaced && html`<${Moved} found=${found.data} dark=${dark} />`}
   <//>`;

@@ -57,11 +57,13 @@ function Trend({ matrix, kind, data }) {
   const number = (of) => html`ρ = <${Num} x=${spearman[of]} digits=${2} />`;
   const [low, high] = interval[kind];
   const isClear = low * high > 0 && Math.abs(rho) > 0.1;
+  const { centred_norm: centred } = spearman;
   const longer = rho < 0 ? "Rare" : "Frequent";
   const found = {
-    norm: () => html`Rows of ${longer.toLowerCase()} tokens are longer; less the mean row, length and count have ${number("centred_norm")}.
-      ${" "}${rho < 0 ? "A rare token is seldom the answer, and nearly every step pushes its row a little away as a wrong one."
-        : "Each occurrence moves a row; a rare one stays near where it began."}`,
+    norm: () => html`Rows of ${longer.toLowerCase()} tokens are longer. ${rho < 0 ? "A rare token is seldom the answer, and nearly every step pushes its row a little away as a wrong one."
+        : "Each occurrence moves a row; a rare one stays near where it began."}
+      ${" "}${centred === undefined ? "" : html`The mean row is in all rows and changes no probability. Without it, ρ of length and count is <${Num} x=${centred} digits=${2} />: ${
+        centred * rho > 0 ? "the trend is one of the predictions." : "the trend is the mean row's, and no probability follows from it."}`}`,
     centred_norm: () => html`Less the mean row, ${longer.toLowerCase()} rows are longer here: this length changes probabilities, and
       the raw one need not.`,
     prior_logit: () => html`${longer} tokens begin ahead in every text: the final norm's bias adds a <${Term} name="prior" /> to each logit.`,

@@ -107,11 +107,13 @@ function Distribution({ state, body, options, set, drawn, pick }) {
   const logits = useMemo(() => found.data && sorted(found.data), [found.data]);
   const result = useMemo(() => logits && filtered(logits, options), [logits, options]);
   const shown = logits ? [...logits.ids.slice(0, SHOWN).keys()] : [];
+  const isChanged = result && (result.n < logits.ids.length || options.temperature !== 1);
   const place = drawn && logits ? logits.ids.indexOf(drawn.id) : -1;
   if (place >= SHOWN) shown.push(place);
   const row = (k) => {
     const id = logits.ids[k];
-    return { id, piece: named(id), place: k + 1, p: result.before[k], after: k < result.n ? result.after[k] : null, mark: k === place && "drawn" };
+    const after = isChanged ? { after: k < result.n ? result.after[k] : null } : {};
+    return { id, piece: named(id), place: k + 1, p: result.before[k], ...after, mark: k === place && "drawn" };
   };
   const rows = result ? shown.map(row) : [];
   const tokenOf = ({ id, piece, p }) => ({ id, piece, logprob: Math.log(p) });
@@ -120,8 +122,8 @@ function Distribution({ state, body, options, set, drawn, pick }) {
   const off = (none) => (value) => (value === none ? "off" : String(value));
   const where = drawn ? html`Before <q><${Piece} text=${drawn.piece} /></q>` : "The next token";
   return html`<${Panel} title=${where} found=${found} ask=${body && ["/inspect/dot", body]}
-      says="Grey: the model's own distribution. In colour: what is drawn from, after temperature, top-k, top-p and min-p, in this order.
-        Press a token to write on with it.">
+      says=${`Grey: the model's own distribution${isChanged ? ". In colour: what is drawn from, after temperature, top-k, top-p and min-p, in this order"
+        : ", which is drawn from while no option changes it"}. Press a token to write on with it.`}>
     <div class="row sliders">
       ${slider("temperature", "temperature", 0, 2, 0.05, (t) => (t === 0 ? "0: the likeliest" : fixed(t, 2)))}
       ${slider("top_k", "top-k", 0, 100, 1, off(0))}${slider("top_p", "top-p", 0.05, 1, 0.05, off(1))}
