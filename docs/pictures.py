@@ -29,9 +29,11 @@ from tests.serve.browsing import CHROMIUM, OPTIONS, serving, settled
 from tiedgpt.cli.main import main as command_line
 
 TEXT = "Return a new dictionary with the same"
-HEIGHTS = {"start": 1170, "dot": 760, "layers": 880, "heads": 1400}
+HEIGHTS = {"start": 1170, "dot": 760, "layers": 880, "heads": 1400, "learn": 1010}
 """The views, and the pixels from the top that are shown."""
 IMAGES = Path(__file__).parent / "images"
+STATE = {"learn": {"train": "head", "steps": 1}}
+"""State of a view beside the text."""
 
 
 def draw_terminal(folder: Path) -> Path:
@@ -66,7 +68,7 @@ def draw_page(run: Path) -> None:
             for view, height in HEIGHTS.items():
                 page.set_viewport_size({"width": 1120, "height": height})
                 page.goto("about:blank")
-                page.goto(f"{url}/#{urlencode({'view': view, 'text': TEXT})}")
+                page.goto(f"{url}/#{urlencode({'view': view, 'text': TEXT} | STATE.get(view, {}))}")
                 for _ in range(3):  # one answer may be what the next question waits for
                     settled(page)
                     page.wait_for_timeout(500)
