@@ -146,9 +146,9 @@ def test_gradients_of_other_texts_are_computed_like_the_library(page, file, run,
     assert "as hard" in page.run(SETTLED)
     write(page, OTHER)
     split = inspect.gradient_split(rounded, Tokenizer.from_pretrained(run), OTHER)
-    shown = numbers(page)
+    values = numbers(page)
     for number in (split.norm_read, split.norm_predict, split.cosine):
-        assert np.isclose(shown, number, rtol=1e-4).any(), number
+        assert np.isclose(values, number, rtol=1e-4).any(), number
 
 
 HANDS = """

@@ -42,24 +42,24 @@ CHOICES = [
 ]
 
 
-@pytest.mark.parametrize("place", ["server", "file"])
+@pytest.mark.parametrize("origin", ["server", "file"])
 @pytest.mark.parametrize("choices", CHOICES)
-def test_the_numbers_of_the_view_equal_the_librarys(browser, url, file, run, place, choices):
+def test_the_numbers_of_the_view_equal_the_librarys(browser, url, file, run, origin, choices):
     saved = {name: str(value).lower() for name, value in choices.items()}
     options = {"steps": 0} | choices
     result = inspect.learn(run, None, TEXT, **options, other=OTHER, top=40)
     expected = np.sort(np.array(flat(json.loads(result.to_json())), float))
-    address = url if place == "server" else file
-    with opened(browser, url if place == "server" else "") as page:
-        if place == "server":
+    address = url if origin == "server" else file
+    with opened(browser, url if origin == "server" else "") as page:
+        if origin == "server":
             go(page, url, "learn", other=OTHER, **saved)
         else:
             pairs = "&".join(f"{name}={value}" for name, value in saved.items())
             page.goto(f"{address}#view=learn&other={OTHER.replace(' ', '+')}&{pairs}")
             settled(page)
-        shown = numbers(page)
-        assert len(shown) >= 20
-        for number in shown:
+        values = numbers(page)
+        assert len(values) >= 20
+        for number in values:
             at = np.searchsorted(expected, number)
             near = expected[max(0, at - 1) : at + 1]
             assert np.abs(near - number).min() <= 1e-4 * abs(number) + 2e-6, number

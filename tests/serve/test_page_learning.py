@@ -15,7 +15,7 @@ from tiedgpt import Tokenizer, inspect
 from tiedgpt.inspect.vocab_matrices import vocab_matrices
 
 pytestmark = needs_node
-SAID = "the cat sat on the mat. the dog ate the hat"
+LONG_TEXT = "the cat sat on the mat. the dog ate the hat"
 ROWS = ("reading", "predicting", "together", "cosine", "pull", "logit", "prob")
 ROWS += ("twin_cosine", "twin_distance")
 """Statistics of the listed rows."""
@@ -39,9 +39,9 @@ def in_node(folder, model, precision="fp32", tokenizer=None):
 def ask(path, question):
     script = Path(__file__).with_name("gradients_in_node.mjs")
     command = [NODE, "--no-warnings", str(script), str(MODULES), str(path)]
-    done = subprocess.run(command, input=json.dumps(question), capture_output=True, text=True)
-    assert not done.returncode, done.stderr
-    return json.loads(done.stdout)
+    process = subprocess.run(command, input=json.dumps(question), capture_output=True, text=True)
+    assert not process.returncode, process.stderr
+    return json.loads(process.stdout)
 
 
 def test_each_layers_gradients_equal_finite_differences():
@@ -105,11 +105,18 @@ def test_ten_steps_equal_the_librarys(tmp_path, tokenizer, shape, precision):
     page = in_node(tmp_path, model, precision, tokenizer)
     other = "the dog sat"
     questions = [
-        {"text": SAID, "steps": 10, "lr": 0.02, "other": other},
-        {"text": SAID, "steps": 3, "lr": 0.05, "other": other},
-        {"text": SAID, "steps": 1, "predict": "last", "train": "head", "position": 3, "top": 0},
-        {"text": SAID, "steps": 2, "train": "head", "untied": True, "top": 20},
-        {"text": SAID, "steps": 2, "train": "blocks"},
+        {"text": LONG_TEXT, "steps": 10, "lr": 0.02, "other": other},
+        {"text": LONG_TEXT, "steps": 3, "lr": 0.05, "other": other},
+        {
+            "text": LONG_TEXT,
+            "steps": 1,
+            "predict": "last",
+            "train": "head",
+            "position": 3,
+            "top": 0,
+        },
+        {"text": LONG_TEXT, "steps": 2, "train": "head", "untied": True, "top": 20},
+        {"text": LONG_TEXT, "steps": 2, "train": "blocks"},
         {"ids": [5, 7], "steps": 0},
     ]
     answers = page.ask(*(("/inspect/learn", body) for body in questions))
@@ -136,8 +143,8 @@ def test_the_gradient_of_w_in_two_parts_equals_the_librarys(tmp_path, tokenizer)
     for tied in (True, False):
         model = random_gpt(0, vocab_size=len(tokenizer), n_positions=48, tie_word_embeddings=tied)
         page = in_node(tmp_path, model, "int8", tokenizer)
-        (answer,) = page.ask(("/inspect/gradient_split", {"text": SAID}))
-        expected = json.loads(inspect.gradient_split(page.model, tokenizer, SAID).to_json())
+        (answer,) = page.ask(("/inspect/gradient_split", {"text": LONG_TEXT}))
+        expected = json.loads(inspect.gradient_split(page.model, tokenizer, LONG_TEXT).to_json())
         del expected["residual"]  # a check of the library's
         close(answer["data"], expected, "gradient_split")
 
@@ -145,19 +152,19 @@ def test_the_gradient_of_w_in_two_parts_equals_the_librarys(tmp_path, tokenizer)
 def test_learning_that_cannot_be_is_refused_and_leaves_the_model(tmp_path, tokenizer):
     model = random_gpt(0, vocab_size=len(tokenizer), n_positions=48)
     page = in_node(tmp_path, model, "int8", tokenizer)
-    wrong = [
+    requests = [
         ({"ids": [5]}, "nothing to predict"),
         ({"ids": [0] * 49}, "up to 48 tokens"),
         ({"ids": [1, 2], "lr": 0}, "lr must be positive"),
         ({"ids": [1, 2], "position": 2}, "position must be from 0 to 1"),
     ]
     before, *answers, diverged, after = page.ask(
-        ("/inspect/positions", {"text": SAID}),
-        *(("/inspect/learn", body) for body, _ in wrong),
-        ("/inspect/learn", {"text": SAID, "lr": 1e30, "steps": 4}),
-        ("/inspect/positions", {"text": SAID}),
+        ("/inspect/positions", {"text": LONG_TEXT}),
+        *(("/inspect/learn", body) for body, _ in requests),
+        ("/inspect/learn", {"text": LONG_TEXT, "lr": 1e30, "steps": 4}),
+        ("/inspect/positions", {"text": LONG_TEXT}),
     )
-    for (_, message), answer in zip(wrong, answers, strict=True):
+    for (_, message), answer in zip(requests, answers, strict=True):
         assert message in answer["error"]
     result = diverged["data"]
     assert result["diverged"] and result["try_lr"] == 0.1

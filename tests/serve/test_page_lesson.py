@@ -297,13 +297,13 @@ def test_a_guess_begins_with_a_text_that_was_not_read(browser, tmp_path):
             (run / "model" / "opening.json").write_text(json.dumps({"text": stored}))
         with serving(run) as url, opened(browser, url) as page:
             go(page, url, "guess")
-            shown = page.locator(".written").inner_text().replace("␣", " ").strip("? \n")
-            assert not TEXT.startswith(shown)
-            assert stored is None or opening.startswith(shown)
+            words_before = page.locator(".written").inner_text().replace("␣", " ").strip("? \n")
+            assert not TEXT.startswith(words_before)
+            assert stored is None or opening.startswith(words_before)
             page.get_by_role("radio", name="the text of the page").click()
             settled(page)
-            shown = page.locator(".written").inner_text().replace("␣", " ").strip("? \n")
-            assert TEXT.startswith(shown)
+            words_before = page.locator(".written").inner_text().replace("␣", " ").strip("? \n")
+            assert TEXT.startswith(words_before)
 
 
 def test_a_projector_shows_a_panel_at_a_time(browser, url):

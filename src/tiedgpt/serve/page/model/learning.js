@@ -148,7 +148,7 @@ async function learn(model, options, pause) {
     loss: column("loss"), learned_loss: column("learned_loss"), other, other_loss: others && column("other_loss"),
     position: at, likely, likely_prob: prob(likely), rows, reading: of("reading"), predicting: of("predicting"), together: of("together"),
     cosine: of("cosine"), pull: of("pull"), logit: of("logits"), prob: prob(rows), twin_cosine: of("twin_cosine"), twin_distance: of("twin_distance"),
-    all_reading: Array.from(last.reading), all_predicting: Array.from(last.predicting),
+    all_reading: last.reading, all_predicting: last.predicting,
     diverged: isDiverged, try_lr: isDiverged ? Math.min(0.1, lr / 10) : null,
   };
 }
