@@ -85,7 +85,7 @@ def test_the_files_are_few_and_name_only_each_other():
     assert sum(len(gzip.compress(data)) for data in vendored) <= 50_000
     served = (data for path, data in files.items() if "/model/" not in path)
     assert sum(map(len, served)) <= 221_000
-    assert len(in_one_file({}, b"").encode()) <= 221_000  # without a model's weights
+    assert len(in_one_file({}, b"").encode()) <= 256_000  # without a model's weights
     for path, data in files.items():
         text = data.decode()
         for name in re.findall(r"""(?:from|import)\s*\(?\s*["']([\w./-]+)["']""", text):
@@ -298,7 +298,6 @@ def test_an_exported_page_holds_the_model_once_and_no_address(run, tmp_path, cap
     assert found["state"] == {"text": TEXT}
     assert found["/inspect/model null"]["parameters"] == model.config.parameter_count()
     said = json.dumps({"text": TEXT}, ensure_ascii=False, separators=(",", ":"))
-    assert found[f"/inspect/gradient_split {said}"]["norm_predict"] > 0
     first_view = found[f'/inspect/positions {said[:-1]},"top":10}}']
     assert len(first_view["top_ids"][0]) == 10 and not math.isnan(first_view["loss"])
     assert str(run.parent) not in html  # who gets the file learns nothing of this machine

@@ -33,10 +33,10 @@ def parameter(
     """Return an argument of a function, which the command line and the server have too.
 
     Its type is int, float, bool, str, `int | str`, or a Literal of strings; the function has its
-    default. The server refuses numbers above `most_served`, which bounds the work for one request, and takes
-    no option that names a place on this machine (`is_served` False). The result's table takes an
-    option that `is_of_table`, and the function does not. `of_run` returns the default for a run's
-    or a model's directory; None: there is none.
+    default. The server refuses numbers above `most_served`, which bounds the work for one request,
+    and takes no option that names a place on this machine (`is_served` False). The result's table
+    takes an option that `is_of_table`, and the function does not. `of_run` returns the default for
+    a run's or a model's directory; None: there is none.
     """
     default = MISSING if is_required else False if type is bool else None
     served = {"least": -LARGEST - 1 if least is None else least, "most": most_served}
