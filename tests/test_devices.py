@@ -34,6 +34,7 @@ ON_THE_CPU = {
     "train/step/fast/threads.py": "(flat.view(torch.uint16) if flat.dtype == torch.bfloat16 "
     "else flat)",
     "train/tasks/labelled.py": "ids lengths tensor.cpu()",
+    "train/tasks/regress.py": "ids lengths",
     "weights/tensors.py": "block",
     "weights/formats/gguf/writer.py": "numbers convert_tensor(name, tensor, DTYPES[qtype.name])"
     ".flatten().view(torch.uint8)",

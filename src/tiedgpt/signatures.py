@@ -35,8 +35,8 @@ REMEDIES = {
     "GPTConfig": 'GPTConfig.preset("gpt2") makes one, GPT.from_pretrained(source) loads a model',
     "Module": "GPT.from_pretrained(source) loads one",
     "Head": "open_head(source) loads one",
-    "Plan": 'tiedgpt.data.plan_preparation(["my.txt"]) makes one; a training\'s is in '
-    "examples/own_task.py",
+    "Plan": "examples/own_task.py has one",
+    "Preparation": 'tiedgpt.data.plan_preparation(["my.txt"]) makes one',
     "Split": "plan_split(documents([...])) makes one",
     "Tensor": "torch.tensor([tokenizer.encode(text)]) makes ids (B, T)",
     "Tokenizer": "Tokenizer.from_pretrained(source) loads one",

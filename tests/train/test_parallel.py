@@ -17,7 +17,7 @@ from tiedgpt import GPT, GPTConfig
 from tiedgpt.cli.train import run as train_command
 from tiedgpt.errors import EXIT_INTERRUPTED, DivergedError, UserError
 from tiedgpt.heads import SequenceClassifier
-from tiedgpt.train.distributed import Processes, Shards, is_launched, join_processes
+from tiedgpt.train.distributed import Processes, ShardedProcesses, is_launched, join_processes
 from tiedgpt.train.events import Ended
 from tiedgpt.train.plan.values import Plan
 from tiedgpt.train.step.loss import Loss
@@ -159,7 +159,7 @@ def muon(processes):
 def do_steps(path):
     with join_processes("ddp", CPU) as replicas:
         found = {}
-        for kind, processes in (("ddp", replicas), ("fsdp", Shards(CPU))):
+        for kind, processes in (("ddp", replicas), ("fsdp", ShardedProcesses(CPU))):
             found[f"{kind} lm"] = three_steps(processes, language_model)
             found[f"{kind} classify"] = three_steps(processes, classifier)
             found[f"{kind} skipped"] = skipped(processes)

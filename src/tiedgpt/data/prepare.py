@@ -117,7 +117,7 @@ class InputPart(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Plan:
+class Preparation:
     """The sources of a preparation, and the parts that they are divided into."""
 
     data: dict[Side, Sequence[str]]
@@ -166,7 +166,7 @@ def plan_preparation(
     encoding: str = "auto",
     quoting: bool = True,
     keep_end_of_text: bool = False,
-) -> Plan:
+) -> Preparation:
     """Divide files into parts, and decide how they are split; the options are `documents`'s.
 
     Texts of less than `LARGE_BYTES` are read once to split them exactly. Raises `UserError` if a
@@ -201,7 +201,7 @@ def plan_preparation(
         sizes = {source.name: source.size for source in sources if source.side == side}
         for piece, size in _divide(corpus, sizes, target):
             parts.append(InputPart(side, piece, rules, size))
-    return Plan(names, reading, sources, parts, n_bytes, remarks, tuple(split.notes()))
+    return Preparation(names, reading, sources, parts, n_bytes, remarks, tuple(split.notes()))
 
 
 def _open(
@@ -265,7 +265,7 @@ def _list_sections(path: str, size: int, corpus: FileCorpus, target: int) -> lis
 
 @checked
 def prepare_data(
-    plan: Plan,
+    plan: Preparation,
     directory: str | Path,
     tokenizer: Tokenizer | str = "bpe",
     *,
@@ -306,7 +306,7 @@ def _exhaust(steps: Generator[T, None, R], show: Callable[[T], None] = lambda _:
 
 
 def prepare_parts(
-    plan: Plan,
+    plan: Preparation,
     directory: Path,
     tokenizer: Tokenizer | str,
     vocab_size: int = VOCAB_SIZE,
@@ -361,7 +361,7 @@ def is_prepared(sources: Iterable[str]) -> bool:
     return any((Path(source) / PREPARED).is_file() for source in sources)
 
 
-def is_begun(directory: Path, plan: Plan, tokenizer: Tokenizer) -> bool:
+def is_begun(directory: Path, plan: Preparation, tokenizer: Tokenizer) -> bool:
     """Return whether a directory was begun with this plan and this tokenizer."""
     try:
         return read_sealed(directory / PREPARED) == plan.facts(describe_tokenizer(tokenizer))
@@ -409,7 +409,7 @@ def _find_change(then: Sequence[Sequence[Any]], now: Sequence[Sequence[Any]]) ->
 
 
 def _write_tokenizer(
-    plan: Plan,
+    plan: Preparation,
     directory: Path,
     tokenizer: Tokenizer | str,
     vocab_size: int,
@@ -510,7 +510,7 @@ def _read_part(directory: Path, number: int, identity: str) -> dict[str, Any] | 
     return record if is_there and record["identity"] == identity else None
 
 
-def _finish(directory: Path, plan: Plan, records: Sequence[dict[str, Any]]) -> EncodedCorpus:
+def _finish(directory: Path, plan: Preparation, records: Sequence[dict[str, Any]]) -> EncodedCorpus:
     """Write the manifest of a directory that has all parts."""
     paths = [directory / PREPARED, *sorted((directory / TOKENIZER).iterdir())]
     counts, remarks = dict.fromkeys(SIDES, Counts()), Remarks()

@@ -2,8 +2,8 @@
 
 torchrun starts the processes. Each reads the whole batch of a step and computes its share of the
 rows, so a step equals that of one process up to rounding. Rank 0 alone measures, evaluates and
-writes. `Processes` is one process, or several with a replica each (DDP); in `Shards`, each process
-holds a part of every matrix (FSDP2). torchrun handles a process that dies or hangs: an
+writes. `Processes` is one process, or several with a replica each (DDP); in `ShardedProcesses`,
+each process holds a part of every matrix (FSDP2). torchrun handles a process that dies or hangs: an
 exchange fails when a connection breaks or after `EXCHANGE_TIMEOUT`, and torchrun restarts all.
 """
 
@@ -226,7 +226,7 @@ class Processes:
             gc.collect()
 
 
-class Shards(Processes):
+class ShardedProcesses(Processes):
     """Several processes with a part of each matrix and of its optimizer state (FSDP2)."""
 
     def __init__(self, device: torch.device) -> None:
@@ -325,7 +325,9 @@ def join_processes(parallel: Parallel | None, device: torch.device) -> Iterator[
         torch.cuda.set_device(device)
     with _report_lost_connection():
         _init_process_group(backend)
-        processes = Shards(device) if parallel == "fsdp" else Processes(device, parallel=True)
+        processes = (
+            ShardedProcesses(device) if parallel == "fsdp" else Processes(device, parallel=True)
+        )
         try:
             yield processes
             processes.barrier()

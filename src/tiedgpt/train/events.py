@@ -14,7 +14,7 @@ from tiedgpt.core.config import GPTConfig
 from tiedgpt.train.plan.groups import RunOptions
 from tiedgpt.train.plan.values import Plan
 from tiedgpt.train.step.loss import Model
-from tiedgpt.train.step.optim.groups import Group
+from tiedgpt.train.step.optim.groups import ParameterGroup
 from tiedgpt.train.store.directory import RunDirectory
 from tiedgpt.train.tasks.publisher import Publisher
 from tiedgpt.train.tasks.rows import Data
@@ -68,7 +68,7 @@ class Started:
     """The model is built; earlier calls trained `step` steps."""
 
     model: Model
-    groups: list[Group]
+    groups: list[ParameterGroup]
     step: int
     notes: list[str]
 

@@ -24,7 +24,7 @@ TWO_CHOICES = (
 
 
 @dataclass(frozen=True)
-class Group:
+class ParameterCount:
     """Parameters of one part of the model, or of neighbouring blocks with equal counts."""
 
     name: str
@@ -38,7 +38,7 @@ class Group:
 class TrainableParameters:
     """Counts of trained and frozen parameters; `print` it."""
 
-    groups: tuple[Group, ...]
+    groups: tuple[ParameterCount, ...]
     embedding: str
     """The use of the matrix W, in words."""
 
@@ -109,9 +109,9 @@ def count_trainable(model: Model) -> TrainableParameters:
         names = [name for name, _ in alike]
         if is_block:
             name = names[0] if len(names) == 1 else f"{names[0]} to {names[-1]}"
-            groups.append(Group(name, moves * len(names), stays * len(names)))
+            groups.append(ParameterCount(name, moves * len(names), stays * len(names)))
         else:
-            groups += [Group(name, moves, stays) for name in names]
+            groups += [ParameterCount(name, moves, stays) for name in names]
     return TrainableParameters(tuple(groups), _describe_w(model))
 
 

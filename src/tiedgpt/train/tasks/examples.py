@@ -29,7 +29,7 @@ MAX_LABELS = 10_000
 
 
 @dataclass(frozen=True)
-class Example:
+class LabelledExample:
     """One line of .jsonl."""
 
     texts: tuple[str, ...]
@@ -58,10 +58,10 @@ class Example:
 
 
 @dataclass(frozen=True)
-class Row:
+class LabelledRow:
     """An example as ids."""
 
-    example: Example
+    example: LabelledExample
     ids: tuple[list[int], ...]
     """The ids of the text, or of each choice."""
     answer: float
@@ -76,8 +76,8 @@ class LabelData(Data):
 
     tokenizer: Tokenizer
     labels: tuple[str, ...]
-    train: list[Row]
-    validation: list[Row]
+    train: list[LabelledRow]
+    validation: list[LabelledRow]
 
 
 class ExampleFormat(ABC):
@@ -94,11 +94,11 @@ class ExampleFormat(ABC):
 
     @staticmethod
     @abstractmethod
-    def parse(record: Mapping[str, Any]) -> Example:
+    def parse(record: Mapping[str, Any]) -> LabelledExample:
         """Return the example on a line; raise `UserError`, without the line, if it is wrong."""
 
     @abstractmethod
-    def collate(self, rows: Sequence[Row]) -> Arrays:
+    def collate(self, rows: Sequence[LabelledRow]) -> Arrays:
         """Return a batch for the head's `losses`: ids, lengths, ..., answers (B,)."""
 
 
@@ -203,7 +203,7 @@ class LabelRows(Rows):
         )
         return LabelData(**vars(data), labels=labels, train=train, validation=validation)
 
-    def encode(self, example: Example, context: int) -> Row | None:
+    def encode(self, example: LabelledExample, context: int) -> LabelledRow | None:
         """Return an example's ids and answer; None if a choice has no token to predict."""
         window = slice(-context, None) if self.task.keeps_end else slice(context)
         texts = [self.tokenizer.encode_document(text) for text in example.texts]
@@ -217,11 +217,11 @@ class LabelRows(Rows):
             return None
         else:
             answer = example.answer
-        return Row(example, ids, answer, cut=max(map(len, texts)) > context)
+        return LabelledRow(example, ids, answer, cut=max(map(len, texts)) > context)
 
     def _encode_all(
-        self, what: str, examples: Sequence[Example], context: int
-    ) -> tuple[list[Row], list[str]]:
+        self, what: str, examples: Sequence[LabelledExample], context: int
+    ) -> tuple[list[LabelledRow], list[str]]:
         """Return the examples as ids, and notes about those left out or cut."""
         rows, notes = [], []
         for example in examples:
@@ -247,7 +247,9 @@ class LabelRows(Rows):
         return rows, notes
 
 
-def _name_labels(train: Sequence[Example], held_out: Sequence[Example]) -> tuple[str, ...]:
+def _name_labels(
+    train: Sequence[LabelledExample], held_out: Sequence[LabelledExample]
+) -> tuple[str, ...]:
     """Return the labels, sorted; a held-out label without training examples is an error."""
     seen = Counter(name for example in train for name in example.labels)
     for example in held_out:
@@ -268,11 +270,11 @@ def _name_labels(train: Sequence[Example], held_out: Sequence[Example]) -> tuple
 
 def _read(
     task: ExampleFormat, sources: Sequence[str], reading: Mapping[str, Any]
-) -> tuple[list[Example], list[str]]:
+) -> tuple[list[LabelledExample], list[str]]:
     """Return the examples of files, and notes about the files."""
     corpus, unread = documents(sources, **reading, only_records=True), UnreadFields()
 
-    def parse(record: dict[str, Any], place: str) -> Example:
+    def parse(record: dict[str, Any], place: str) -> LabelledExample:
         example = replace(task.parse(record), place=place)
         if task.read_fields:
             unread.count(record, task.read_fields)

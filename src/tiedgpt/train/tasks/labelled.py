@@ -27,7 +27,13 @@ from tiedgpt.heads import Head, MultipleChoice, SequenceClassifier, pad
 from tiedgpt.heads.inputs import read_answer, read_label, read_text
 from tiedgpt.runtime import eval_mode
 from tiedgpt.train.step.loss import Arrays, body_of, on_device
-from tiedgpt.train.tasks.examples import Example, ExampleFormat, LabelData, LabelSources, Row
+from tiedgpt.train.tasks.examples import (
+    ExampleFormat,
+    LabelData,
+    LabelledExample,
+    LabelledRow,
+    LabelSources,
+)
 from tiedgpt.train.tasks.publisher import Publisher, Showcase
 from tiedgpt.train.tasks.rows import Data
 from tiedgpt.train.tasks.task import Score, Task
@@ -54,7 +60,7 @@ class Labelled(Task, ExampleFormat):
     keeps_head: ClassVar[bool] = False
 
     @abstractmethod
-    def answer(self, head: Any, example: Example, batch: Sequence[Tensor]) -> str:
+    def answer(self, head: Any, example: LabelledExample, batch: Sequence[Tensor]) -> str:
         """Return the head's answer to an example, with the example, from its batch of one."""
 
     @override
@@ -94,7 +100,7 @@ class Labelled(Task, ExampleFormat):
         with eval_mode(model):
             return self.describe_answer(model, row.example, batch)
 
-    def describe_answer(self, head: Any, example: Example, batch: Sequence[Tensor]) -> str:
+    def describe_answer(self, head: Any, example: LabelledExample, batch: Sequence[Tensor]) -> str:
         """Return the head's answer, and how good it is."""
         return self.answer(head, example, batch)
 
@@ -127,7 +133,7 @@ class Answered(Labelled):
         return LabelScore(super().score(data, losses).nats, n_right / n_examples)
 
     @override
-    def describe_answer(self, head: Any, example: Example, batch: Sequence[Tensor]) -> str:
+    def describe_answer(self, head: Any, example: LabelledExample, batch: Sequence[Tensor]) -> str:
         verdict = "rightly" if self.is_right(head, batch).all() else "wrongly"
         return f"{verdict} {self.answer(head, example, batch)}"
 
@@ -187,18 +193,20 @@ class Classify(Answered):
 
     @staticmethod
     @override
-    def parse(record: Mapping[str, Any]) -> Example:
+    def parse(record: Mapping[str, Any]) -> LabelledExample:
         """Return the example with its text and label; a label may be a number."""
-        return Example((read_text(record, "text"),), labels=(read_label(record),))
+        return LabelledExample((read_text(record, "text"),), labels=(read_label(record),))
 
     @override
-    def collate(self, rows: Sequence[Row]) -> Arrays:
+    def collate(self, rows: Sequence[LabelledRow]) -> Arrays:
         """Return ids (B, T), lengths (B,), labels (B,)."""
         ids, lengths = pad([row.ids[0] for row in rows])
         return ids.numpy(), lengths.numpy(), np.array([row.answer for row in rows], np.int64)
 
     @override
-    def answer(self, head: SequenceClassifier, example: Example, batch: Sequence[Tensor]) -> str:
+    def answer(
+        self, head: SequenceClassifier, example: LabelledExample, batch: Sequence[Tensor]
+    ) -> str:
         """Return the most likely label, and the text."""
         return f"{head.labels[int(head(*batch[:2]).argmax())]}: {example.texts[0]}"
 
@@ -222,12 +230,12 @@ class Choose(Answered):
 
     @staticmethod
     @override
-    def parse(record: Mapping[str, Any]) -> Example:
+    def parse(record: Mapping[str, Any]) -> LabelledExample:
         """Return the text with each continuation, and the index of the right one."""
-        return Example(*read_answer(record))
+        return LabelledExample(*read_answer(record))
 
     @override
-    def collate(self, rows: Sequence[Row]) -> Arrays:
+    def collate(self, rows: Sequence[LabelledRow]) -> Arrays:
         """Return ids (B, C, T), lengths (B, C), targets (B, C, T), answers (B,)."""
         n_choices = max(len(row.ids) for row in rows)
         longest = max(len(ids) for row in rows for ids in row.ids)
@@ -249,6 +257,8 @@ class Choose(Answered):
         return int((tokens != IGNORED).sum()), len(answers)
 
     @override
-    def answer(self, head: MultipleChoice, example: Example, batch: Sequence[Tensor]) -> str:
+    def answer(
+        self, head: MultipleChoice, example: LabelledExample, batch: Sequence[Tensor]
+    ) -> str:
         """Return the most likely choice, after the text."""
         return example.texts[int(head(*batch[:2]).argmax())]

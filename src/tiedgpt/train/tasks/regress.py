@@ -14,7 +14,7 @@ from typing_extensions import override
 from tiedgpt.heads import SequenceClassifier, pad
 from tiedgpt.heads.inputs import read_number, read_text
 from tiedgpt.train.step.loss import Arrays
-from tiedgpt.train.tasks.examples import Example, LabelData, Row
+from tiedgpt.train.tasks.examples import LabelData, LabelledExample, LabelledRow
 from tiedgpt.train.tasks.labelled import Labelled
 from tiedgpt.train.tasks.rows import Data
 from tiedgpt.train.tasks.task import Score
@@ -39,16 +39,16 @@ class Regress(Labelled):
 
     @staticmethod
     @override
-    def parse(record: Mapping[str, Any]) -> Example:
+    def parse(record: Mapping[str, Any]) -> LabelledExample:
         """Return the example with its text and number."""
-        return Example((read_text(record, "text"),), number=read_number(record))
+        return LabelledExample((read_text(record, "text"),), number=read_number(record))
 
     @override
     def head_options(self, data: LabelData) -> dict[str, Any]:
         return {"labels": ["number"], "problem_type": "regression"}
 
     @override
-    def collate(self, rows: Sequence[Row]) -> Arrays:
+    def collate(self, rows: Sequence[LabelledRow]) -> Arrays:
         """Return ids (B, T), lengths (B,), numbers (B,)."""
         ids, lengths = pad([row.ids[0] for row in rows])
         return ids.numpy(), lengths.numpy(), np.array([row.answer for row in rows], np.float32)
@@ -60,7 +60,9 @@ class Regress(Labelled):
         return NumberScore(loss, math.sqrt(loss))
 
     @override
-    def answer(self, head: SequenceClassifier, example: Example, batch: Sequence[Tensor]) -> str:
+    def answer(
+        self, head: SequenceClassifier, example: LabelledExample, batch: Sequence[Tensor]
+    ) -> str:
         """Return the predicted and the right number, and the text."""
         return f"{head(*batch[:2]).item():.4g} for {example.number:.4g}: {example.texts[0]}"
 

@@ -23,7 +23,7 @@ Optimizers = list[torch.optim.Optimizer]
 
 
 @dataclass(frozen=True)
-class Group:
+class ParameterGroup:
     """Parameters with the same optimizer and weight decay."""
 
     name: str
@@ -41,7 +41,7 @@ class Group:
         return f"{self.name}: {count:,} parameters, {OPTIMIZERS[self.optimizer].label}, {decay}"
 
 
-def parameter_groups(model: Model, *, matrices: str, weight_decay: float) -> list[Group]:
+def parameter_groups(model: Model, *, matrices: str, weight_decay: float) -> list[ParameterGroup]:
     """Sort the trainable parameters into groups: W, a head, positions, matrices, the rest.
 
     `matrices` is the optimizer of the blocks' matrices. AdamW updates W: its gradient is dense from
@@ -52,14 +52,14 @@ def parameter_groups(model: Model, *, matrices: str, weight_decay: float) -> lis
     factor = 1.0 if matrices == "adamw" else spec.adamw_factor
     gpt = body_of(model)
     both = gpt.config.tie_word_embeddings and predicts_tokens(model)
-    shared = Group(
+    shared = ParameterGroup(
         "W, which reads and predicts" if both else "W, which reads", {}, "adamw", 0.0, factor
     )
-    head = Group("head", {}, "adamw", weight_decay, factor)
-    positions = Group("positions", {}, "adamw", 0.0, factor)
-    products = Group("matrices of the blocks", {}, matrices, weight_decay)
-    attention = Group("queries, keys and values", {}, matrices, weight_decay, n_matrices=3)
-    rest = Group("norms and biases", {}, "adamw", 0.0, factor)
+    head = ParameterGroup("head", {}, "adamw", weight_decay, factor)
+    positions = ParameterGroup("positions", {}, "adamw", 0.0, factor)
+    products = ParameterGroup("matrices of the blocks", {}, matrices, weight_decay)
+    attention = ParameterGroup("queries, keys and values", {}, matrices, weight_decay, n_matrices=3)
+    rest = ParameterGroup("norms and biases", {}, "adamw", 0.0, factor)
     in_w = {id(parameter) for parameter in gpt.wte.parameters()}  # an adapter's, too
     in_body = {id(parameter) for part in (gpt.h, gpt.ln_f) for parameter in part.parameters()}
     for name, parameter in model.named_parameters():
@@ -80,7 +80,7 @@ def parameter_groups(model: Model, *, matrices: str, weight_decay: float) -> lis
     return [group for group in every if group.parameters]
 
 
-def optimizers(groups: list[Group], *, lr: float, is_sharded: bool = False) -> Optimizers:
+def optimizers(groups: list[ParameterGroup], *, lr: float, is_sharded: bool = False) -> Optimizers:
     """Return one optimizer for each name in use, in the order of `OPTIMIZERS`."""
     result: Optimizers = []
     for name, spec in OPTIMIZERS.items():
@@ -108,7 +108,7 @@ def build_adamw(groups: list[dict[str, Any]], lr: float) -> torch.optim.Optimize
 
 def make_optimizers(
     model: Model, plan: Plan, *, is_sharded: bool = False
-) -> tuple[list[Group], Optimizers]:
+) -> tuple[list[ParameterGroup], Optimizers]:
     """Return the parameter groups of a model and fresh optimizers over them."""
     groups = parameter_groups(model, matrices=plan.optimizer, weight_decay=plan.weight_decay)
     return groups, optimizers(groups, lr=plan.lr, is_sharded=is_sharded)
