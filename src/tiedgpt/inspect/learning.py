@@ -197,9 +197,9 @@ def learn(
     Raises `NoRoomError` if the copy does not fit into memory.
     """
     _require_options({"steps": steps, "top": top}, lr, {"predict": predict, "train": train})
+    inputs = open_input(model, tokenizer, text)
     if other is None and not isinstance(model, torch.nn.Module):
         other = stored_opening(model)
-    inputs = open_input(model, tokenizer, text)
     ids, n_tokens = inputs.ids, inputs.ids.shape[1]
     if n_tokens < 2:
         raise UserError("the text has one token: it has nothing to predict", hint="add a word")
