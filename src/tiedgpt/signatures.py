@@ -34,7 +34,7 @@ REMEDIES = {
     "GPT": "GPT.from_pretrained(source) loads one",
     "GPTConfig": 'GPTConfig.preset("gpt2") makes one, GPT.from_pretrained(source) loads a model',
     "Module": "GPT.from_pretrained(source) loads one",
-    "Head": "open_head(source) loads one",
+    "AnsweringHead": "open_head(source) loads one",
     "Plan": "examples/own_task.py has one",
     "Preparation": 'tiedgpt.data.plan_preparation(["my.txt"]) makes one',
     "Split": "plan_split(documents([...])) makes one",

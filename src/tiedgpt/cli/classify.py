@@ -27,8 +27,6 @@ without their label:
 With --format json, each object is printed with the answer in it, as
 `predicted`, `probability` and `probabilities` (regress: only `predicted`, a
 number); its other fields, such as `label`, are kept."""
-ANSWER_FIELDS = ("predicted", "probability", "probabilities", "cut")
-"""Fields of an answer of `tiedgpt.heads.predict`."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -56,8 +54,8 @@ def run(arguments: list[str]) -> None:
         hint = "give a text, a file, or - to type lines, after the model"
         raise UserError("there is no text to label", hint=hint)
     args = replace(args, input=text)
-    from tiedgpt.heads import MultipleChoice, open_head, predict
-    from tiedgpt.heads.predictions import RECORD_FIELDS
+    from tiedgpt.heads import open_head, predict
+    from tiedgpt.heads.inputs import format_fields
     from tiedgpt.weights.source import Source, tokenizer_for
 
     source = Source(args.source)
@@ -65,7 +63,7 @@ def run(arguments: list[str]) -> None:
     head.to(device_for_inference(args.device, head.gpt.config.parameter_count()))
     tokenizer = tokenizer_for(source, args.tokenizer, needed=True)
     assert tokenizer is not None
-    fields, needs_choices = RECORD_FIELDS[type(head)], isinstance(head, MultipleChoice)
+    fields, needs_choices = format_fields(head.record_fields), "choices" in head.record_fields
     if args.choices and not needs_choices:
         raise UserError(
             f"is for models of --task choose, and {args.source} has labels", option="choices"
@@ -78,26 +76,14 @@ def run(arguments: list[str]) -> None:
     for record, answer in zip(records, predict(head, tokenizer, records), strict=True):
         if args.format == "json":
             print(json.dumps(record | answer, ensure_ascii=False, default=str), flush=True)
-        elif needs_choices:
-            show_text(f"{record['choices'][answer['predicted']]}  {answer['probability']:.2f}")
         else:
-            show_text(f"{_describe(answer, head)}  {record['text']}")
-
-
-def _describe(answer: dict[str, Any], head: Any) -> str:
-    """Return a classifier's answer in words; of several labels at once, the probable ones."""
-    predicted = answer["predicted"]
-    if head.problem_type == "regression":
-        numbers = predicted if isinstance(predicted, dict) else {"": predicted}
-        return ", ".join(f"{name} {value:.4g}".lstrip() for name, value in numbers.items())
-    probabilities = {predicted: answer["probability"]}
-    if head.problem_type == "multi_label_classification":
-        probabilities |= {name: p for name, p in answer["probabilities"].items() if p >= 0.5}
-    return ", ".join(f"{name}  {probability:.2f}" for name, probability in probabilities.items())
+            show_text(head.describe(record, answer))
 
 
 def _require_free_fields(records: list[dict[str, Any]]) -> None:
     """Raise `UserError` if a record has a field of the answer, which would overwrite it."""
+    from tiedgpt.heads.predictions import ANSWER_FIELDS
+
     for number, record in enumerate(records, start=1):
         for name in ANSWER_FIELDS:
             if name in record:

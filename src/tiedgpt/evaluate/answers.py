@@ -14,19 +14,14 @@ from typing import Any, NamedTuple
 
 import torch
 
-from tiedgpt.core.loss import cross_entropy
 from tiedgpt.data.corpus import FileCorpus
 from tiedgpt.errors import UserError
 from tiedgpt.evaluate.intervals import Interval, share_interval
-from tiedgpt.files import list_some, parse_records
-from tiedgpt.heads import MultipleChoice, SequenceClassifier
-from tiedgpt.heads.inputs import is_number, read_answer, read_field, read_label, read_text
+from tiedgpt.files import parse_records
+from tiedgpt.heads import AnsweringHead
+from tiedgpt.heads.inputs import format_fields
 from tiedgpt.heads.predictions import read_outputs
 from tiedgpt.text import Tokenizer
-
-THRESHOLD = 0.5
-"""Probability from which a label is predicted where several may hold at once."""
-AnsweringHead = SequenceClassifier | MultipleChoice
 
 
 @dataclass(frozen=True)
@@ -137,7 +132,7 @@ def _describe(scores: Sequence[AnswerScore]) -> dict[str, Any]:
 
 def summarize(head: AnsweringHead, scores: Sequence[AnswerScore]) -> LabelsScore | NumbersScore:
     """Return the score of a head over several lines."""
-    return NumbersScore(scores) if _predicts_numbers(head) else LabelsScore(scores)
+    return NumbersScore(scores) if head.predicts_numbers else LabelsScore(scores)
 
 
 def read_lines(corpus: FileCorpus, head: AnsweringHead) -> list[LabelledLine]:
@@ -150,22 +145,13 @@ def read_lines(corpus: FileCorpus, head: AnsweringHead) -> list[LabelledLine]:
     Raises `CorruptInputError` with the line's number, and `UserError` for a head whose scores have
     no labels, or without a line.
     """
-    fields = '{"text": .., "label": ..}'
-    if isinstance(head, MultipleChoice):
-        fields = '{"text": .., "choices": [..], "answer": index}'
-    elif head.problem_type is None and len(head.labels) == 1:
-        raise UserError(
-            "the head has one output and no problem_type, so there is no label to compare with",
-            hint='write "problem_type": "regression" in config.json if labels are numbers',
-        )
-    elif _predicts_numbers(head):
-        fields = '{"text": .., "number": ..}'
+    fields = format_fields({**head.record_fields, **head.expected_fields()})
 
     def parse(record: dict[str, Any], _: str) -> LabelledLine:
-        choice = ("choices", "answer")
-        answer = choice if isinstance(head, MultipleChoice) else (_field(head, record),)
-        corpus.remarks.unread_fields.count(record, ("text", *answer))
-        return LabelledLine(record, _expected(head, record))
+        head.read_texts(record)  # raises the error of a wrong one
+        field_name, expected = head.read_expected(record)
+        corpus.remarks.unread_fields.count(record, (*head.record_fields, field_name))
+        return LabelledLine(record, expected)
 
     lines = list(parse_records(corpus.records(fields), fields, parse))
     if not lines:
@@ -180,65 +166,6 @@ def score_lines(
     """Yield the score of a head, in eval mode, on each line."""
     records = (line.record for line in lines)
     for line, (logits, is_cut) in zip(lines, read_outputs(head, tokenizer, records), strict=True):
-        expected, labels = line.expected, getattr(head, "labels", ())
-        if isinstance(head, MultipleChoice):
-            loss = cross_entropy(logits[None], torch.tensor(expected, device=logits.device))
-        elif _predicts_numbers(head):
-            loss = head.criterion(logits[None], logits.new_tensor(expected))
-        elif head.problem_type == "multi_label_classification":
-            targets = [float(label in expected) for label in labels]
-            loss = head.criterion(logits[None], logits.new_tensor(targets))
-        else:
-            number = torch.tensor([labels.index(expected[0])], device=logits.device)
-            loss = head.criterion(logits[None], number)
-        yield AnswerScore(float(loss), expected, _predicted(head, logits), is_cut)
-
-
-def _predicts_numbers(head: AnsweringHead) -> bool:
-    return isinstance(head, SequenceClassifier) and head.problem_type == "regression"
-
-
-def _field(head: SequenceClassifier, record: dict[str, Any]) -> str:
-    """Return the name of the field with the expected answer of a classifier."""
-    names = ("number", "label") if _predicts_numbers(head) else ("label",)
-    return next((name for name in names if record.get(name) is not None), names[0])
-
-
-def _predicted(head: AnsweringHead, logits: torch.Tensor) -> tuple[Any, ...]:
-    """Return the answer that the logits (N,) mean, in the form of `LabelledLine.expected`."""
-    if isinstance(head, MultipleChoice):
-        return (int(logits.argmax()),)
-    if _predicts_numbers(head):
-        return tuple(logits.tolist())
-    if head.problem_type == "multi_label_classification":
-        scores = zip(head.labels, head.scores(logits).tolist(), strict=True)
-        return tuple(label for label, score in scores if score >= THRESHOLD)
-    return (head.labels[int(logits.argmax())],)
-
-
-def _expected(head: AnsweringHead, record: dict[str, Any]) -> tuple[Any, ...]:
-    """Return the labels of a line; raise `UserError` for a wrong one."""
-    if isinstance(head, MultipleChoice):
-        return (read_answer(record)[1],)
-    read_text(record, "text")
-    field_name = _field(head, record)
-    label = read_field(record, field_name)
-    if _predicts_numbers(head):
-        numbers: list[Any] = label if isinstance(label, list) else [label]
-        if not all(map(is_number, numbers)) or len(numbers) != len(head.labels):
-            expected = "a number" if len(head.labels) == 1 else f"{len(head.labels)} numbers"
-            raise UserError(f"the {field_name} {label!r} is not {expected}")
-        return tuple(map(float, numbers))
-    if head.problem_type == "multi_label_classification":
-        several = label if isinstance(label, list) else [label]
-        return tuple(dict.fromkeys(_name(head, {"label": one}) for one in several))
-    return (_name(head, record),)
-
-
-def _name(head: SequenceClassifier, record: dict[str, Any]) -> str:
-    """Return the head's name of the label in a record."""
-    label = read_label(record)
-    for name in (label, f"LABEL_{label}"):  # transformers' name of a label that has none
-        if name in head.labels:
-            return name
-    raise UserError(f"the model has no label {label!r}, it has {list_some(head.labels, 5)}")
+        targets = torch.tensor(head.targets(line.expected), device=logits.device)
+        loss = head.criterion(logits[None], targets)
+        yield AnswerScore(float(loss), line.expected, head.decide(logits), is_cut)

@@ -14,12 +14,13 @@ are padded on the right, where causal attention does not see the padding, and co
     next(predict(model, tokenizer, [{"text": "a cat"}]))["predicted"]      # "good"
 """
 
-from tiedgpt.heads.head import Head
+from tiedgpt.heads.head import AnsweringHead, Head
 from tiedgpt.heads.inputs import pad
 from tiedgpt.heads.predictions import open_head, predict
 from tiedgpt.heads.tasks import FeatureExtractor, MultipleChoice, SequenceClassifier
 
 __all__ = [
+    "AnsweringHead",
     "FeatureExtractor",
     "Head",
     "MultipleChoice",

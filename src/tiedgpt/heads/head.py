@@ -7,7 +7,8 @@ class in `architectures`, and the tensors of body and head under transformers' n
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping, Sequence
+from abc import ABC, abstractmethod
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, ClassVar, Self
 
@@ -15,9 +16,12 @@ import torch
 from torch import Tensor, nn
 
 from tiedgpt.core.config import GPTConfig
+from tiedgpt.core.loss import cross_entropy
 from tiedgpt.core.model import GPT
 from tiedgpt.errors import CorruptInputError, UserError
+from tiedgpt.heads.inputs import pad, read_text
 from tiedgpt.signatures import checked, require_type
+from tiedgpt.weights.checkpoint import Checkpoint
 from tiedgpt.weights.formats.transformers import TIEDGPT, model_type_of
 from tiedgpt.weights.formats.transformers.writer import (
     OUR_CARD,
@@ -45,6 +49,8 @@ class Head(nn.Module):
     """Whether the head over the vocabulary is also used."""
     head_tensors: ClassVar[tuple[str, ...]] = ()
     """Names of the head's tensors in a file, a matrix (N, D) first."""
+    keeps_end: ClassVar[bool] = False
+    """Whether a long text is cut to its end, and not to its beginning."""
 
     def __init__(self, gpt: GPT) -> None:
         super().__init__()
@@ -93,6 +99,11 @@ class Head(nn.Module):
         return {}
 
     @classmethod
+    def matches(cls, checkpoint: Checkpoint) -> bool:
+        """Return whether a checkpoint has this head; by default, whether it has its tensors."""
+        return any(name in checkpoint.tensors for name in cls.head_tensors)
+
+    @classmethod
     @checked
     def fresh(
         cls, source: str | os.PathLike[str], *, dtype: torch.dtype | None = None, **options: Any
@@ -115,13 +126,13 @@ class Head(nn.Module):
         """
         source = Source.of(source)
         checkpoint = source.checkpoint
-        stored = {name: t for name, t in checkpoint.tensors.items() if name in cls.head_tensors}
-        if cls.head_tensors and not stored:
+        if cls.head_tensors and not cls.matches(checkpoint):
             raise UserError(
                 f"{checkpoint.source} has no {cls.head_tensors[0]}, so it is not a {cls.__name__}: "
                 f"{cls.__name__}.fresh(...) puts a new head on its body"
             )
         gpt = load_body(source, dtype=dtype, keep_head=cls.predicts_tokens)
+        stored = {name: t for name, t in checkpoint.tensors.items() if name in cls.head_tensors}
         shapes = {name: tensor.shape for name, tensor in stored.items()}
         wrong = CorruptInputError(
             f"{checkpoint.source}: {cls.__name__} takes tensors of other shapes than {shapes}"
@@ -155,9 +166,14 @@ class Head(nn.Module):
         if description.get("pad_token_id") is None:  # transformers finds the last token by it
             description["pad_token_id"] = gpt.config.eos_token_id
         library = "tiedgpt" if model_type is TIEDGPT else "transformers"
-        use = f"tiedgpt.heads.{type(self).__name__}.from_pretrained(directory)"
+        use = f"{self.home()}.{type(self).__name__}.from_pretrained(directory)"
         card = f"---\nlibrary_name: {library}\n---\n# {name}\n\n{OUR_CARD}\n\nLoad it: `{use}`\n"
         write_directory(directory, tensors, {"config.json": description}, card)
+
+    @classmethod
+    def home(cls) -> str:
+        """Return the module to import the class from."""
+        return "tiedgpt.heads" if cls.__module__.startswith("tiedgpt.") else cls.__module__
 
     @classmethod
     def class_in_transformers(cls, config: GPTConfig) -> str | None:
@@ -168,6 +184,62 @@ class Head(nn.Module):
     def _class_name(cls, config: GPTConfig) -> str:
         """Return the name with the family: GPT2ForSequenceClassification."""
         return model_type_of(config).architecture.removesuffix("LMHeadModel") + cls.architecture
+
+
+class AnsweringHead(Head, ABC):
+    """A head with an answer to texts, for `predict`, `tiedgpt classify` and `tiedgpt eval`.
+
+    A subclass defines the abstract methods. The others are those of a head that reads one text and
+    predicts one name or index.
+    """
+
+    record_fields: ClassVar[Mapping[str, str]] = {"text": ".."}
+    """Fields of a record to answer, and their values in messages."""
+    predicts_numbers: bool = False
+    """Whether the answer is numbers, which are scored by their error."""
+
+    def read_texts(self, record: Mapping[str, Any]) -> tuple[str, ...]:
+        """Return the texts of a record; raise `UserError` for a wrong field."""
+        return (read_text(record, "text"),)
+
+    def compute_logits(self, examples: Sequence[Sequence[list[int]]]) -> Iterable[Tensor]:
+        """Return the logits (N,) of each example, from the ids of its texts."""
+        return self(*pad([ids for (ids,) in examples], device=self.gpt.wte.weight.device))
+
+    @abstractmethod
+    def answer(self, logits: Tensor) -> dict[str, Any]:
+        """Return the answer with float32 logits (N,): `predicted`, and probabilities if any."""
+
+    @abstractmethod
+    def describe(self, record: Mapping[str, Any], answer: Mapping[str, Any]) -> str:
+        """Return a record and its answer in a line of words."""
+
+    @abstractmethod
+    def expected_fields(self) -> Mapping[str, str]:
+        """Return the fields of the right answer in a labelled line, and their values in messages.
+
+        Raises `UserError` if no answer is right or wrong.
+        """
+
+    @abstractmethod
+    def read_expected(self, record: Mapping[str, Any]) -> tuple[str, tuple[Any, ...]]:
+        """Return the field that has the right answer, and the answer in the form of `decide`.
+
+        Raises `UserError` for a wrong one.
+        """
+
+    def decide(self, logits: Tensor) -> tuple[Any, ...]:
+        """Return the predicted names, index or numbers with float32 logits (N,)."""
+        predicted = self.answer(logits)["predicted"]
+        return tuple(predicted.values()) if isinstance(predicted, dict) else (predicted,)
+
+    def targets(self, expected: tuple[Any, ...]) -> Sequence[float]:
+        """Return the targets of `criterion`, from a right answer in the form of `decide`."""
+        return expected
+
+    def criterion(self, logits: Tensor, targets: Tensor) -> Tensor:
+        """Return the mean loss (), of logits (B, N) and the targets of `losses`."""
+        return cross_entropy(logits, targets)
 
 
 def take_tensors(head: Head, batch: Sequence[Tensor], names: str) -> Sequence[Tensor]:

@@ -20,6 +20,11 @@ def is_number(value: Any) -> bool:
     return type(value) in (int, float) and abs(value) <= LARGEST_NUMBER
 
 
+def format_fields(fields: Mapping[str, str]) -> str:
+    """Return the fields of a record with their values in messages: {"text": ..}."""
+    return "{" + ", ".join(f'"{name}": {value}' for name, value in fields.items()) + "}"
+
+
 def read_field(record: Mapping[str, Any], field: str) -> Any:
     """Return the value of a field; raise `UserError` if it is missing or null."""
     if (value := record.get(field)) is None:
@@ -89,8 +94,10 @@ def read_number(record: Mapping[str, Any]) -> float:
 
 
 @checked
-def pad(sequences: Sequence[Sequence[int]], *, pad_id: int = 0) -> tuple[Tensor, Tensor]:
-    """Return ids (B, T), padded with `pad_id` on the right, and lengths (B,), on the CPU.
+def pad(
+    sequences: Sequence[Sequence[int]], *, pad_id: int = 0, device: str | torch.device = "cpu"
+) -> tuple[Tensor, Tensor]:
+    """Return ids (B, T), padded with `pad_id` on the right, and lengths (B,).
 
     Any id of the vocabulary will do: causal attention never looks to the right.
     """
@@ -99,7 +106,7 @@ def pad(sequences: Sequence[Sequence[int]], *, pad_id: int = 0) -> tuple[Tensor,
         raise UserError("a batch needs at least one sequence, and each at least one token")
     longest = max(lengths)
     rows = [[*sequence, *[pad_id] * (longest - len(sequence))] for sequence in sequences]
-    return torch.tensor(rows, device="cpu"), torch.tensor(lengths, device="cpu")
+    return torch.tensor(rows, device=device), torch.tensor(lengths, device=device)
 
 
 def check_lengths(ids: Tensor, lengths: Tensor | None, *, minimum: int = 1) -> Tensor:
