@@ -83,9 +83,8 @@ def _describe_use(model: Model) -> str:
     use = "from tiedgpt.infer import Engine\nEngine(directory).generate(prompt).text"
     transformers = None if model_type_of(config) is TIEDGPT else "AutoModelForCausalLM"
     if isinstance(model, Head):
-        head, module = type(model).__name__, type(model).__module__
-        home = "tiedgpt.heads" if module.startswith("tiedgpt.") else module
-        use = f"from {home} import {head}\nmodel = {head}.from_pretrained(directory)"
+        head = type(model).__name__
+        use = f"from {model.home()} import {head}\nmodel = {head}.from_pretrained(directory)"
         transformers = model.class_in_transformers(config)
     if transformers:
         use += f"\n# or: transformers.{transformers}.from_pretrained(directory)"

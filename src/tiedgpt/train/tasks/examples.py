@@ -19,6 +19,7 @@ from tiedgpt.data.records import UnreadFields
 from tiedgpt.data.remarks import note_special_tokens, special_token_finder
 from tiedgpt.errors import UserError
 from tiedgpt.files import format_count, parse_records
+from tiedgpt.heads import Head
 from tiedgpt.text import Tokenizer
 from tiedgpt.train.step.loss import Arrays
 from tiedgpt.train.tasks.rows import Data, Rows, Sources, example_data
@@ -87,10 +88,8 @@ class ExampleFormat(ABC):
     """The fields of a line, for messages."""
     read_fields: ClassVar[tuple[str, ...]] = ()
     """Fields that `parse` reads, if others are to be counted in a note."""
-    keeps_end: ClassVar[bool] = False
-    """Whether a long text is cut to its end, and not to its beginning."""
-    predicts_tokens: ClassVar[bool] = False
-    """Whether the head predicts tokens of the vocabulary, too."""
+    head_class: ClassVar[type[Head]]
+    """The head on the body."""
 
     @staticmethod
     @abstractmethod
@@ -185,7 +184,7 @@ class LabelRows(Rows):
             validation,
             self.task.collate,
             row_tokens=max(len(r.ids) * max(map(len, r.ids)) for r in (*train, *validation)),
-            predicts_tokens=self.task.predicts_tokens,
+            predicts_tokens=self.task.head_class.predicts_tokens,
             tokenizer=self.tokenizer,
             counts={
                 "train_examples": {
@@ -205,7 +204,7 @@ class LabelRows(Rows):
 
     def encode(self, example: LabelledExample, context: int) -> LabelledRow | None:
         """Return an example's ids and answer; None if a choice has no token to predict."""
-        window = slice(-context, None) if self.task.keeps_end else slice(context)
+        window = slice(-context, None) if self.task.head_class.keeps_end else slice(context)
         texts = [self.tokenizer.encode_document(text) for text in example.texts]
         ids = tuple(text[window] for text in texts)
         answer: float

@@ -51,8 +51,6 @@ class LabelScore(Score):
 class Labelled(Task, ExampleFormat):
     """Train a head, and the body under it, on labelled examples."""
 
-    head_class: ClassVar[type[Head]]
-    """The head on the body."""
     use: ClassVar[str]
     """Python code that calls the trained `head`."""
     input_example: ClassVar[str]
@@ -167,7 +165,7 @@ class HeadPublisher(Publisher):
     def show(self, run: Path, model: Path) -> Showcase:
         """Return the task's baseline, and commands and code that use the head."""
         task = self.labelled
-        head, labelled = task.head_class.__name__, task.options.val or "LABELLED.jsonl"
+        head, labelled = task.head_class, task.options.val or "LABELLED.jsonl"
         return Showcase(
             accuracy=task.baseline(self.data),
             commands=[
@@ -175,8 +173,9 @@ class HeadPublisher(Publisher):
                 f"eval {shlex.quote(str(run))} {shlex.quote(labelled)}",
             ],
             python="from tiedgpt import Tokenizer\n"
-            f"from tiedgpt.heads import {head}, pad\n"
-            f"head = {head}.from_pretrained({str(model)!r})\n"
+            "from tiedgpt.heads import pad\n"
+            f"from {head.home()} import {head.__name__}\n"
+            f"head = {head.__name__}.from_pretrained({str(model)!r})\n"
             f"tokenizer = Tokenizer.from_pretrained({str(model)!r})\n"
             f"{task.use}",
         )
@@ -221,7 +220,7 @@ class Choose(Answered):
     fields = '{"text": ..., "choices": [...], "answer": 0}'
     read_fields = ("text", "choices", "answer")
     head_class = MultipleChoice
-    keeps_end = keeps_head = predicts_tokens = True
+    keeps_head = True
     input_example = '"a text" --choices "one end" "another end"'
     use = (
         'rows = [tokenizer.encode_document(text) for text in ("a b", "a c")]\n'
