@@ -33,12 +33,12 @@ LEARNING_RATE = 0.1
 """Learning rate of the one step of SGD."""
 TABLE_ROWS = 8
 """Number of positions in the table."""
-HEADS: dict[str, tuple[type[Head], dict[str, Any]]] = {
-    "SequenceClassifier, 3 labels": (SequenceClassifier, {"labels": ["a", "b", "c"]}),
-    "MultipleChoice, 2 endings": (MultipleChoice, {}),
-    "FeatureExtractor, a vector": (FeatureExtractor, {}),
+HEADS: dict[str, tuple[type[Head], dict[str, Any], tuple[int, ...]]] = {
+    "SequenceClassifier, 3 labels": (SequenceClassifier, {"labels": ["a", "b", "c"]}, (1,)),
+    "MultipleChoice, 2 endings": (MultipleChoice, {}, (1, 2)),
+    "FeatureExtractor, a vector": (FeatureExtractor, {}, (1,)),
 }
-"""Heads to put on the body, and their options."""
+"""Heads to put on the body, their options, and the shape of their texts."""
 RANK = 8
 """Rank of the adapters."""
 
@@ -517,13 +517,13 @@ def body(inputs: LessonInput, lesson: Lesson) -> None:
 
 def _put_heads_on(inputs: LessonInput, lesson: Lesson, n_vocabulary_parameters: int) -> None:
     """Put each kind of head on the body."""
-    ids, bare = inputs.ids[None], copy_sharing(inputs.gpt)
+    bare = copy_sharing(inputs.gpt)
     bare.head = None
     rows = [("the vocabulary", str(lesson.numbers["logits"]), f"{n_vocabulary_parameters:,}")]
-    for name, (head_class, options) in HEADS.items():
+    for name, (head_class, options, shape) in HEADS.items():
         with torch.random.fork_rng(devices=[]):
             model = head_class(bare, **options).eval()
-        out = model(ids.expand(2, -1)[None] if head_class is MultipleChoice else ids)
+        out = model(inputs.ids.expand(*shape, -1))
         cost = sum(p.numel() for n, p in model.named_parameters() if not n.startswith("gpt."))
         lesson.numbers[head_class.__name__] = cost
         rows.append((name, str(tuple(out.shape)), f"{cost:,}"))
