@@ -16,6 +16,7 @@ import sys
 from functools import partial
 from pathlib import Path
 
+import tiedgpt.heads
 from tiedgpt.cli.data import PARTS as DATA_VERBS
 from tiedgpt.inspect.registry import INSPECTIONS
 
@@ -30,8 +31,7 @@ MODULES = {
     "tiedgpt.train": "train Trainer fast_training",
     "tiedgpt.train.tasks.rows": "Data Rows Sources",
     "tiedgpt.train.tasks.task": "Task",
-    "tiedgpt.heads": "Head SequenceClassifier MultipleChoice "
-    "FeatureExtractor pad open_head predict",
+    "tiedgpt.heads": " ".join(tiedgpt.heads.__all__),
     "tiedgpt.data": "plan_preparation prepare_data verify_data",
     "tiedgpt.evaluate.texts": "score_text TextScore",
     "tiedgpt.weights": "Source register Format TokenizerFile Writer",
