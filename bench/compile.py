@@ -1,0 +1,115 @@
+"""Measure how long kernels take to be compiled: by precision, phase and function.
+
+    python bench/compile.py [--precisions int8 int4 bf16 fp32] [--functions 8]
+
+Each precision has a process with an empty cache that compiles forward and sampling for a tiny
+model. "wall" and "CPU" are seconds of the first token, as users see them; the phases are
+CPU seconds of compiling in one process. Other work on the machine changes them: look at ratios.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import resource
+import subprocess
+import sys
+import tempfile
+import time
+from collections import Counter
+from typing import Any
+
+from turns import show
+
+PHASES = ("typing, lowering", "LLVM by function", "LLVM, kernel")
+"""The first two are Numba's."""
+
+
+def first_token(precision: str) -> dict[str, float]:
+    """Compile what the first token of a tiny model needs; return seconds."""
+    import torch
+
+    from tiedgpt import GPT, GPTConfig
+    from tiedgpt.infer import Engine
+
+    torch.manual_seed(0)
+    config = GPTConfig(vocab_size=97, n_positions=64, n_embd=64, n_layer=2, n_head=4)
+    engine = Engine(GPT(config), precision, backend="kernels", threads=1)
+    began, began_cpu = time.perf_counter(), cpu_seconds()
+    completion = engine.generate([[1, 2, 3]], max_new_tokens=1)[0]
+    assert completion.error is None, completion.error
+    return {
+        "seconds": time.perf_counter() - began, "CPU seconds": cpu_seconds() - began_cpu,
+    }  # fmt: skip
+
+
+def cpu_seconds() -> float:
+    """Return the CPU seconds of this process and its children."""
+    usages = map(resource.getrusage, (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN))
+    return sum(usage.ru_utime + usage.ru_stime for usage in usages)
+
+
+def phases(precision: str) -> dict[str, Any]:
+    """Compile in this process; return the CPU seconds of phases and of functions."""
+    from numba.core import event
+
+    seconds: Counter[str] = Counter()
+    functions: Counter[str] = Counter()
+    open_events: list[list[float]] = []
+
+    class Listener(event.Listener):
+        def on_start(self, event: Any) -> None:
+            open_events.append([time.process_time(), 0.0])
+
+        def on_end(self, event: Any) -> None:
+            began, inner = open_events.pop()
+            duration = time.process_time() - began
+            if open_events:
+                open_events[-1][1] += duration
+            if event.kind == "numba:llvm_lock":
+                seconds[PHASES[1 if open_events else 2]] += duration - inner
+            else:
+                seconds[PHASES[0]] += duration - inner
+                name = str(event.data["name"]).partition("[")[2].rstrip("]")
+                functions[name.rpartition(".")[2]] += duration - inner
+
+    for kind in ("numba:run_pass", "numba:llvm_lock"):
+        event.register(kind, Listener())
+
+    sys.executable = ""  # no process can be started: this one compiles
+    first_token(precision)
+    return {"phases": seconds, "functions": functions}
+
+
+def run(work: str, precision: str) -> dict[str, Any]:
+    """Return the result of a function of this script in a process with an empty cache."""
+    with tempfile.TemporaryDirectory() as cache:
+        settings = os.environ | {"NUMBA_CACHE_DIR": cache, "NUMBA_OPT": "0"}
+        command = [sys.executable, __file__, "--work", work, "--precisions", precision]
+        ran = subprocess.run(command, env=settings, check=True, stdout=subprocess.PIPE)
+        return json.loads(ran.stdout)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--precisions", nargs="+", default=["int8", "int4", "bf16", "fp32"])
+    parser.add_argument("--functions", type=int, default=8)
+    parser.add_argument("--work", choices=("first_token", "phases"), help=argparse.SUPPRESS)
+    args = parser.parse_args()
+    if args.work:
+        print(json.dumps(globals()[args.work](args.precisions[0])))
+        return
+    rows, functions = {}, {}
+    for precision in args.precisions:
+        total, details = run("first_token", precision), run("phases", precision)
+        numbers = {**total, **{phase: details["phases"].get(phase, 0.0) for phase in PHASES}}
+        rows[precision] = [f"{value:.2f}" for value in numbers.values()]
+        functions[precision] = Counter(details["functions"]).most_common(args.functions)
+    show("first token with an empty cache", rows, ("wall", "CPU", *PHASES))
+    for precision, costs in functions.items():
+        print(precision, ", ".join(f"{name} {value:.2f}" for name, value in costs))
+
+
+if __name__ == "__main__":
+    main()
