@@ -27,7 +27,7 @@ PHASES = ("typing, lowering", "LLVM by function", "LLVM, kernel")
 
 
 def first_token(precision: str) -> dict[str, float]:
-    """Compile what the first token of a tiny model needs; return seconds."""
+    """Return the seconds until a tiny model predicts its first token."""
     import torch
 
     from tiedgpt import GPT, GPTConfig
@@ -74,8 +74,8 @@ def phases(precision: str) -> dict[str, Any]:
                 name = str(event.data["name"]).partition("[")[2].rstrip("]")
                 functions[name.rpartition(".")[2]] += duration - inner
 
-    for kind in ("numba:run_pass", "numba:llvm_lock"):
-        event.register(kind, Listener())
+    for name in ("numba:run_pass", "numba:llvm_lock"):
+        event.register(name, Listener())
 
     sys.executable = ""  # no process can be started: this one compiles
     first_token(precision)
