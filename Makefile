@@ -2,6 +2,7 @@
 #
 #   TORCH=cpu   take PyTorch's CPU build from pytorch.org (on Linux, PyPI's brings CUDA's gigabytes)
 #   PYTHON=...  the Python to make .venv with (3.11 or later)
+#   FOLDER=core SEED=1  where `make mutants` changes the source, and its draw
 #   CHROMIUM=...  the browser for `make test-page`, if it is not /usr/bin/chromium
 #   FIREFOX=...   the second one for the exported page, if neither firefox-esr nor firefox is found
 
@@ -10,6 +11,7 @@ TORCH ?= default
 VENV := .venv
 BIN := $(VENV)/bin
 TORCH_INDEX := $(if $(filter cpu,$(TORCH)),--extra-index-url https://download.pytorch.org/whl/cpu)
+SEED ?= 1
 UV_INDEX ?= --torch-backend cpu
 RUN := $(VENV)/.installed
 DEV := $(VENV)/.installed-dev
@@ -18,7 +20,7 @@ PAGE := $(VENV)/.installed-page
 SITE := $(VENV)/.installed-site
 CARRIED := rich markdown-it-py mdurl pygments plotext charset-normalizer joblib
 
-.PHONY: demo test test-page test-gpu test-oldest test-all gpu-wheels lint format docs docs-check package release-check coverage clean
+.PHONY: demo test test-page test-gpu test-oldest test-all gpu-wheels lint format docs docs-check package release-check coverage mutants clean
 .DELETE_ON_ERROR:
 
 demo: $(RUN)
@@ -81,6 +83,9 @@ coverage: $(DEV)  # of the quick tests, by line and branch; slower than the test
 	$(BIN)/python -m coverage run -m pytest
 	$(BIN)/python -m coverage combine --quiet
 	$(BIN)/python -m coverage report --skip-covered --sort=cover
+
+mutants: $(DEV)  # small faults in FOLDER of src, one at a time: is there a test that fails?
+	$(BIN)/python bench/mutants.py $(FOLDER) --seed $(SEED)
 
 clean:
 	rm -rf $(VENV) .venv-oldest build dist .cache .pytest_cache .mypy_cache .ruff_cache .hypothesis
