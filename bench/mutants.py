@@ -4,10 +4,10 @@
 
 The argument names a folder of `src/tiedgpt`, or a pattern of files (`infer/sampling*.py`). Each
 fault (a "mutant") is put into a temporary copy of `src`. The tests of the folder run until one
-fails: first the files that name the changed module, most mentions first. Prints a line of JSON for each
-mutant: file, line, kind, before, after, outcome ("killed", "survived", or "out of time"), the first
-failing test with its message, seconds. The last line says whether these tests pass without a fault.
-Whether a survivor changes what the program does must be judged by reading.
+fails, first those about the changed module. Prints a line of JSON for
+each mutant: file, line, kind, before, after, outcome ("killed", "survived", or "out of time"), the
+first failing test with its message, seconds. The last line says whether these tests pass without a
+fault. Whether a survivor changes what the program does must be judged by reading.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ import argparse
 import ast
 import compileall
 import contextlib
+import gc
 import importlib.util
 import itertools
 import json
@@ -43,6 +44,8 @@ OPERATORS = {
     "Pow": ("**", "*"), "BitAnd": ("&", "|"), "BitOr": ("|", "&"), "And": ("and", "or"),
     "Or": ("or", "and"),
 }  # fmt: skip
+SYMMETRIC = ("max", "min", "torch.promote_types", "math.gcd")
+"""Functions whose arguments have no order."""
 WARM = (
     "torch", "torch._dynamo", "torch.distributed.fsdp", "numpy", "numba", "hypothesis",
     "tokenizers", "transformers.models.gpt2.modeling_gpt2",
@@ -96,7 +99,7 @@ def mutants(path: Path) -> Iterator[Mutant]:
                 start = span(node)[0]
                 end = start + (3 if isinstance(operator, ast.Not) else 1)
                 yield Mutant(path, node.lineno, "sign", start, end, "")
-            case ast.Call(args=[first, second, *_]) if ast.dump(first) != ast.dump(second):
+            case ast.Call(args=[first, second, *_]) if ast.unparse(node.func) not in SYMMETRIC:
                 (start, comma), (after_comma, end) = span(first), span(second)
                 swapped = text[after_comma:end] + text[comma:after_comma] + text[start:comma]
                 yield Mutant(path, node.lineno, "arguments", start, end, swapped)
@@ -139,13 +142,17 @@ def sample(paths: list[Path], number: int, draw: random.Random) -> Iterator[Muta
 
 
 def tests_of(path: Path) -> list[str]:
-    """Return the test files of the folder, those that name the module or its objects first."""
+    """Return the test files of the folder: the module's own, then by mentions of it in a line."""
     module = path.relative_to(ROOT / PACKAGE).with_suffix("")
     names = [n.name for n in ast.parse(path.read_text()).body if hasattr(n, "name")]
-    words = re.compile("|".join(rf"\b{w}\b" for w in [".".join(module.parts), *names, module.name]))
-    files = sorted((ROOT / "tests" / module.parts[0]).rglob("test_*.py"))
-    mentions = {file: len(words.findall(file.read_text())) for file in files}
-    return [str(f.relative_to(ROOT)) for f in sorted(files, key=lambda f: -mentions[f])]
+    words = re.compile("|".join(rf"\b{w}\b" for w in [".".join(module.parts), *names]))
+
+    def rank(file: Path) -> tuple[bool, float]:
+        text = file.read_text()
+        return file.stem != f"test_{module.name}", -len(words.findall(text)) / text.count("\n")
+
+    files = sorted((ROOT / "tests" / module.parts[0]).rglob("test_*.py"), key=rank)
+    return [str(file.relative_to(ROOT)) for file in files]
 
 
 class FirstFailure:
@@ -196,7 +203,7 @@ def run_in_child(source: Path, tests: list[str], failure: Path) -> NoReturn:
         output = os.open(source.parent / "output.txt", os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
         os.dup2(output, 1), os.dup2(output, 2)
         options = ["-x", "-n0", "-pno:cacheprovider", "--no-header", "-otimeout=60"]
-        options.append("-Wignore::pytest.PytestAssertRewriteWarning")
+        options += ["-pxdist", "-ppytest_timeout"]
         for test in tests:
             code = int(pytest.main([*options, test], plugins=[FirstFailure(failure)]))
             code = 0 if code == pytest.ExitCode.NO_TESTS_COLLECTED else code
@@ -238,6 +245,8 @@ def main() -> None:
     for name in WARM:
         with contextlib.suppress(ImportError):
             __import__(name)
+    gc.freeze()  # each process would search these objects
+    os.environ["PYTEST_DISABLE_PLUGIN_AUTOLOAD"] = "1"  # other packages' plugins load for seconds
     os.environ.setdefault("NUMBA_CACHE_DIR", str(ROOT / "build" / "mutants"))
     with tempfile.TemporaryDirectory() as directory:
         source = Path(directory, "src")

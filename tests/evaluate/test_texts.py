@@ -5,6 +5,7 @@ import json
 import math
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import given
@@ -17,9 +18,9 @@ from tiedgpt.errors import UserError
 from tiedgpt.evaluate.texts import Windows, score_text
 
 
-def transformers_perplexity(model, ids, context, stride):
-    """The recipe of transformers' guide "Perplexity of fixed-length models"."""
-    nats, counted, known = 0.0, 0, 0
+def transformers_windows(model, ids, context, stride):
+    """Nats and tokens of each window in transformers' guide "Perplexity of fixed-length models"."""
+    windows, known = [], 0
     for begin in range(0, len(ids), stride):
         end = min(begin + context, len(ids))
         window = torch.tensor([ids[begin:end]])
@@ -27,21 +28,23 @@ def transformers_perplexity(model, ids, context, stride):
         targets[:, : known - begin] = -100
         n = int((targets[:, 1:] != -100).sum())
         with torch.no_grad():
-            nats += float(model(window, labels=targets).loss) * n
-        counted += n
+            windows.append((float(model(window, labels=targets).loss) * n, n))
         known = end
         if end == len(ids):
-            return math.exp(nats / counted), counted
+            return windows
 
 
 @pytest.mark.parametrize(("context", "stride"), [(48, 24), (48, 48), (48, 1), (20, 7), (2, 1)])
 def test_the_perplexity_equals_transformers_recipe(directory, engine, context, stride):
     model = GPT2LMHeadModel.from_pretrained(directory).eval()
     text = TEXT[:300]
-    expected, n = transformers_perplexity(model, engine.tokenizer.encode(text), context, stride)
+    expected = transformers_windows(model, engine.tokenizer.encode(text), context, stride)
     score = score_text(engine, text, context=context, stride=stride)
-    assert score.perplexity == pytest.approx(expected, abs=1e-4)
-    assert score.tokens == n
+    for number, (ours, theirs) in enumerate(zip(score.scores, expected, strict=True)):
+        at = f"window {number}, from position {number * stride}"
+        assert (ours.nats, ours.tokens) == pytest.approx(theirs, rel=1e-5, abs=1e-4), at
+    nats, n = np.sum(expected, 0)
+    assert score.perplexity == pytest.approx(np.exp(nats / n), abs=1e-4)
 
 
 @given(st.integers(0, 100), st.integers(2, 20), st.integers(1, 20))
@@ -101,7 +104,7 @@ def test_transformers_measures_the_same_perplexity_of_a_trained_run(tmp_path, mo
     scores = json.loads(capsys.readouterr().out)
     ids = AutoTokenizer.from_pretrained("run/model")(text)["input_ids"]
     model = GPT2LMHeadModel.from_pretrained("run/model").eval()
-    expected, n = transformers_perplexity(model, ids, 96, 40)
-    assert scores["perplexity"] == pytest.approx(expected, abs=1e-4)
+    nats, n = np.sum(transformers_windows(model, ids, 96, 40), 0)
+    assert scores["perplexity"] == pytest.approx(np.exp(nats / n), abs=1e-4)
     assert scores["tokens"] == n
-    assert expected < 0.2 * model.config.vocab_size  # it has learned
+    assert np.exp(nats / n) < 0.2 * model.config.vocab_size  # it has learned

@@ -28,8 +28,9 @@ def test_logits_equal_those_of_the_cpu(model, ids, gpu, dtype):
         expected = model(ids)
         logits = copy.deepcopy(model).to(gpu, dtype)(ids.to(gpu))
     assert logits.device.type == gpu.type and logits.dtype == dtype
-    difference = (logits.cpu().float() - expected).abs().max() / expected.abs().max()
-    assert difference < TOLERANCES[dtype]
+    difference = (logits.cpu().float() - expected).abs().amax(-1) / expected.abs().max()
+    wrong = (~(difference < TOLERANCES[dtype])).nonzero().tolist()
+    assert not wrong, f"logits differ first at (row, position) {wrong[0]}"
 
 
 def test_gradients_equal_those_of_the_cpu(model, ids, gpu):

@@ -41,7 +41,9 @@ def random_logits(seed, size=60):
 def distribution(config, logits, seen, **row):
     """Return the filtered logits (V,) over the temperature, -inf for excluded tokens."""
     scores = adjust_logits(config, logits, seen)
-    kept = filter_logits(SamplingInput(config, logits, seen, 0, len(logits), **row), scores)
+    given = SamplingInput(config, logits, seen, 0, len(logits), **row)
+    kept = filter_logits(given, scores)
+    assert kept.tolist() == kernels.filter_logits(given).tolist()
     whole = np.full(len(logits), -np.inf)
     whole[kept] = scores[kept] / np.float64(config.temperature)
     return whole
@@ -67,11 +69,7 @@ def test_scores_match_transformers(seed, temperature, top_k, top_p, min_p, penal
     logits = random_logits(seed)
     seen = generator(seed).integers(60, size=7).tolist()
     config = GenerationConfig(
-        temperature=temperature,
-        top_k=top_k,
-        top_p=top_p,
-        min_p=min_p,
-        repetition_penalty=penalty,
+        temperature=temperature, top_k=top_k, top_p=top_p, min_p=min_p, repetition_penalty=penalty
     )
     processors = [theirs.RepetitionPenaltyLogitsProcessor(penalty)]
     processors += [theirs.TemperatureLogitsWarper(temperature)]

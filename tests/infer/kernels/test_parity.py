@@ -25,7 +25,9 @@ def test_every_architecture_matches_in_every_precision(name, form):
     session = PackedRunner(packed, threads=2).session(n_slots=3, capacity=24)
     read = session.read([0, 1, 2], ids.tolist(), all_logits=[0, 1, 2])
     got = np.stack(read)
-    assert np.linalg.norm(got - logits) < APART[form] * np.linalg.norm(logits)
+    apart = np.linalg.norm(got - logits, axis=-1) / np.linalg.norm(logits, axis=-1)
+    first = f"logits differ at (row, position) {np.argwhere(apart >= APART[form])[:1].tolist()}"
+    assert np.linalg.norm(got - logits) < APART[form] * np.linalg.norm(logits), first
     if form == "fp32":
         with torch.no_grad():
             torch.testing.assert_close(torch.from_numpy(read[0]), model(ids)[0], atol=1e-4, rtol=0)

@@ -68,7 +68,7 @@ def test_numbers_that_are_not_finite_reach_value_and_gradient(matrix, number):
 
 
 def test_second_and_vectorized_derivatives_are_torchs():
-    (qkv, grad), results = drawn(32), []
+    (qkv, grad), results = drawn(64), []
     for attend in (attention, torchs):
         x = qkv.clone().requires_grad_()
         with torch.nn.attention.sdpa_kernel(torch.nn.attention.SDPBackend.MATH):
