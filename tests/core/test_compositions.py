@@ -32,7 +32,7 @@ from tiedgpt.train.step.fast import loss as fast_loss_module
 from tiedgpt.train.step.fast.loss import one_pass_cross_entropy
 
 CONFIG = GPTConfig(
-    vocab_size=53, n_positions=16, n_embd=40, n_layer=2, n_head=5,
+    vocab_size=53, n_positions=16, n_embd=14, n_layer=2, n_head=2,
     embd_pdrop=0.0, attn_pdrop=0.0, resid_pdrop=0.0,
 )  # fmt: skip
 
@@ -92,7 +92,7 @@ class Adapted(nn.Module):
         super().__init__()
         self.base = base
         self.p = nn.Parameter(torch.randn(53, 2, dtype=torch.float64) / 4)
-        self.q = nn.Parameter(torch.randn(2, 40, dtype=torch.float64) / 4)
+        self.q = nn.Parameter(torch.randn(2, 14, dtype=torch.float64) / 4)
 
     @property
     def weight(self):
@@ -131,7 +131,7 @@ def adapted(model):
 
 def untied(model):
     torch.manual_seed(3)
-    model.head = nn.Linear(40, 53, bias=False).double()
+    model.head = nn.Linear(14, 53, bias=False).double()
 
 
 def untied_and_hooked(model):
@@ -141,7 +141,7 @@ def untied_and_hooked(model):
 
 def any_head(model):
     torch.manual_seed(3)
-    model.head = nn.Sequential(nn.Linear(40, 8), nn.Tanh(), nn.Linear(8, 53)).double()
+    model.head = nn.Sequential(nn.Linear(14, 8), nn.Tanh(), nn.Linear(8, 53)).double()
 
 
 def head_with_a_buffer_as_bias(model):
@@ -167,7 +167,7 @@ def other_logits(model):
 
 
 def head_with_an_alias(model):
-    model.head = nn.Linear(40, 53, bias=False)
+    model.head = nn.Linear(14, 53, bias=False)
     model.head.weight = model.wte.weight
 
 
@@ -460,11 +460,11 @@ def test_a_forward_works_on_the_meta_device_and_with_fake_tensors(model):
         ids = torch.zeros(2, 9, dtype=torch.long)
         assert fake(ids).shape == (2, 9, 53)
         fake.loss(ids, ids).backward()
-        assert fake.wte.weight.grad.shape == (53, 40)
+        assert fake.wte.weight.grad.shape == (53, 14)
 
 
 def test_a_block_checkpointed_by_the_user_saves_only_its_input(model):
-    x = torch.randn(3, 16, 40, dtype=torch.float64, requires_grad=True)
+    x = torch.randn(3, 16, 14, dtype=torch.float64, requires_grad=True)
     block = model.h[0]
     assert (
         kept_for_backward(block, lambda: checkpoint(block, x, 0, use_reentrant=False)) <= x.nbytes

@@ -1,6 +1,7 @@
 import math
 import subprocess
 import sys
+from dataclasses import replace
 
 import pytest
 import torch
@@ -45,9 +46,7 @@ def test_states_are_the_residual_stream_from_the_embedding_to_the_last_block(tin
 
 
 def test_a_head_of_its_own_predicts_and_print_says_so(tiny_config, ids):
-    import dataclasses
-
-    model = GPT(dataclasses.replace(tiny_config, tie_word_embeddings=False)).eval()
+    model = GPT(replace(tiny_config, tie_word_embeddings=False)).eval()
     torch.testing.assert_close(model(ids), model.head(model.body(ids)))
     assert "the head predicts" in str(model)
     assert "(head): Linear" in str(model)
@@ -58,15 +57,19 @@ def test_print_says_that_the_matrix_reads_and_predicts(tiny):
     assert "(wte): TiedEmbedding(97, 32)" in str(tiny)
 
 
-def test_fresh_weights_have_openais_spread():
+@pytest.mark.parametrize(
+    ("norm", "positions", "projections"), [("pre", 0.01, 0.02 / 4), ("post", 0.02, 0.02)]
+)
+def test_fresh_weights_have_openais_spread(norm, positions, projections):
     torch.manual_seed(0)
-    model = GPT(GPTConfig(vocab_size=2000, n_positions=512, n_embd=128, n_layer=8, n_head=4))
+    shape = {"vocab_size": 2000, "n_positions": 512, "n_embd": 128, "n_layer": 8, "n_head": 4}
+    model = GPT(GPTConfig(**shape, norm=norm))
     assert model.wte.weight.std().item() == pytest.approx(0.02, rel=0.02)
-    assert model.wpe.weight.std().item() == pytest.approx(0.01, rel=0.02)
+    assert model.wpe.weight.std().item() == pytest.approx(positions, rel=0.02)
     block = model.h[3]
     assert block.attn.c_attn.weight.std().item() == pytest.approx(0.02, rel=0.02)
     for projection in (block.attn.c_proj, block.mlp.c_proj):
-        assert projection.weight.std().item() == pytest.approx(0.02 / 4, rel=0.03)
+        assert projection.weight.std().item() == pytest.approx(projections, rel=0.03)
         assert not projection.bias.any()
     assert not block.ln_1.bias.any() and (block.ln_1.weight == 1).all()
 
@@ -158,9 +161,10 @@ def test_a_cache_of_another_dtype_is_refused_by_name(tiny, ids):
 def test_a_cache_is_for_inference_and_one_model_shape(tiny, tiny_config, ids):
     with pytest.raises(UserError, match=r"torch\.no_grad"):
         tiny(ids, KVCache.allocate(tiny.config, batch_size=3))
-    other = GPTConfig(**{**vars(tiny_config), "n_layer": 2})
-    with pytest.raises(UserError, match="another shape"):
-        tiny(ids, KVCache.allocate(other, batch_size=3))
+    for change in ({"n_layer": 2}, {"n_embd": 64}, {"n_embd": 64, "n_head": 8}):
+        other = replace(tiny_config, **change)
+        with pytest.raises(UserError, match="another shape"):
+            tiny(ids, KVCache.allocate(other, batch_size=3))
     with pytest.raises(UserError, match="batch_size"):
         KVCache.allocate(tiny.config, batch_size=0)
 

@@ -487,7 +487,7 @@ def test_a_body_or_a_classifier_has_no_head(tmp_path, name, claim):
 )
 def test_an_unreadable_head_is_never_judged_tied(tmp_path, tensors):
     path = rewrite(save(their_gpt2(), tmp_path / "m"), lambda state: state.update(tensors))
-    judged(path, "broken", "not comparable")
+    assert judged(path, "broken", "not comparable").matrices[0].roles == ("reads",)
     with pytest.raises(UserError, match="predicts and is not read"):
         fix(path, tmp_path / "new")
     judged(rewrite(path, tie_word_embeddings=False), "untied as claimed", "not comparable")

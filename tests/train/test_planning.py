@@ -390,6 +390,16 @@ def test_weights_gradients_and_moments_take_sixteen_bytes_a_parameter_and_shards
 
 
 @pytest.mark.parametrize(
+    ("device", "dtype", "n_bytes", "rows"),
+    [("cpu", "fp32", 4, 256), ("cpu", "bf16", 2, 512), ("cuda", "fp32", 4, 256),
+     ("cuda", "bf16", 6, 512)],
+)  # fmt: skip
+def test_logits_take_a_chunk_of_50_mib(device, dtype, n_bytes, rows):
+    parts = total(GPT2, 8, on=machine(device=device), dtype=dtype)
+    assert parts["logits and loss"] == n_bytes * rows * 50257 + 8 * 8 * 1024 * 768
+
+
+@pytest.mark.parametrize(
     ("free", "asked", "micro_batch", "recompute"),
     [
         (8_000 * MB, {}, 32, "off"),
@@ -457,9 +467,9 @@ def test_a_plan_describes_how_it_keeps_its_limit():
 
 
 def test_a_halved_micro_batch_scores_as_many_rows():
-    before = dataclasses.replace(PLAN, micro_batch=4, eval_batches=3, final_batches=5)
+    before = dataclasses.replace(PLAN, micro_batch=5, eval_batches=3, final_batches=7)
     after = halve_micro_batch(before, 7)
-    assert (after.micro_batch, after.eval_batches, after.final_batches) == (2, 6, 10)
+    assert (after.micro_batch, after.eval_batches, after.final_batches) == (2, 8, 18)
     assert after.since == 7 and after.batch_size == before.batch_size
 
 
@@ -518,16 +528,20 @@ def test_few_examples_are_tuned_on_for_at_least_300_steps(examples, steps, says)
 
 
 @pytest.mark.parametrize(
-    ("pace", "left", "steps"), [(1.0, 61.0, 100), (2.0, 61.0, 69), (0.5, 61.0, 158), (9.0, 0.0, 41)]
+    ("pace", "left", "steps", "every"),
+    [(1.0, 61.0, 100, 7), (2.0, 61.0, 69, 7), (0.5, 61.0, 158, 11), (9.0, 0.0, 41, 7)],
 )
-def test_a_new_plan_ends_with_the_time(pace, left, steps):
-    before = dataclasses.replace(PLAN, steps=100, warmup=5, minutes=100 / 60)
+def test_a_new_plan_ends_with_the_time(pace, left, steps, every):
+    cadence = {"cooldown": 30, "eval_every": 7, "save_every": 13, "schedule": "wsd"}
+    before = dataclasses.replace(PLAN, steps=100, warmup=5, minutes=100 / 60, **cadence)
     after = replan(before, 8.0, 40, left, pace)
     if steps == 100:
         assert after is None
         return
     assert after.steps == pytest.approx(steps, abs=2) and after.since == 40
     assert after.rate(after.steps - 1) < 0.1 * after.lr
+    assert (after.cooldown, after.eval_every) == (round(0.3 * after.steps), every)
+    assert after.save_every == after.steps // 4
 
 
 # The learning rate
@@ -575,7 +589,7 @@ def test_shares_of_the_steps_become_steps_of_the_plan():
 @pytest.mark.parametrize(
     "damage",
     [{"minutes": 0.0}, {"minutes": math.nan}, {"lr": math.nan}, {"warmup": -5}, {"since": -1},
-     {"schedule": "steps"}],
+     {"schedule": "steps"}, {"schedule": 7}, {"lr": "0.1"}, {"steps": 6.5}, {"compile": True}],
 )  # fmt: skip
 def test_a_plan_with_impossible_numbers_is_refused(damage):
     with pytest.raises(CorruptInputError, match="invalid plan"):
