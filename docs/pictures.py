@@ -1,10 +1,10 @@
-"""Take the pictures that the documentation shows: the terminal, the curves and the page.
+"""Take the pictures that the documentation shows: the terminal and the page.
 
     python docs/pictures.py              # in the repository, after `make .venv/.installed-page`
-    python docs/pictures.py RUN          # the curves and the page, of a run that exists
+    python docs/pictures.py RUN          # the page, of a run that exists
 
 Without RUN, the terminal's picture is of `tiedgpt train --minutes 3`, as `make demo` calls it. The
-page is taken in Chromium; it and the curves are drawn light and dark.
+page is taken in Chromium, light and dark.
 """
 
 import os
@@ -18,15 +18,12 @@ from urllib.parse import urlencode
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
-from matplotlib import pyplot
 from PIL import Image
 from playwright.sync_api import sync_playwright
 from rich._export_format import CONSOLE_SVG_FORMAT
 from rich.console import Console
 from rich.text import Text
 from tests.serve.browsing import CHROMIUM, OPTIONS, serving, settled
-
-from tiedgpt.cli.main import main as command_line
 
 TEXT = "Return a new dictionary with the same"
 HEIGHTS = {"start": 1170, "dot": 760, "layers": 880, "heads": 1400, "learn": 1120}
@@ -52,13 +49,6 @@ def draw_terminal(folder: Path) -> Path:
     return next((folder / "runs").iterdir())
 
 
-def draw_curves(run: Path, scheme: str) -> None:
-    """Write docs/images/curve-light.svg or curve-dark.svg, as `tiedgpt plot --out` draws them."""
-    style = "dark_background" if scheme == "dark" else "default"
-    with pyplot.style.context([style, {"savefig.transparent": True}]):
-        assert command_line(["plot", str(run), "--out", str(IMAGES / f"curve-{scheme}.svg")]) == 0
-
-
 def draw_page(run: Path) -> None:
     """Write docs/images/page-VIEW.png and page-VIEW-dark.png for each view."""
     with serving(str(run), name=run.name) as url, sync_playwright() as playwright:
@@ -81,8 +71,6 @@ def main(path: str | None = None) -> None:
     """Write the pictures of a run, or of a new one."""
     with tempfile.TemporaryDirectory() as folder:
         run = Path(path).resolve() if path else draw_terminal(Path(folder))
-        for scheme in ("light", "dark"):
-            draw_curves(run, scheme)
         draw_page(run)
 
 
