@@ -10,10 +10,10 @@ import math
 from typing import Any, NamedTuple
 
 import numpy as np
-from numba import njit
 
 from tiedgpt.infer.kernels import vectors as vec
 from tiedgpt.infer.kernels.arguments import LANES, LARGEST, ROUNDING, SMALLEST, SUM_BLOCK
+from tiedgpt.infer.kernels.simd import jit
 from tiedgpt.infer.kernels.work_stealing import claim_chunks, end, is_over
 
 PIVOT_SAMPLE = 64
@@ -45,7 +45,7 @@ class Scale(NamedTuple):
     """Error of an exponent x in float32, as a share of |x|; 0: masses are in float64."""
 
 
-@njit(error_model="numpy")
+@jit
 def _copy(logits, scores):
     """Copy a row, with -inf behind it; return its largest, NaN if one is."""
     n = len(logits)
@@ -63,7 +63,7 @@ def _copy(logits, scores):
     return vec.largest(vec.larger(top, other))
 
 
-@njit(error_model="numpy")
+@jit
 def _exponentials(scores, n, top, factor, weights):
     """Write e^((score - top) * factor) to weights; return their sum, in float32 by blocks."""
     total = 0.0
@@ -77,7 +77,7 @@ def _exponentials(scores, n, top, factor, weights):
     return total
 
 
-@njit(error_model="numpy")
+@jit
 def _scale(temperature, top):
     """Return the scale of a row's scores, with masses in float32."""
     factor = np.float32(max(1 / temperature, SMALLEST))
@@ -86,19 +86,19 @@ def _scale(temperature, top):
     return Scale(top, temperature, factor, np.float64(np.inf) if is_extreme else error)
 
 
-@njit(error_model="numpy")
+@jit
 def _exact(scale):
     """Return the scale with masses in float64."""
     return Scale(scale.top, scale.temperature, scale.factor, 0.0)
 
 
-@njit(error_model="numpy")
+@jit
 def _mass(score, scale):
     """Return e^((score - top) / temperature)."""
     return math.exp((np.float64(score) - np.float64(scale.top)) / scale.temperature)
 
 
-@njit(error_model="numpy")
+@jit
 def _error(mass, rest, share, n, scale):
     """Return a bound of the error of `mass - share * (mass + rest)`, sums of n masses in all.
 
@@ -113,7 +113,7 @@ def _error(mass, rest, share, n, scale):
     return (1 - share) * mass_error + share * rest_error
 
 
-@njit(error_model="numpy")
+@jit
 def _sum(scores, weights, begin, end, scale):
     """Return the sum of masses begin..end - 1; `begin` is a multiple of LANES."""
     total = vec.splat64(0.0)
@@ -126,14 +126,14 @@ def _sum(scores, weights, begin, end, scale):
     return vec.total64(total)
 
 
-@njit(error_model="numpy")
+@jit
 def _score_at(mass, scale):
     """Return the score of a mass, a finite float32."""
     score = scale.top + math.log(max(mass, SMALLEST)) * scale.temperature
     return np.float32(min(max(score, -LARGEST), LARGEST))
 
 
-@njit(error_model="numpy")
+@jit
 def _measure(scores, weights, n, pivot, scale):
     """Return the sum of the masses of scores >= pivot, and how many are equal to it."""
     total, n_equal = vec.splat64(0.0), 0
@@ -148,7 +148,7 @@ def _measure(scores, weights, n, pivot, scale):
     return vec.total64(total), n_equal
 
 
-@njit(error_model="numpy")
+@jit
 def _partition(scores, weights, n, pivot, above, tokens):
     """Write the scores above or below a pivot, with their weights, to the spare; return n."""
     n_kept = 0
@@ -165,7 +165,7 @@ def _partition(scores, weights, n, pivot, above, tokens):
     return n_kept
 
 
-@njit(error_model="numpy")
+@jit
 def _kth(tokens, n, k):
     """Return the k-th highest of n scores; -inf if fewer are above -inf."""
     scores, pivot = tokens.scores, tokens.scores[0]
@@ -187,7 +187,7 @@ def _kth(tokens, n, k):
     return NONE
 
 
-@njit(error_model="numpy")
+@jit
 def _nucleus(tokens, n, share, scale):
     """Find the highest score such that the scores from it on reach this share of the probability.
 
@@ -224,7 +224,7 @@ def _nucleus(tokens, n, share, scale):
     return threshold, 0
 
 
-@njit(error_model="numpy")
+@jit
 def _keep(tokens, n, threshold, ties):
     """Keep tokens with scores above a threshold, and the first `ties` of those at it; return n.
 
@@ -251,7 +251,7 @@ def _keep(tokens, n, threshold, ties):
     return n_kept
 
 
-@njit(error_model="numpy")
+@jit
 def _below(scores, n, top, deviations):
     """Return the score that is so many standard deviations below the highest; -inf is no score."""
     count, total, squares = 0, 0.0, 0.0
@@ -265,7 +265,7 @@ def _below(scores, n, top, deviations):
     return np.float32(max(top - deviations * math.sqrt(max(variance, 0.0)), -LARGEST))
 
 
-@njit(error_model="numpy")
+@jit
 def _exclude_top_choices(row, tokens, n, scale, spared):
     """Apply XTC; return how many tokens are left."""
     ids, scores = tokens.ids.view(np.int32), tokens.scores
@@ -290,7 +290,7 @@ def _exclude_top_choices(row, tokens, n, scale, spared):
     return n_kept
 
 
-@njit(error_model="numpy")
+@jit
 def _filter(row, n, top, changed, tokens, spared):
     """Leave the tokens that may be drawn, and return their number and their scale.
 
@@ -320,7 +320,7 @@ def _filter(row, n, top, changed, tokens, spared):
     return n, scale
 
 
-@njit(error_model="numpy")
+@jit
 def _draw(tokens, n, uniform, scale):
     """Return the index at which the running sum of masses passes this share of the whole.
 
@@ -345,7 +345,7 @@ def _draw(tokens, n, uniform, scale):
     return -1 if error > 0 else last  # rounding
 
 
-@njit(error_model="numpy")
+@jit
 def _adjust(row, scores, counts, lists):
     """Apply bias and penalties to a row's scores; `counts` are 0 before and after."""
     for at in range(row.bias, row.bias_end):
@@ -368,7 +368,7 @@ def _adjust(row, scores, counts, lists):
             counts[token] = 0
 
 
-@njit(error_model="numpy")
+@jit
 def _first(scores, top):
     """Return the first index of the largest score."""
     at = 0
@@ -379,7 +379,7 @@ def _first(scores, top):
     return at
 
 
-@njit(error_model="numpy")
+@jit
 def _rank(scores, n, target):
     """Return a token's rank among n scores, from 1; of equal scores the lower id is first."""
     rank, score, lower = 1, scores[target], min(target, n)
@@ -394,7 +394,7 @@ def _rank(scores, n, target):
     return rank
 
 
-@njit(error_model="numpy")
+@jit
 def _fill(row, size, lists, scratch):
     """Choose or rank the token of a row of `size` logits."""
     logits, n = vec.array_at(row.address, size), row.n_tokens
@@ -423,7 +423,7 @@ def _fill(row, size, lists, scratch):
     row.logprob = np.float64(logits[row.token]) - log_total
 
 
-@njit(error_model="numpy")
+@jit
 def fill_rows(control, rows, size, lists, scratch):
     """Choose or rank the token of each row."""
     if not is_over(control):
