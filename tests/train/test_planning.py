@@ -118,7 +118,7 @@ GPU_PLANS = {
     ),
     "a size of ours keeps its recipe": (
         {"minutes": 60.0, "size": "small"}, 10**9,
-        {"batch_size": 16, "micro_batch": 16, "lr": 2e-3},
+        {"batch_size": 16, "micro_batch": 16, "lr": 2e-3, "weight_decay": 0.1},
     ),
     "not to be compiled": ({"minutes": 60.0, "compile": "off"}, 10**9, {"compile": "off"}),
     "to be compiled": ({"steps": 3, "size": "tiny", "compile": "on"}, 10**9, {"compile": "on"}),
@@ -628,7 +628,8 @@ def test_the_learning_rate_scales_with_the_width_for_adamw_and_its_root_for_muon
         ({"keep": "last", "patience": 3}, "--patience 3 is for --keep best"),
         ({"cooldown": 0.2}, "--schedule wsd"),
         ({"schedule": "wsd", "cooldown": 0.8, "warmup": 0.3}, "add up to more than 1"),
-        ({"size": "tiny", "width": 100}, "--width"),
+        ({"size": "tiny", "width": 100}, "--width must be a multiple of 32"),
+        ({"tokenizer": "char", "vocab_size": 300}, "--vocab-size .* leave out --tokenizer"),
         ({"start": "x", "width": 512}, "--width"),
         ({"start": "x", "window": 4}, "--window"),
         ({"start": "x", "bias": False}, "--no-bias"),
