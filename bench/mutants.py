@@ -262,6 +262,5 @@ def main() -> None:
         print(json.dumps({"fails without a fault": failing}), flush=True)
 
 
-
 if __name__ == "__main__":
     main()

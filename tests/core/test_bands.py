@@ -77,7 +77,7 @@ def test_tokens_outside_every_band_change_nothing(ids):
 
 
 @pytest.mark.parametrize("fixture", ["tiny", "banded"])
-@pytest.mark.parametrize("pieces", [[24], [1] * 24, [10, 1, 1, 12], [3, 21], [23, 1]])
+@pytest.mark.parametrize("pieces", [[24], [1] * 24, [10, 1, 1, 12], [1, 2, 21], [23, 1]])
 @torch.no_grad()
 def test_a_cache_fed_in_chunks_gives_the_logits_of_the_whole(request, ids, pieces, fixture):
     model = request.getfixturevalue(fixture)

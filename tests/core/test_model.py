@@ -6,15 +6,25 @@ from dataclasses import replace
 import pytest
 import torch
 from torch import nn
+from transformers import AutoConfig, AutoModelForCausalLM
 
 from tiedgpt import GPT, GPTConfig
 from tiedgpt.core.cache import KVCache
 from tiedgpt.errors import UserError
 
 
-def test_n_tokens_in_n_predictions_out(tiny, ids):
-    assert tiny(ids).shape == (3, 24, 97)
-    assert tiny.body(ids).shape == (3, 24, 32)
+@pytest.mark.parametrize("kind", ["gpt2", "openai-gpt"])
+@torch.no_grad()
+def test_logits_and_states_equal_transformers(kind, ids):
+    shape = {"vocab_size": 97, "n_positions": 24, "n_embd": 35, "n_layer": 2, "n_head": 5}
+    config = AutoConfig.for_model(kind, **shape, bos_token_id=1, eos_token_id=1)
+    theirs = AutoModelForCausalLM.from_config(config).eval()
+    for parameter in theirs.parameters():
+        parameter.normal_(std=0.3)
+    model, out = GPT.from_pretrained(theirs), theirs(ids, output_hidden_states=True)
+    torch.testing.assert_close(model(ids), out.logits, rtol=1e-4, atol=1e-4)
+    for ours, its in zip(model.states(ids), out.hidden_states[:2], strict=False):
+        torch.testing.assert_close(ours, its, rtol=1e-4, atol=1e-4)
 
 
 def test_predictions_are_dot_products_with_the_embedding_rows(tiny, ids):
