@@ -31,7 +31,7 @@ export default function Dot({ state, update }) {
           options=${[[false, "rows as they are"], [true, "less the mean row"]]} />
         <p class="says">${centred
           ? "Subtracting the mean row from all rows changes no probability, but every length and cosine: these are comparable between models."
-          : "The further right and the higher, the larger the logit."}</p>
+          : "The further right, the larger the logit; a longer row makes it larger on the right, and smaller on the left."}</p>
         <${Scatter} x=${every.cos} y=${every.norm} order=${every.order} seen=${seen} onSee=${see} dark=${state.dark}
           names=${[`cosine of h and ${every.row}`, `length of ${every.row}`]}
           marks=${data.ids.map((id) => [id, every.labelled.includes(id) ? plain(named(id)) : ""])}
