@@ -39,6 +39,13 @@ DEFAULT_N_HEAD = 12
 """Number of heads that transformers takes for a config without one."""
 DEFAULTS = {name: field.default for name, field in GPTConfig.__dataclass_fields__.items()}
 FIELDS = tuple(DEFAULTS)
+WRITTEN = tuple(
+    name for name in FIELDS if name in {
+        *SIZES, "n_inner", "activation_function", "layer_norm_epsilon", "bias",
+        "tie_word_embeddings", *NOT_COMPUTED,
+    }
+)  # fmt: skip
+"""Our fields that GPT-2's config.json can hold, in their order."""
 LM_HEAD = "lm_head.weight"
 OLD_LM_HEAD = "lm_head.decoder.weight"
 """Name before 2019, in the files of DialoGPT's authors."""
@@ -64,10 +71,7 @@ class ModelType:
     """Different names of tensors by ours, without the prefix."""
     config_names: Mapping[str, str] = field(default_factory=dict)
     """Different names of config keys by ours."""
-    fields: tuple[str, ...] = (
-        *SIZES, "n_inner", "activation_function", "layer_norm_epsilon", "bias",
-        "tie_word_embeddings", *NOT_COMPUTED,
-    )  # fmt: skip
+    fields: tuple[str, ...] = WRITTEN
     """Our fields that its config.json can hold; in its class, others have GPT-2's values."""
 
 
