@@ -13,6 +13,8 @@ from tiedgpt import Tokenizer
 from tiedgpt.cli.main import main
 from tiedgpt.data import documents, encode_corpus, plan_split
 from tiedgpt.errors import UserError
+from tiedgpt.train import TrainOptions, train
+from tiedgpt.train.events import Encoded
 from tiedgpt.train.tasks.texts import TextRows
 
 
@@ -78,6 +80,23 @@ def test_a_validation_text_of_one_token_is_refused(trial):
         rows = TextRows(trial().run.data, CHARACTERS, is_fresh=False)
         rows.validation = ["one token"]
         rows.at(16)
+
+
+@pytest.mark.parametrize(
+    "more", [["--context", "3000000"], ["--context", "9999", "--memory", "1MB"]]
+)
+def test_a_text_shorter_than_the_context_is_refused_before_memory_is_planned(more, folder, capfd):
+    Path("text.txt").write_text("a cat sat on a mat. " * 20)
+    assert main(["train", "text.txt", "--size", "nano", "--steps", "1", *more]) == 1
+    assert "for a context of" in capfd.readouterr().err
+
+
+def test_a_training_that_is_left_while_text_is_encoded_leaves_nothing(folder):
+    Path("text.txt").write_text("a cat sat on a mat. " * 20)
+    events = train(TrainOptions(data=("text.txt",), size="nano", steps=1, context=16), "run")
+    next(event for event in events if isinstance(event, Encoded))
+    events.close()
+    assert not Path("run").exists()
 
 
 def test_one_of_a_thing_is_no_plural(folder, capfd):

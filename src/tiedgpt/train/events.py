@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Generator, Mapping
+from contextlib import closing
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, TypeVar
@@ -162,10 +163,11 @@ Event = (
 
 def report(steps: Generator[tuple[int, int], None, T]) -> Generator[Encoded, None, T]:
     """Yield the progress of a generator as events; return its value."""
-    while True:
-        try:
-            progress = next(steps)
-        except StopIteration as end:
-            value: T = end.value
-            return value
-        yield Encoded(*progress)
+    with closing(steps):
+        while True:
+            try:
+                progress = next(steps)
+            except StopIteration as end:
+                value: T = end.value
+                return value
+            yield Encoded(*progress)

@@ -68,10 +68,12 @@ def prepare(
     notes = [] if task.start is None else task.start.notes()
     notes += _note_vocabulary(options, len(tokenizer))
     rank = options.lora if isinstance(options, TuneOptions) else None
-    if options.chooses or not (options.freeze or rank):
+    if options.chooses:  # a short enough context, too
+        return Prepared(task, config, rows, None, notes)
+    data = rows.at(options.context or config.n_positions)
+    if not (options.freeze or rank):
         return Prepared(task, config, rows, None, notes)
     with torch.device("meta"):
-        data = rows.at(options.context or config.n_positions)
         trainable = count_trainable(task.build(config, data))
     if options.freeze and trainable.moving == trainable.total:
         raise UserError(
