@@ -10,7 +10,7 @@ trained by the loop of `tiedgpt train`, with the rule's settings, for the number
 in the minutes at these speeds. The score is bits per byte on all held-out text. The script appends
 a JSON line for each choice to bench/results/auto_size-DATE.jsonl, with the predicted scores.
 
-The constants of the law in `train/planning.py` were fitted to final scores of such runs.
+The constants of the law in `train/plan/size.py` were fitted to final scores of such runs.
 """
 
 from __future__ import annotations

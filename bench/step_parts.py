@@ -1,4 +1,4 @@
-"""Time a training step with Muon, and without each part of `train/fast`, in turn; or profile it.
+"""Time a step with Muon, and without each part of `train/step/fast`, in turn; or profile it.
 
     python bench/step_parts.py [--size tiny little] [--dtype fp32 bf16] [--dropout 0.1]
     python bench/step_parts.py --profile

@@ -12,11 +12,11 @@ import mmap
 import os
 import re
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Generator, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import fields, is_dataclass
 from importlib import import_module
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from tiedgpt.errors import UserError
 
@@ -24,6 +24,8 @@ if TYPE_CHECKING:
     import torch
     from torch import nn
 
+T = TypeVar("T")
+R = TypeVar("R")
 GPU_MIN_PARAMETERS = 20_000_000
 """Parameters from which a GPU generates faster than the CPU's kernels: an estimate.
 
@@ -192,3 +194,14 @@ def require_package(name: str, purpose: str) -> Any:
             f"{purpose} needs the package {name.partition('.')[0]} ({error})",
             hint="pip install 'tiedgpt[formats]'",
         ) from None
+
+
+def exhaust(steps: Generator[T, None, R], show: Callable[[T], object] = lambda _: None) -> R:
+    """Run a generator to its end, with `show` called for each item; return its value."""
+    while True:
+        try:
+            item = next(steps)
+        except StopIteration as end:
+            value: R = end.value
+            return value
+        show(item)

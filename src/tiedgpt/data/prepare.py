@@ -24,7 +24,7 @@ from concurrent.futures.process import BrokenProcessPool
 from dataclasses import asdict, dataclass, replace
 from itertools import pairwise
 from pathlib import Path, PurePath
-from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from tiedgpt.data.corpus import FileCorpus, documents
 from tiedgpt.data.encode import (
@@ -62,13 +62,12 @@ from tiedgpt.errors import (
     UserError,
 )
 from tiedgpt.files import PREPARED, list_some, remove, remove_leftovers, replacing, writing
+from tiedgpt.runtime import exhaust
 from tiedgpt.signatures import checked
 
 if TYPE_CHECKING:
     from tiedgpt.text import Tokenizer
 
-T = TypeVar("T")
-R = TypeVar("R")
 TOKENIZER, RECORD = "tokenizer", "part.json"
 OWN_NAMES = re.compile(r"\d{6,}|tokenizer|manifest\.json|prepared\.json|\..*\.tmp-.*")
 """Names of the files and directories in a prepared directory."""
@@ -292,17 +291,7 @@ def prepare_data(
         plan, Path(directory), tokenizer, vocab_size, workers=workers, ray=ray, task=task,
         progress=show,
     )  # fmt: skip
-    return _exhaust(steps, lambda done: show("encoding", *done))
-
-
-def _exhaust(steps: Generator[T, None, R], show: Callable[[T], None] = lambda _: None) -> R:
-    """Show the items of a generator; return its value."""
-    while True:
-        try:
-            show(next(steps))
-        except StopIteration as end:
-            value: R = end.value
-            return value
+    return exhaust(steps, lambda done: show("encoding", *done))
 
 
 def prepare_parts(
@@ -478,7 +467,7 @@ def _encode_part(cwd: str, directory: Path, number: int, piece: InputPart, ident
             temporary.mkdir()
             corpus, split = piece.open()
             tokenizer = _load_tokenizer(directory, identity)
-            counts, corpus.remarks.special_tokens = _exhaust(
+            counts, corpus.remarks.special_tokens = exhaust(
                 write_shards(split, tokenizer, temporary)
             )
             files = {path.name: identify(path) for path in sorted(temporary.iterdir())}

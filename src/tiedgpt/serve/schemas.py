@@ -194,7 +194,7 @@ OPTIONS.remove("max_new_tokens")  # each request has its own max_tokens
 """Options of generation that are fields of the same name: those of the command line."""
 
 
-def _bounded(hint: Any, option: DataclassField[Any]) -> Any:
+def _add_bounds(hint: Any, option: DataclassField[Any]) -> Any:
     """Return a type with the bounds that the server has for an option."""
     bounds = {CONSTRAINTS[name]: x for name, x in option.metadata.get("served", {}).items()}
     return Annotated[hint, Field(**bounds)] if bounds else hint
@@ -206,7 +206,7 @@ def _option_fields() -> dict[str, Any]:
     result: dict[str, Any] = {}
     for name in OPTIONS:
         about = options[name].metadata.get("help")
-        hint = TYPES.get(name) or _bounded(hints[name], options[name])
+        hint = TYPES.get(name) or _add_bounds(hints[name], options[name])
         optional = (hint | None, Field(None, description=about))
         result[name] = (hint, Field(1, description=about)) if name == "n" else optional
     return result
@@ -389,7 +389,7 @@ def inspection_body(inspection: Inspection) -> type[Body]:
     fields: dict[str, Any] = {}
     for name, option in inspection.options.items():
         if option.metadata["is_served"] and not option.metadata["is_of_table"]:
-            number: Any = _bounded(int, option)
+            number: Any = _add_bounds(int, option)
             types: dict[Any, Any] = {int: number, int | str: number | Name}
             hint = types.get(option.type, option.type)
             is_required = option.default is MISSING

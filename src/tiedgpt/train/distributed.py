@@ -26,6 +26,7 @@ from torch.distributed.rendezvous import rendezvous
 from typing_extensions import override
 
 from tiedgpt.errors import DivergedError, TiedGPTError, UserError
+from tiedgpt.runtime import exhaust
 from tiedgpt.train.step.loss import Arrays, Loss, LossModule, Model, body_of, on_device
 
 P = ParamSpec("P")
@@ -153,13 +154,7 @@ class Processes:
             yield from ()
             return act(*args, **options)
 
-        exchange = self.steps_on_main(steps)
-        while True:
-            try:
-                next(exchange)
-            except StopIteration as end:
-                result: T = end.value
-                return result
+        return exhaust(self.steps_on_main(steps))
 
     def steps_on_main(
         self, act: Callable[P, Generator[E, None, T]], *args: P.args, **options: P.kwargs

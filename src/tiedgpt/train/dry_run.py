@@ -10,7 +10,7 @@ from pathlib import Path
 
 from tiedgpt.core.config import GPTConfig
 from tiedgpt.errors import NoRoomError
-from tiedgpt.runtime import find_device
+from tiedgpt.runtime import exhaust, find_device
 from tiedgpt.train.distributed import Processes
 from tiedgpt.train.events import Encoded, report
 from tiedgpt.train.machine import cpu_threads
@@ -29,13 +29,7 @@ from tiedgpt.train.tasks.task import Task, open_task
 def prepare_fresh(task: Task, run: RunDirectory) -> Prepared:
     """Return a task with its data, read and encoded in a new run's directory."""
     run.path.mkdir(parents=True, exist_ok=True)
-    steps = prepare(task, task.read(), run, Processes(find_device(task.options.device)))
-    while True:
-        try:
-            next(steps)
-        except StopIteration as end:
-            prepared: Prepared = end.value
-            return prepared
+    return exhaust(prepare(task, task.read(), run, Processes(find_device(task.options.device))))
 
 
 def make_plan(prepared: Prepared, processes: Processes | None = None) -> Plan:

@@ -306,9 +306,15 @@ class RunOptions(  # the help lists the options of the last one first
         """The tokenizer's directory, file or hub name, or "char"; None: a BPE is trained."""
 
     @property
-    @abstractmethod
     def duration(self) -> Duration:
         """The training duration."""
+        durations = ((unit, getattr(self, unit)) for unit in DURATIONS)
+        return next((Duration(*x) for x in durations if x[1] is not None), self.default_duration)
+
+    @property
+    @abstractmethod
+    def default_duration(self) -> Duration:
+        """The duration without --steps, --minutes and --epochs."""
 
     @property
     @abstractmethod

@@ -14,7 +14,6 @@ from tiedgpt.names import explains_arguments
 from tiedgpt.options import argument, flag, option
 from tiedgpt.train.plan.groups import (
     AUTO,
-    DURATIONS,
     EVALUATIONS_PER_RUN,
     MAX_VOCABULARY,
     START_RATE,
@@ -194,10 +193,7 @@ class TrainOptions(RunOptions):
 
     @property
     @override
-    def duration(self) -> Duration:
-        for unit in DURATIONS:
-            if getattr(self, unit) is not None:
-                return Duration(unit, getattr(self, unit))
+    def default_duration(self) -> Duration:
         record = self.task_record
         if record.epochs is None:
             return Duration("minutes", DEFAULT_MINUTES)
@@ -367,10 +363,7 @@ class TuneOptions(RunOptions):
 
     @property
     @override
-    def duration(self) -> Duration:
-        for unit in DURATIONS:
-            if getattr(self, unit) is not None:
-                return Duration(unit, getattr(self, unit))
+    def default_duration(self) -> Duration:
         return Duration("epochs", TUNE_EPOCHS, TUNE_LEAST_STEPS)
 
     @property

@@ -199,12 +199,14 @@ def open_checkpoint(file: OpenFile) -> Checkpoint:
     if "head.bias" in model.arrays and model.arrays["head.bias"].any():
         raise UserError(f"{path}: its head has a bias, and a GPT's head has none")
     tensors = {
-        name: _stored(file, model, name, shape) for name, shape in shapes(model.config).items()
+        name: _make_tensor(file, model, name, shape) for name, shape in shapes(model.config).items()
     }
     return Checkpoint(path, "packed", tensors, files=(path,))
 
 
-def _stored(file: OpenFile, model: PackedModel, name: str, shape: tuple[int, ...]) -> StoredTensor:
+def _make_tensor(
+    file: OpenFile, model: PackedModel, name: str, shape: tuple[int, ...]
+) -> StoredTensor:
     """Return a parameter, whose matrix is unpacked when it is read."""
     assert model.mapped is not None
     key, index = place_of(name)
