@@ -18,6 +18,7 @@ DEV := $(VENV)/.installed-dev
 PEERS := $(VENV)/.installed-peers
 PAGE := $(VENV)/.installed-page
 SITE := $(VENV)/.installed-site
+MACHINE_CODE := src/tiedgpt/infer/kernels/machine_code
 CARRIED := rich markdown-it-py mdurl pygments plotext charset-normalizer joblib
 
 .PHONY: demo test test-page test-gpu test-oldest test-all gpu-wheels lint format docs docs-check package release-check coverage mutants clean
@@ -69,9 +70,11 @@ build/demo.html: | $(RUN)  # about 2 MB, trained for three minutes on the docume
 	$(BIN)/tiedgpt train --minutes 3 --out build/demo
 	$(BIN)/tiedgpt export build/demo $@ --text "Return a new dictionary"
 
-package: $(DEV)  # wheel and sdist in dist/, and a check of what is in them
-	rm -rf dist
+package: $(DEV)  # sdist and wheels in dist/, and a check of what is in them; on Linux, x86-64, kernels compile for minutes
+	rm -rf dist $(MACHINE_CODE)
 	$(BIN)/python -m build
+	if [ "$$(uname -sm)" = "Linux x86_64" ]; then $(BIN)/python .ci/compile_kernels.py && $(BIN)/python -m build --wheel; fi
+	rm -rf $(MACHINE_CODE)
 	$(BIN)/python .ci/check_package.py dist
 
 release-check: package  # what a release needs, as far as one machine can check it; TAG=v0.1.0 compares a tag

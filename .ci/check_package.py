@@ -1,8 +1,8 @@
-"""Check a wheel and an sdist: every file is there, the metadata is right, and no torch is needed.
+"""Check wheels and an sdist: every file is there, the metadata is right, and no torch is needed.
 
     python .ci/check_package.py DIRECTORY
 
-`make package` builds both and calls this.
+`make package` builds them and calls this.
 """
 
 import subprocess
@@ -12,9 +12,11 @@ import tempfile
 import tomllib
 import zipfile
 from email.parser import Parser
+from fnmatch import fnmatch
 from pathlib import Path
 
 ROOT = Path(__file__).parents[1]
+MACHINE_CODE = "tiedgpt/infer/kernels/machine_code/*.so"
 WITHOUT_TORCH = """
 import sys
 sys.modules["torch"] = None  # an import of it fails
@@ -42,7 +44,9 @@ def tracked(folder: str) -> set[str]:
 def check_wheel(path: Path) -> None:
     """Raise AssertionError for a wheel that lacks a file, or has one too many."""
     with zipfile.ZipFile(path) as wheel:
-        names = wheel.namelist()
+        code = {name for name in wheel.namelist() if fnmatch(name, MACHINE_CODE)}
+        assert bool(code) != path.name.endswith("-any.whl"), f"{len(code)} files of machine code"
+        names = sorted(set(wheel.namelist()) - code)
         held = {f"src/{name}" for name in names if ".dist-info/" not in name}
         unlike = held ^ tracked("src/tiedgpt")
         assert not unlike, f"in the wheel or in the repository alone: {sorted(unlike)}"
@@ -72,9 +76,11 @@ def check_sdist(path: Path) -> None:
 
 if __name__ == "__main__":
     directory = Path(sys.argv[1])
-    (wheel,) = directory.glob("*.whl")
+    wheels = sorted(directory.glob("*.whl"))
+    assert any(wheel.name.endswith("-any.whl") for wheel in wheels), wheels
     (sdist,) = directory.glob("*.tar.gz")
-    check_wheel(wheel)
+    for wheel in wheels:
+        check_wheel(wheel)
     check_sdist(sdist)
-    for made in (wheel, sdist):
+    for made in (*wheels, sdist):
         print(f"{made.name}: {made.stat().st_size / 1e3:,.0f} kB, complete")

@@ -87,7 +87,8 @@ def main() -> None:
     if not wheels or len(wheels) == len(files):
         raise SystemExit(f"dist/ lacks the wheel or the sdist of {version}: run `make package`")
     subprocess.run([sys.executable, "-m", "twine", "check", "--strict", *files], check=True)
-    check_wheel(wheels[0])
+    for wheel in wheels:
+        check_wheel(wheel)
     print(f"{version} is ready")
 
 

@@ -83,6 +83,16 @@ def note(*texts: str, to: Console | None = None) -> None:
         say("note:", text, style="bold cyan", to=to)
 
 
+@contextlib.contextmanager
+def compilation_noted(what: str, to: Console | None = None) -> Iterator[None]:
+    """Show a note once if kernels begin to be compiled inside the block, for `what`."""
+    from tiedgpt.infer.kernels.compile_cache import on_compilation
+
+    text = f"compiling kernels for {what} on this CPU takes some ten seconds, once: they are kept"
+    with on_compilation(lambda: note(text, to=to)):
+        yield
+
+
 def error(message: str, hint: str | None = None) -> None:
     """Show an error on stderr, and a hint below it."""
     say("error:", message.replace("\n", "\\n"), style="bold red")

@@ -125,10 +125,9 @@ def _describe_cpu() -> dict[str, str]:
 
 
 def _examine_torch() -> dict[str, Any]:
-    """Return torch's view of this machine, and where compiled kernels are kept."""
+    """Return torch's view of this machine, and what is known of kernels."""
     import torch
 
-    from tiedgpt.infer.kernels.code_files import cache_directories
     from tiedgpt.train.machine import choose_dtype
 
     device = find_device()
@@ -139,7 +138,34 @@ def _examine_torch() -> dict[str, Any]:
         "train --device auto": device.type,
         "train --dtype auto": choose_dtype(device),
         "generate --device auto": _describe_choice(device.type),
-        "kernel cache": " or ".join(map(str, cache_directories())),
+        **_describe_kernels(),
+    }
+
+
+def _describe_kernels() -> dict[str, str]:
+    """Return which kernels have machine code in the package, or compiled here, and where."""
+    from tiedgpt.infer.kernels import code_files, cpu_targets, sampling
+    from tiedgpt.infer.packed_session import forward
+    from tiedgpt.train.step.fast import attention, dropout, gelu, loss
+
+    kernels = (
+        forward, sampling.fill_rows, attention.FORWARD, attention.GRADIENT, dropout.KERNEL,
+        gelu.VALUE, gelu.GRADIENT, loss.KERNEL,
+    )  # fmt: skip
+    shipped, compiled = [], []
+    for kernel in kernels:
+        files = code_files.find(kernel.module, f"{kernel.name}-*")
+        n = sum(file.parent == code_files.IN_WHEEL for file in files)
+        if n:
+            shipped.append(f"{kernel.name} ({n})")
+        if n < len(files):
+            compiled.append(f"{kernel.name} ({len(files) - n})")
+    target = cpu_targets.this_target()
+    in_package = f"{', '.join(shipped)}, for {target}" if shipped else "none"
+    return {
+        "kernels in the package": in_package,
+        "kernels compiled here": ", ".join(compiled) or "none; they are when first used",
+        "kernel cache": " or ".join(map(str, code_files.cache_directories())),
     }
 
 

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 from tiedgpt import infer
-from tiedgpt.cli.console import note, waiting
+from tiedgpt.cli.console import compilation_noted, note, waiting
 from tiedgpt.cli.options import UsageError
 from tiedgpt.errors import CorruptInputError, UserError
 from tiedgpt.files import suggest_path
@@ -108,14 +108,11 @@ class EngineOptions(ModelOptions, DeviceOption):
     @contextmanager
     def engine(self, source: str | os.PathLike[str], **options: Any) -> Iterator[infer.Engine]:
         """Open the model's engine, with its notes on stderr."""
-        from tiedgpt.infer.kernels.compile_cache import on_compilation
-
-        text = "compiling kernels for this CPU; this takes some ten seconds, once"
         engine = infer.Engine(
             source, self.precision, backend=self.backend, device=self.device, threads=self.threads,
             tokenizer=self.tokenizer, **self.loading, **options,
         )  # fmt: skip
-        with engine, on_compilation(lambda: note(text)):
+        with engine, compilation_noted("inference"):
             note(*engine.notes)
             yield engine
 

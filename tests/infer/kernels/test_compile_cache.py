@@ -129,6 +129,30 @@ def test_a_cache_in_the_working_directory_is_used(kernel, tmp_path, monkeypatch)
     assert weigh(kernel()) == EXPECTED
 
 
+@pytest.mark.parametrize("change", [None, "another CPU", "a setting of Numba", "the source"])
+def test_the_wheel_s_machine_code_is_loaded_by_the_cpus_that_it_is_for(
+    kernel, cache, monkeypatch, tmp_path, change
+):
+    weigh(kernel())
+    (file,) = cache.iterdir()
+    name, types, _, checksum = file.stem.split("-")
+    target = "avx2" if change == "another CPU" else "zx81"
+    digest = code_files.source_digest("weigh_kernel") + (change == "the source")
+    wheel = tmp_path / "wheel"
+    wheel.mkdir()
+    file.rename(wheel / f"{name}-{types}-{digest:08x}-{target}-{checksum}{file.suffix}")
+    monkeypatch.setattr(code_files, "IN_WHEEL", wheel)
+    monkeypatch.setattr(code_files, "this_target", lambda: "zx81")
+    if change == "a setting of Numba":
+        monkeypatch.setenv("NUMBA_CPU_NAME", "generic")
+    monkeypatch.setenv("NUMBA_DISABLE_JIT", "1")  # compiling raises
+    if change:
+        with pytest.raises(UserError, match="kernels must be compiled"):
+            weigh(kernel())
+    else:
+        assert weigh(kernel()) == EXPECTED
+
+
 def test_uncacheable_kernels_are_compiled_for_the_process_with_a_warning(kernel, monkeypatch):
     def full(*_):
         raise OSError(errno.ENOSPC, "No space left on device")
@@ -154,7 +178,7 @@ def test_a_change_beside_a_kernel_changes_the_name_of_its_cache_file(tmp_path, m
     monkeypatch.syspath_prepend(tmp_path)
     for helper in ("write = abs", "write = round", "write = round"):
         (package / "helper.py").write_text(helper)
-        digests.add(code_files.digest.__wrapped__("kernels_elsewhere.kernel"))
+        digests.add(code_files.source_digest.__wrapped__("kernels_elsewhere.kernel"))
     assert len(digests) == 2
 
 

@@ -71,7 +71,7 @@ class Kernel:
         kinds = tuple(arguments.kinds)
         if kinds in self.functions or kinds in self._compilers:
             return
-        if function := code_files.load(self._file(arguments)):
+        if function := code_files.load(self.module, self.file(kinds)):
             self.functions[kinds] = function
             return
         if os.environ.get("NUMBA_DISABLE_JIT", "0") != "0":
@@ -81,19 +81,19 @@ class Kernel:
             )
         _on_compilation[-1]()
         with suppress(OSError):
-            self._compilers[kinds] = _start_compiler(self.module, self.name, example(arguments))
+            self._compilers[kinds] = start_compiler(self.module, self.name, example(arguments))
 
     def _finish(self, arguments: Record) -> Function:
         """Return the compiled function, by its own process or else by this one; keep its code."""
-        process = self._compilers.pop(tuple(arguments.kinds), None)
+        kinds = tuple(arguments.kinds)
+        process = self._compilers.pop(kinds, None)
         data = process.communicate()[0] if process else b""
         if process is None or process.returncode:
             from tiedgpt.infer.kernels import compilation
 
             data = compilation.compile_kernel(self.module, self.name, example(arguments))
-        file = self._file(arguments)
         try:
-            code_files.keep(file, data)
+            code_files.keep(self.module, self.file(kinds), data)
         except (OSError, TiedGPTError) as error:
             warnings.warn(
                 f"kernels were compiled for this process alone: they could not be kept: {error} "
@@ -101,19 +101,23 @@ class Kernel:
                 RuntimeWarning,
                 stacklevel=1,
             )
-        return code_files.load(file) or code_files.load_object(data)
+        return code_files.load(self.module, self.file(kinds)) or code_files.load_object(data)
 
-    def _file(self, arguments: Record) -> str:
-        """Return the name of the file of machine code, without its checksum."""
-        types = zlib.crc32(repr(tuple(arguments.kinds)).encode())
-        return f"{self.name}-{types:08x}-{code_files.digest(self.module):08x}"
+    def file(self, kinds: Kinds) -> str:
+        """Return the beginning of the name of the file of machine code for arguments like these."""
+        return f"{self.name}-{zlib.crc32(repr(kinds).encode()):08x}"
 
 
-def _start_compiler(module: str, name: str, arguments: Any) -> subprocess.Popen[bytes]:
-    """Start a process that writes a kernel's object file to its standard output."""
+def start_compiler(
+    module: str, name: str, arguments: Any, **settings: str
+) -> subprocess.Popen[bytes]:
+    """Start a process that writes a kernel's object file to its standard output.
+
+    It has these variables in its environment: Numba's settings for another CPU than this.
+    """
     python = "" if hasattr(sys, "frozen") else sys.executable or ""  # an application, or no program
     process = subprocess.Popen(
-        [python, "-P", "-c", COMPILER], env=os.environ | {"NUMBA_OPT": "0"},
+        [python, "-P", "-c", COMPILER], env=os.environ | {"NUMBA_OPT": "0"} | settings,
         stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL,
     )  # fmt: skip
     assert process.stdin is not None

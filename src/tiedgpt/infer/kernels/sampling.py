@@ -75,10 +75,7 @@ fill_rows = Kernel("tiedgpt.infer.kernels.sampling_kernels", "fill_rows")
 
 def is_compiled() -> bool:
     """Whether this CPU's machine code is there, so that nothing is compiled first."""
-    files = f"{fill_rows.name}-*-{code_files.digest(fill_rows.module):08x}-*"
-    return bool(fill_rows.functions) or any(
-        any(d.glob(files)) for d in code_files.cache_directories()
-    )
+    return bool(fill_rows.functions or code_files.find(fill_rows.module, f"{fill_rows.name}-*"))
 
 
 def prepare() -> None:

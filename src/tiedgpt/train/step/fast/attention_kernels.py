@@ -11,7 +11,7 @@ from __future__ import annotations
 import math
 
 import numpy as np
-from numba import njit, types
+from numba import types
 from numba.core import cgutils
 
 from tiedgpt.infer.kernels import simd
@@ -54,7 +54,7 @@ def _multiply_tile(builder, x, a, a_row, a_step, b, b_row, n, out, out_row):
                     simd.store(builder, value, builder.gep(x, [builder.add(start, column)]))
 
 
-@njit(inline="always", error_model="numpy")
+@simd.jit(inline="always")
 def _copy(array, at, stride, n, size, factor, scratch, out):
     """Copy n rows of `size` numbers times a factor to `scratch`, side by side."""
     for i in range(n):
@@ -63,7 +63,7 @@ def _copy(array, at, stride, n, size, factor, scratch, out):
             vec.store(scratch, out + i * size + d, vec.shift(v, np.float32(0.0), factor))
 
 
-@njit(inline="always", error_model="numpy")
+@simd.jit(inline="always")
 def _transpose(array, at, stride, n, size, scratch, out, buffer):
     """Copy n rows of `size` numbers to `scratch` as columns."""
     _copy(array, at, stride, n, size, np.float32(1.0), scratch, buffer)
@@ -72,7 +72,7 @@ def _transpose(array, at, stride, n, size, scratch, out, buffer):
             scratch[out + d * n + i] = scratch[buffer + i * size + d]
 
 
-@njit(inline="always", error_model="numpy")
+@simd.jit(inline="always")
 def _write_product(scratch, a, a_row, a_step, b, n, size, buffer, array, at, stride):
     """Write the product of A (8, n) and B (n, size) to 8 rows of an array."""
     for d in range(0, size, COLUMNS):
@@ -82,7 +82,7 @@ def _write_product(scratch, a, a_row, a_step, b, n, size, buffer, array, at, str
             write(array, at + i * stride + d, vec.load(scratch, buffer + i * size + d))
 
 
-@njit(inline="always", error_model="numpy")
+@simd.jit(inline="always")
 def _softmax(x, at, n_seen, n, normalizers, normalizers_at):
     """Replace the first `n_seen` of n scores by their softmax, and the others by 0.
 
@@ -105,7 +105,7 @@ def _softmax(x, at, n_seen, n, normalizers, normalizers_at):
         vec.store(x, at + t, vec.multiply(vec.load(x, at + t), vec.splat(inverse)))
 
 
-@njit(inline="always", error_model="numpy")
+@simd.jit(inline="always")
 def _recompute_softmax(x, at, n_seen, n, normalizers, normalizers_at):
     """Do the same as `_softmax` with the `normalizers` that it wrote."""
     largest, inverse = normalizers[normalizers_at], vec.splat(normalizers[normalizers_at + 1])
@@ -116,7 +116,7 @@ def _recompute_softmax(x, at, n_seen, n, normalizers, normalizers_at):
         vec.store(x, at + t, vec.multiply(e, inverse))
 
 
-@njit(inline="always", error_model="numpy")
+@simd.jit(inline="always")
 def _softmax_gradient(x, p, gradient, n):
     """Replace the gradient of n probabilities p by the gradient of their scores; both are in x."""
     products = vec.splat(np.float32(0.0))
@@ -129,7 +129,7 @@ def _softmax_gradient(x, p, gradient, n):
         vec.store(x, gradient + t, vec.multiply(vec.load(x, p + t), difference))
 
 
-@njit(error_model="numpy")
+@simd.jit
 def attention(control, n_sequences, n_positions, n_head, size, qkv, normalizers, scratch, y):
     """Write attention of qkv (B, T, 3, H, D/H) to y (B, T, H, D/H).
 
@@ -160,7 +160,7 @@ def attention(control, n_sequences, n_positions, n_head, size, qkv, normalizers,
         item = add(control.counters, 0, 1)
 
 
-@njit(error_model="numpy")
+@simd.jit
 def attention_gradient(
     control, n_sequences, n_positions, n_head, size, qkv, normalizers, grad, scratch, out
 ):

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 
 import numpy as np
-from numba import njit, types
+from numba import types
 from numba.extending import overload
 
 from tiedgpt.infer.kernels import simd
@@ -43,7 +43,7 @@ def _typed_write(array, at, a):
     return lambda array, at, a: vec.store(array, at, a)
 
 
-@njit(inline="always", error_model="numpy")
+@simd.jit(inline="always")
 def _sigmoid(z):
     """Return 1 / (1 + e^-2u), where u = sqrt(2 / pi) (z + 0.044715 z^3).
 
@@ -55,7 +55,7 @@ def _sigmoid(z):
     return vec.divide(one, vec.add(one, vec.multiply(root, root)))
 
 
-@njit(error_model="numpy")
+@simd.jit
 def gelu(control, z, y):
     """Write z / (1 + e^-2u), which is GELU's approximation by tanh, to y; a multiple of 16."""
     n = z.shape[0]
@@ -67,7 +67,7 @@ def gelu(control, z, y):
         start = add(control.counters, 0, CHUNK)
 
 
-@njit(error_model="numpy")
+@simd.jit
 def gelu_gradient(control, z, grad, out):
     """Write grad times GELU'(z) = s + z s (1 - s) 2u', where s = 1 / (1 + e^-2u), to out."""
     n = z.shape[0]
@@ -110,7 +110,7 @@ def _draw_scales(builder, numbers, seed, threshold, scale):
     return builder.select(is_kept, simd.splat(builder, scale), constant(simd.f32, 0.0))
 
 
-@njit(error_model="numpy")
+@simd.jit
 def dropout(control, x, y, seed, threshold, scale):
     """Write x times `scale`, or times 0 with a probability of threshold / 2^32, to y."""
     n = x.shape[0]
@@ -122,7 +122,7 @@ def dropout(control, x, y, seed, threshold, scale):
         start = add(control.counters, 0, CHUNK)
 
 
-@njit(error_model="numpy")
+@simd.jit
 def softmax_gradient(control, width, logits, answers, shares, scratch, losses):
     """Replace logits (N, width) by the gradient of their loss, share (softmax - onehot).
 

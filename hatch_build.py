@@ -1,0 +1,19 @@
+"""Mark a wheel that holds machine code (`make package`) as one for Linux on x86-64."""
+
+from pathlib import Path
+from typing import Any
+
+from hatchling.builders.hooks.plugin.interface import BuildHookInterface
+
+TAG = "py3-none-manylinux_2_17_x86_64"
+"""The machine code needs glibc's functions of 2002, and no Python."""
+
+
+class MachineCode(BuildHookInterface):  # type: ignore[misc]
+    """Give the wheel its tag."""
+
+    def initialize(self, version: str, build_data: dict[str, Any]) -> None:
+        """Set the tag if there is machine code."""
+        folder = Path(self.root, "src", "tiedgpt", "infer", "kernels", "machine_code")
+        if version == "standard" and any(folder.glob("*.so")):
+            build_data |= {"tag": TAG, "pure_python": False}
