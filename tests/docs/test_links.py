@@ -60,6 +60,16 @@ def test_every_page_is_linked():
     assert not alone
 
 
+def test_every_page_is_in_the_sites_navigation():
+    navigation = (ROOT / "mkdocs.yml").read_text().partition("\nnav:")[2]
+    named = re.findall(r": ([\w./-]+\.md)$", navigation, re.MULTILINE)
+    pages = {path.relative_to(ROOT / "docs").as_posix() for path in (ROOT / "docs").rglob("*.md")}
+    examples = [p for p in (ROOT / "examples").iterdir() if p.suffix in (".py", ".ipynb")]
+    pages |= {f"examples/{path.stem}.md" for path in examples}
+    assert pages - set(named) == set()
+    assert len(named) == len(set(named))
+
+
 def test_extras_and_targets_that_are_named_exist():
     extras = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"][
         "optional-dependencies"
