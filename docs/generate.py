@@ -91,7 +91,7 @@ def reference(package: str) -> str:
     parts = [f"# {package}\n\n{MADE}"]
     if package == "tiedgpt":
         parts.append("Shapes: B batch, T positions, D width, V vocabulary, L layers.")
-    own = "    options: {show_root_heading: false, members: false}"
+    own = "    options: {show_root_heading: false, show_root_toc_entry: false, members: false}"
     parts.append(f"::: {package}\n{own}")
     for module, names in MODULES.items():
         if ".".join(module.split(".")[:2]) == package:

@@ -60,6 +60,12 @@ def test_every_page_is_linked():
     assert not alone
 
 
+@pytest.mark.parametrize("page", ALL, ids=lambda page: page.relative_to(ROOT).as_posix())
+def test_every_column_of_a_table_has_a_name(page):
+    headers = re.findall(r"^(\|.+\|)\n\|[ :|-]+\|$", page.read_text(), re.MULTILINE)
+    assert [header for header in headers if re.search(r"\| *\|", header)] == []
+
+
 def test_every_page_is_in_the_sites_navigation():
     navigation = (ROOT / "mkdocs.yml").read_text().partition("\nnav:")[2]
     named = re.findall(r": ([\w./-]+\.md)$", navigation, re.MULTILINE)
