@@ -166,7 +166,7 @@ def test_xtc_excludes_the_top_choices_but_the_least_likely_and_no_spared_ones(
         logits = np.log(np.array(parts, np.float32))
     for uniform in (0.0, 0.29, 0.3, 0.9):
         row = SamplingInput(
-            config, logits, [], 0, len(parts), uniform=0.4, xtc_uniform=uniform, spared=spared
+            config, logits, [], 0, len(parts), 0.4, {"xtc_uniform": uniform}, spared=spared
         )
         ids = expected if uniform < 0.3 else np.flatnonzero(parts).tolist()
         assert filter_logits(row, logits).tolist() == kernels.filter_logits(row).tolist() == ids
@@ -182,7 +182,7 @@ def test_xtc_draws_a_number_of_its_own_and_spares_line_breaks_and_the_ends_of_th
     config = GenerationConfig(xtc_probability=0.5, **options)
     text = SequenceState([1], config, model=model, tokenizer=tokenizer, end_ids=[9])
     rows = [text.sampling_input(random_logits(0, len(tokenizer))) for _ in range(2)]
-    assert [x for row in rows for x in (row.uniform, row.xtc_uniform)] == drawn
+    assert [x for row in rows for x in (row.uniform, *row.uniforms.values())] == drawn
     (line_break,) = tokenizer.encode("\n")
     assert set(rows[0].spared) == {line_break, tokenizer.eos_token_id, 7, 9}
     off = SequenceState([1], GenerationConfig(**options), model=model, tokenizer=tokenizer)

@@ -256,7 +256,8 @@ def test_draws_follow_the_filtered_distribution(tmp_path, xtc):
         logits = page.model(torch.tensor([[1, 2, 3]]))[0, -1].numpy()
     config, expected = GenerationConfig(**options), np.zeros(len(logits))
     for xtc_uniform, share in ((0.0, config.xtc_probability), (1.0, 1 - config.xtc_probability)):
-        row = SamplingInput(config, logits, [], 0, len(logits), xtc_uniform=xtc_uniform)
+        uniforms = {"xtc_uniform": xtc_uniform}
+        row = SamplingInput(config, logits, [], 0, len(logits), uniforms=uniforms)
         drawable = filter_logits(row, logits)
         p = np.exp(logits[drawable] / config.temperature)
         expected[drawable] += share * p / p.sum()

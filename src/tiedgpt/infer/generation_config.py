@@ -32,7 +32,8 @@ Prompt = str | Sequence[int]
 GREEDY_BELOW = 1e-5
 """A temperature below this is greedy: dividing by it would overflow."""
 MAX_THREADS = 256
-# In the fields below, `neutral` is the value with which a sampling option changes nothing.
+# In the fields below, `neutral` is the value with which a sampling option changes nothing, and
+# `uniform` the name of a random number that is drawn for each token while the option is on.
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -68,7 +69,7 @@ class GenerationConfig:
     xtc_probability: float = option(
         0.0,
         "Exclude top choices (XTC): probability of drawing a token without the likeliest ones.",
-        least=0, most=1, neutral=0.0,
+        least=0, most=1, neutral=0.0, uniform="xtc_uniform",
     )  # fmt: skip
     xtc_threshold: float = option(
         0.1,
@@ -230,6 +231,8 @@ class GenerationConfig:
 _FIELDS: dict[str, Any] = {option.name: option for option in fields(GenerationConfig)}
 NEUTRAL = {name: x.metadata["neutral"] for name, x in _FIELDS.items() if "neutral" in x.metadata}
 """The sampling options, each with the value that changes nothing."""
+UNIFORMS = {name: x.metadata["uniform"] for name, x in _FIELDS.items() if "uniform" in x.metadata}
+"""The random number of each option that has one of its own."""
 _PENALTIES = [name for name in NEUTRAL if name.endswith("_penalty")]
 _EXCLUDED_BY_BEAMS = (
     *(name for name in NEUTRAL if name not in _PENALTIES),

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -35,8 +35,8 @@ class SamplingInput:
     """Ids from here on have no token and are never chosen."""
     uniform: float = 0.0
     """A random number from [0, 1) for the draw."""
-    xtc_uniform: float = 0.0
-    """A random number from [0, 1): XTC is applied if it is below `xtc_probability`."""
+    uniforms: Mapping[str, float] = field(default_factory=dict)
+    """The options' own random numbers from [0, 1), by their names in `UNIFORMS`."""
     spared: Collection[int] = ()
     """Ids that XTC does not exclude: those of a line break and of the ends of the text."""
     model_logits: Array | None = None
@@ -111,7 +111,7 @@ def filter_logits(row: SamplingInput, scores: Array) -> Ids:
 
 
 def _xtc(scores: Array, numbers: Mapping[str, Any], ids: Ids, row: SamplingInput) -> Ids:
-    if row.xtc_uniform >= numbers["xtc_probability"]:
+    if row.uniforms.get("xtc_uniform", 0.0) >= numbers["xtc_probability"]:
         return np.arange(len(ids))
     spared = np.isin(ids, list(row.spared))
     return filters.xtc(scores, numbers["temperature"], numbers["xtc_threshold"], spared)

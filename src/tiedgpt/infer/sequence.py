@@ -13,7 +13,7 @@ from tiedgpt.core.config import GPTConfig
 from tiedgpt.errors import UserError
 from tiedgpt.infer import filters
 from tiedgpt.infer.filters import Array
-from tiedgpt.infer.generation_config import GenerationConfig, Processor
+from tiedgpt.infer.generation_config import NEUTRAL, UNIFORMS, GenerationConfig, Processor
 from tiedgpt.infer.sampling import NextToken, SamplingInput, adjust_logits, check_ids
 from tiedgpt.infer.slots import SCORED_AT_ONCE, Decoding, SlotPool, TokensToRun
 from tiedgpt.text import Tokenizer
@@ -247,7 +247,11 @@ class SequenceState:
         return SamplingInput(
             config, processed, self.ids, self.n_prompt, self.n_tokens,
             uniform=0.0 if config.greedy else self._generator.random(),
-            xtc_uniform=self._generator.random() if config.xtc_probability else 0.0,
+            uniforms={
+                name: self._generator.random()
+                for option, name in UNIFORMS.items()
+                if config.numbers[option] != NEUTRAL[option]
+            },
             spared=self._spared if config.xtc_probability else (),
             model_logits=logits if self._processors else None,
         )  # fmt: skip

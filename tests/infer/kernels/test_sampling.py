@@ -28,8 +28,9 @@ def choice(logits, uniform=0.0, n_tokens=None, seen=(), n_prompt=0, xtc=None, **
     config = GenerationConfig(**options)
     xtc_uniform, spared = xtc or (0.0, ())
     return SamplingInput(
-        config, logits, seen, n_prompt, n_tokens or len(logits), uniform, xtc_uniform, spared
-    )
+        config, logits, seen, n_prompt, n_tokens or len(logits), uniform,
+        {"xtc_uniform": xtc_uniform}, spared,
+    )  # fmt: skip
 
 
 def chosen(logits, uniform, **options):

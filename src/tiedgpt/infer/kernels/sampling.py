@@ -47,7 +47,7 @@ class SamplingRow(NamedTuple):
     uniform: float = 0.0
     """A random number from [0, 1) for the draw."""
     xtc_uniform: float = 0.0
-    """Another one: XTC is applied if it is below `xtc_probability`."""
+    """This and other names in `UNIFORMS`: XTC is applied if it is below `xtc_probability`."""
     seen: int = 0
     """The part of `TokenLists.seen` that is this row's: it begins here."""
     generated: int = 0
@@ -129,9 +129,9 @@ def _choose(pool: ThreadPool, inputs: Sequence[SamplingInput]) -> NDArray[Any]:
         spared += row.spared
         rows.append(SamplingRow(
             address=array.ctypes.data, n_tokens=min(row.n_tokens, size), uniform=row.uniform,
-            xtc_uniform=row.xtc_uniform, seen=starts[0], seen_end=len(seen),
-            generated=min(starts[0] + row.n_prompt, len(seen)), bias=starts[1],
-            bias_end=len(bias_ids), spared=starts[2], spared_end=len(spared), **config.numbers,
+            seen=starts[0], seen_end=len(seen), bias=starts[1], bias_end=len(bias_ids),
+            generated=min(starts[0] + row.n_prompt, len(seen)), spared=starts[2],
+            spared_end=len(spared), **config.numbers, **row.uniforms,
         ))  # fmt: skip
     for ids in filter(None, (seen, bias_ids)):
         if not 0 <= min(ids) <= max(ids) < size:
