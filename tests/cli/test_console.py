@@ -166,6 +166,7 @@ def test_every_option_of_train_has_a_heading(capsys):
         (["convert", "a"], "required: DEST", "--help"),
         (["tie", "fix", "a"], "needs MODEL and DEST", "give both"),
         (["generate", "--max_length", "9"], "no option --max-length", "mean --max-new-tokens?"),
+        (["train", "--max-length", "9"], "no option --max-length", "did you mean --context?"),
         (["generate", "--do-sample"], "no option --do-sample", "did you mean --temperature?"),
         (["generate", "--best-of", "2"], "no option --best-of", "use n with a seed"),
         (["chat", "--typical-p", "1"], "no option --typical-p", "use top_p or min_p"),

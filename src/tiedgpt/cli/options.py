@@ -259,8 +259,9 @@ def _explain_unknown(argument: str, options: type, verb: str) -> UsageError:
     typed = argument.partition("=")[0]
     name = typed.lstrip("-").replace("-", "_")
     flags = {field.name: flag(field) for field in fields if not is_argument(field)}
-    other = (OTHER_NAMES["TrainOptions"] | OTHER_NAMES["GenerationConfig"]).get(name, "")
-    near = f"did you mean {flags[other]}? " if other in flags else _suggest(typed, flags.values())
+    others = (OTHER_NAMES[table].get(name, "") for table in ("TrainOptions", "GenerationConfig"))
+    other = next((other for other in others if other in flags), None)
+    near = f"did you mean {flags[other]}? " if other else _suggest(typed, flags.values())
     classes = (*_list_parts(options).values(), *options.__mro__[1:])
     owners = [cls.__name__ for cls in classes if name in getattr(cls, "__dataclass_fields__", {})]
     if owners and name not in flags:
