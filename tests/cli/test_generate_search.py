@@ -6,7 +6,7 @@ from dataclasses import fields
 
 import pytest
 
-from tests.infer.bad_values import BAD_VALUES
+from tests.infer.option_values import BAD_VALUES
 from tiedgpt.cli.main import main
 from tiedgpt.infer import Engine, GenerationConfig
 from tiedgpt.options import flag

@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from tests.conftest import TEXT, opinionated
+from tests.infer.option_values import SAMPLING
 from tiedgpt import GPT, Tokenizer
 from tiedgpt.heads import SequenceClassifier
 from tiedgpt.heads.predictions import predict
@@ -24,12 +25,7 @@ OPTIONS = [
     {"temperature": 0, "repetition_penalty": 1.3},
     {"temperature": 0, "logit_bias": {7: 4.0, 8: -100.0}},
     {"num_beams": 3},
-    {"temperature": 0.8},
-    {"top_k": 5},
-    {"top_p": 0.9},
-    {"min_p": 0.05},
-    {"top_n_sigma": 1.0},
-    {"presence_penalty": 0.5, "frequency_penalty": 0.2},
+    *SAMPLING,
     {"n": 2, "top_k": 9},
 ]
 

@@ -8,9 +8,10 @@ import pytest
 import torch
 import transformers
 
-from tests.infer.bad_values import BAD_PAIRS, BAD_VALUES
+from tests.infer.option_values import BAD_PAIRS, BAD_VALUES, SAMPLING
 from tiedgpt.errors import UserError
 from tiedgpt.infer import Engine, GenerationConfig
+from tiedgpt.infer.generation_config import NEUTRAL
 
 
 def test_a_stop_id_ends_the_text_like_the_end_of_text(engine):
@@ -146,8 +147,21 @@ def test_a_sliding_window_scores_the_prompt_once(engine):
     assert completion.dropped and len(completion.prompt_logprobs) == 39
 
 
-def test_the_table_of_bad_values_covers_every_option():
-    assert BAD_VALUES.keys() == {field.name for field in dataclasses.fields(GenerationConfig)}
+def test_the_tables_of_option_values_cover_every_option():
+    options = {field.name for field in dataclasses.fields(GenerationConfig)}
+    assert BAD_VALUES.keys() == options, "give rejected values in tests/infer/option_values.py"
+    assert {name for values in SAMPLING for name in values} == NEUTRAL.keys(), (
+        "give values that change a text to SAMPLING in tests/infer/option_values.py"
+    )
+
+
+@pytest.mark.parametrize("options", SAMPLING, ids=" ".join)
+def test_a_sampling_option_changes_a_text_which_a_seed_repeats(backend, options):
+    plain, changed, again = (
+        backend.generate("the cat sat", seed=5, max_new_tokens=40, **values)
+        for values in ({}, options, options)
+    )
+    assert changed == again and changed.ids != plain.ids
 
 
 @pytest.mark.parametrize("name", BAD_VALUES)

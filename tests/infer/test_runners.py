@@ -11,6 +11,7 @@ import pytest
 import torch
 
 from tests.infer.conftest import equal
+from tests.infer.option_values import SAMPLING
 from tiedgpt import GPT, GPTConfig
 from tiedgpt.cli.main import main
 from tiedgpt.errors import CorruptInputError, UserError
@@ -88,6 +89,7 @@ def test_kernels_and_torch_write_the_same_text(engine, source):
     assert (kernels.backend, through_torch.backend) == ("kernels", "torch")
     assert greedy(kernels) == greedy(through_torch) == greedy(engine)
     for options in (
+        *SAMPLING,
         {"temperature": 0.8, "top_p": 0.9},
         {"top_k": 5, "repetition_penalty": 1.3, "frequency_penalty": 0.2},
         {"temperature": 0, "logit_bias": {7: 9.0, 8: -math.inf}},

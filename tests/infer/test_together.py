@@ -1,14 +1,17 @@
 """Concurrent requests, in one slot or several, give the results of solo runs."""
 
+from collections import ChainMap
+
 import pytest
 
 from tests.infer.conftest import equal
+from tests.infer.option_values import SAMPLING
 from tiedgpt.infer import Engine
 
 SEARCHES = {
     "greedy": {"temperature": 0},
     "drawn": {"seed": 4, "top_k": 20, "top_logprobs": 2},
-    "without top choices": {"seed": 4, "xtc_probability": 0.7, "xtc_threshold": 0.02},
+    "drawn with all sampling options": {"seed": 4} | dict(ChainMap(*SAMPLING)),
     "beams": {"num_beams": 3},
     "beams that end early": {"num_beams": 3, "early_stopping": True, "length_penalty": -1.0},
     "sliding": {"seed": 4, "context_end": "slide"},

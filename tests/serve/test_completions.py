@@ -8,7 +8,7 @@ import pytest
 from starlette.testclient import TestClient
 
 from tests.conftest import opinionated
-from tests.infer.bad_values import BAD_VALUES
+from tests.infer.option_values import BAD_VALUES, SAMPLING
 from tiedgpt.cli.options import option_fields
 from tiedgpt.infer import Engine, GenerationConfig
 from tiedgpt.serve.app import create_app
@@ -218,11 +218,11 @@ def test_every_option_of_the_command_line_is_a_field_with_its_bounds_and_help(cl
         {"num_beams": 3},
         {"context_end": "slide", "temperature": 0},
         {"timeout": 0.0, "seed": 1},
-        {"xtc_probability": 0.9, "xtc_threshold": 0.02, "seed": 1},
+        *({"seed": 1, **options} for options in SAMPLING),
     ],
     ids=str,
 )
-def test_beams_a_sliding_context_a_timeout_and_xtc_equal_the_engines(client, engine, options):
+def test_beams_a_sliding_context_a_timeout_and_sampling_equal_the_engines(client, engine, options):
     length = engine.runner.config.n_positions + 5 if "context_end" in options else 9
     told = complete(client, prompt=PROMPT, max_tokens=length, **options)
     expected = engine.generate(PROMPT, max_new_tokens=length, **options)

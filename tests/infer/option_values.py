@@ -1,4 +1,4 @@
-"""Values that no front end accepts: Python, the command line and the server are tested on these."""
+"""Values of the options of generation, on which all front ends and backends are tested."""
 
 import math
 
@@ -35,7 +35,18 @@ BAD_VALUES = {
     "json_schema": ["{", '{"type": 5}', "[1]"],
     "grammar": ["nonsense ::="],
 }
-"""By field of GenerationConfig."""
+"""Rejected values by field of GenerationConfig."""
+SAMPLING = [
+    {"temperature": 0.8},
+    {"top_k": 5},
+    {"top_p": 0.9},
+    {"min_p": 0.05},
+    {"top_n_sigma": 1.0},
+    {"xtc_probability": 0.7, "xtc_threshold": 0.02},
+    {"repetition_penalty": 1.3},
+    {"presence_penalty": 0.5, "frequency_penalty": 0.2},
+]
+"""Values with which each sampling option changes a text, alone and after the others."""
 BAD_PAIRS = [
     {"num_beams": 2, "temperature": 0.7},
     {"num_beams": 2, "top_p": 0.9},
