@@ -9,18 +9,16 @@ import subprocess
 import sys
 import time
 from dataclasses import dataclass
-from importlib import import_module
 from pathlib import Path
 
 import pytest
 
 from tiedgpt.cli import console
 from tiedgpt.cli.main import VERBS, main
-from tiedgpt.cli.options import UsageError, option_fields, parse
+from tiedgpt.cli.options import UsageError, parse
 from tiedgpt.errors import NoRoomError, UserError
-from tiedgpt.options import argument, flag, is_argument, option
+from tiedgpt.options import argument, option
 
-FLAGS = Path(__file__).with_name("flags.json")
 LONG = "one two three four five six seven eight nine ten eleven twelve thirteen fourteen fifteen"
 
 
@@ -124,18 +122,6 @@ def test_help_fits_80_columns_and_has_real_defaults(verb, capsys):
     assert max(map(len, out.splitlines())) < 80
     for private in ("None", "STR", "{", "default: )", "==SUPPRESS=="):
         assert private not in out.replace('{"', ""), private
-
-
-def test_the_flags_of_every_verb_are_frozen():
-    """A flag that goes or changes its name breaks scripts: say so in the changelog."""
-    flags = {}
-    for verb in VERBS:
-        module = import_module(f"tiedgpt.cli.{verb}")
-        parts = {f"{verb} {part}": kind for part, kind in getattr(module, "PARTS", {}).items()}
-        for name, kind in (parts or {verb: module.Arguments}).items():
-            fields = option_fields(kind, name)
-            flags[name] = sorted(flag(field) for field in fields if not is_argument(field))
-    assert flags == json.loads(FLAGS.read_text())
 
 
 def test_every_option_of_train_has_a_heading(capsys):

@@ -1,6 +1,6 @@
 """Links of README and docs lead somewhere; names of extras, targets, Python and options exist."""
 
-import json
+import ast
 import re
 import tomllib
 from importlib import import_module
@@ -14,10 +14,9 @@ from tiedgpt.cli.inspect import arguments_of
 from tiedgpt.cli.main import EXIT_CODES, VERBS
 from tiedgpt.cli.options import option_fields
 from tiedgpt.errors import TiedGPTError
-from tiedgpt.infer.generation_config import NEUTRAL, default_of
 from tiedgpt.inspect.registry import INSPECTIONS
 from tiedgpt.names import OTHER_NAMES
-from tiedgpt.options import flag
+from tiedgpt.options import flag, is_argument
 
 ALL = sorted({*PAGES, *ROOT.glob("*.md"), *(ROOT / "examples").glob("*.md")})
 LINK = re.compile(r"\]\(([^)\s]+)\)|(?:src|srcset)=\"([^\"]+)\"")
@@ -143,18 +142,35 @@ def find_options(text: str) -> set[str]:
     return (options | set(re.findall(r"(?<![\w-])--[a-z][a-z-]+", bare))) - ALONE
 
 
+def flags_of(verb: str, arguments: type) -> set[str]:
+    """Return the flags of a verb by the class of its arguments."""
+    return {flag(field) for field in option_fields(arguments, verb) if not is_argument(field)}
+
+
+OF_VERBS = {verb: flags_of(verb, import_module(f"tiedgpt.cli.{verb}").Arguments) for verb in VERBS}
+OF_VERBS |= {f"data {name}": flags_of(f"data {name}", part) for name, part in data.PARTS.items()}
+OF_INSPECTIONS = [flags_of("inspect", arguments_of(each)) for each in INSPECTIONS.values()]
+FLAGS = set().union(*OF_VERBS.values(), *OF_INSPECTIONS)
+
+
 def test_names_and_options_in_the_text_exist():
-    verbs = [(import_module(f"tiedgpt.cli.{verb}").Arguments, verb) for verb in VERBS]
-    verbs += [(arguments_of(inspection), "inspect") for inspection in INSPECTIONS.values()]
-    verbs += [(part, "data") for part in data.PARTS.values()]
-    options = {flag(field) for verb in verbs for field in option_fields(*verb)}
     foreign = {f"{owner}.{name}" for owner, names in OTHER_NAMES.items() for name in names}
     for page in ALL:
         text = page.read_text().replace("\\\n", " ")  # commands of several lines
         names = set(re.findall(r"(?<![/\w.-])tiedgpt(?:\.[A-Za-z_]\w*)+", text))
         assert not [name for name in names - foreign if not found(name)], page
         if page.name not in ("coming-from.md", "command-line.md"):
-            assert find_options(text) <= options, page
+            assert find_options(text) <= FLAGS, page
+
+
+def test_options_in_messages_exist():
+    """Literals of the source name options of `tiedgpt`, or those of the programs that it calls."""
+    others = {*TORCHRUN.split(), "--init", "--project", "--query-gpu", "--version"}
+    for path in (ROOT / "src").rglob("*.py"):
+        nodes = ast.walk(ast.parse(path.read_text()))
+        texts = [str(node.value) for node in nodes if isinstance(node, ast.Constant)]
+        named = set(re.findall(r"(?<![\w-])--[a-z][a-z-]+(?![\w-])", "\n".join(texts)))
+        assert named <= FLAGS | ALONE | others, f"{path} names options that do not exist"
 
 
 def test_options_of_another_program_are_known_in_its_commands_alone():
@@ -164,31 +180,12 @@ def test_options_of_another_program_are_known_in_its_commands_alone():
 
 
 def test_every_option_is_shown_in_a_guide_or_an_example():
-    verbs = json.loads((ROOT / "tests" / "cli" / "flags.json").read_text())
     pages = [page for page in ALL if page.name != "command-line.md"]
     text = "".join(path.read_text() for path in [*pages, *(ROOT / "examples").glob("*.*")])
-    for verb, flags in verbs.items():
-        names = {re.search(r"--[a-z-]+", flag)[0] for flag in flags if "--" in flag}
+    for verb, names in OF_VERBS.items():
         shown = {name for name in names if re.search(rf"(?<![\w-]){name}(?![\w-])", text)}
         shown |= {name for name in names if f"`{name[2:].replace('-', '_')}" in text}
-        assert names == shown, verb
-
-
-def test_sampling_options_are_in_the_lists_that_are_kept_by_hand():
-    page = ROOT / "src" / "tiedgpt" / "serve" / "page" / "model" / "filters.js"
-    for guide in ("generate.md", "serve.md"):
-        rows = [
-            line
-            for line in (ROOT / "docs" / "guides" / guide).read_text().splitlines()
-            if line[:1] == "|"
-        ]
-        assert {name for name in NEUTRAL if not re.search(rf"`{name}\b", "".join(rows))} == set()
-    (table,) = re.findall(r"NEUTRAL = {(.*)}", page.read_text())
-    values = dict(re.findall(r"(\w+): ([\d.]+)", table))
-    changes_nothing = {name: float(NEUTRAL[name]) for name in values.keys() - {"xtc_threshold"}}
-    assert changes_nothing | {"xtc_threshold": default_of("xtc_threshold")} == {
-        name: float(value) for name, value in values.items()
-    }
+        assert names == shown, f"show these options of `tiedgpt {verb}` in a guide or an example"
 
 
 def test_every_error_class_and_exit_code_is_explained():
@@ -208,7 +205,8 @@ def test_guides_the_readme_and_a_release_in_the_changelog_are_short():
     for section in (ROOT / "CHANGELOG.md").read_text().split("\n## ")[1:]:
         assert section.count("\n") <= 60, section[:20]
     for guide in (ROOT / "docs" / "guides").glob("*.md"):
-        assert len(guide.read_text().splitlines()) <= 120, guide
+        n_lines = len(guide.read_text().splitlines())
+        assert n_lines <= 120, f"shorten {guide.name}, or add to one of its rows: {n_lines} lines"
     text = BLOCK.sub("", (ROOT / "README.md").read_text())
     prose = [line for line in text.splitlines() if not line.startswith(("|", "<"))]
     assert len(" ".join(prose).split()) <= 1200

@@ -39,7 +39,7 @@ def words_of(path):
     ],
 )
 def test_a_guide_names_each_option(page, names):
-    assert names - words_of(GUIDES / page) == set()
+    assert names - words_of(GUIDES / page) == set(), f"name these in docs/guides/{page}"
 
 
 def test_the_page_computes_each_inspection_and_the_same_neutral_options():
@@ -48,7 +48,9 @@ def test_the_page_computes_each_inspection_and_the_same_neutral_options():
         code = (PAGE / "model" / file).read_text()
         computed |= set(re.findall(r"\w+", code.partition(f"export const {table} = ")[2]))
     served = {name for name, inspection in INSPECTIONS.items() if inspection.is_served}
-    assert served <= computed
+    assert served <= computed, (
+        "compute these in serve/page/model/inspections.js, or give their records is_served=False"
+    )
     filters = (PAGE / "model" / "filters.js").read_text()
     neutral = dict(
         re.findall(r"(\w+): ([\d.]+)", filters.partition("NEUTRAL = ")[2].partition(";")[0])
