@@ -2,6 +2,7 @@
 
 import json
 import math
+from dataclasses import MISSING
 
 import numpy as np
 import pytest
@@ -30,7 +31,13 @@ from tiedgpt.inspect import (
 from tiedgpt.inspect.inputs import piece
 from tiedgpt.inspect.registry import INSPECTIONS
 
-OF_TEXT = (positions, lens, dot, gradient_split, attention, ablate, random_head)
+OF_TEXT = [
+    inspection.function
+    for inspection in INSPECTIONS.values()
+    if inspection.reads_text
+    and all(option.default is not MISSING for option in inspection.options.values())
+]
+"""The inspections that need a text alone."""
 
 
 @pytest.fixture

@@ -26,6 +26,7 @@ from tiedgpt.cli.main import main
 from tiedgpt.data import TEMPLATES, ShardWriter
 from tiedgpt.errors import UserError
 from tiedgpt.infer import Engine
+from tiedgpt.inspect.registry import INSPECTIONS
 from tiedgpt.serve.app import create_app
 from tiedgpt.serve.assets import in_one_file, page_files
 from tiedgpt.serve.export import export
@@ -122,8 +123,8 @@ def test_the_page_requests_the_model(page, run):
     assert stored["names"] == ["transformer.wte.weight"]
     assert stored["file"] == "model.safetensors" and stored["roles"] == ["reads", "predicts"]
     assert stored["n_bytes"] == 4 * model.wte.weight.numel() and stored["dtype"] == "float32"
-    limited = ("lens", "learn", "attention", "ablate", "patch")
-    assert found["most_tokens"] == dict.fromkeys(limited, 48)
+    limited = [name for name, inspection in INSPECTIONS.items() if inspection.max_tokens]
+    assert found["most_tokens"] == dict.fromkeys(limited, 48)  # the model's context
     curves = found["run"]["curves"]
     assert curves["val_loss"]["x"] == [500, 1000, 1500, 2000, 2500, 3000]
     assert curves["loss"]["x"][-1] == 3000 and len(curves["loss"]["y"]) == 30
