@@ -46,6 +46,7 @@ from tiedgpt import GPT, GPTConfig, Tokenizer
 from tiedgpt.cli.main import main
 from tiedgpt.errors import CorruptInputError, TiedGPTError, UserError
 from tiedgpt.tie import audit
+from tiedgpt.weights.containers import open_container
 from tiedgpt.weights.file import OpenFile
 from tiedgpt.weights.formats.gguf.vocabulary import read_tokenizer
 from tiedgpt.weights.formats.gguf.writer import write as write_our_gguf
@@ -53,6 +54,7 @@ from tiedgpt.weights.formats.nanogpt import read_data_pickle
 from tiedgpt.weights.formats.onnx.writer import write as write_our_onnx
 from tiedgpt.weights.formats.packed import open_packed
 from tiedgpt.weights.formats.packed.writer import pack_gpt, save_packed
+from tiedgpt.weights.registry import formats
 from tiedgpt.weights.source import open_checkpoint
 
 pytestmark = pytest.mark.filterwarnings("ignore::tiedgpt.weights.load.CheckpointWarning")
@@ -158,6 +160,18 @@ def sample(request, tmp_path_factory):
     sample.write(directory / sample.files[0])
     sample.read(directory / sample.files[0])
     return sample, directory, {name: (directory / name).read_bytes() for name in sample.files}
+
+
+def test_every_format_with_a_reader_of_its_own_has_a_sample(tmp_path):
+    sampled = set()
+    for number, sample in enumerate(SAMPLES.values()):
+        path = tmp_path / str(number) / sample.files[0]
+        path.parent.mkdir()
+        sample.write(path)
+        with contextlib.suppress(UserError, CorruptInputError):  # a tokenizer
+            sampled.add(open_checkpoint(path).format.name)
+    readers = {format.name for format in formats() if format.open is not open_container}
+    assert readers <= sampled, "add a sound file of these to SAMPLES"
 
 
 def read_with(sample, directory: Path, sound: dict[str, bytes], name: str, content: bytes) -> None:
