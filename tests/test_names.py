@@ -21,6 +21,8 @@ from torch.func import functional_call
 import tiedgpt
 from tiedgpt import GPT, GPTConfig, Tokenizer, tie
 from tiedgpt.errors import UserError
+from tiedgpt.infer import GenerationConfig
+from tiedgpt.infer.runners import ENGINE_OPTIONS
 from tiedgpt.names import OTHER_NAMES
 from tiedgpt.train import TrainOptions
 from tiedgpt.tune import lora
@@ -166,13 +168,14 @@ def test_suggested_names_exist(package, tiny):
         assert hasattr(Tokenizer.characters(["abc"]), name)
 
 
-@pytest.mark.parametrize("called", [GPTConfig, TrainOptions, lora])
+@pytest.mark.parametrize("called", [GPTConfig, TrainOptions, GenerationConfig, lora])
 def test_suggested_arguments_exist(called):
     fields = getattr(called, "__dataclass_fields__", None)
-    known = fields or pydoc.inspect.signature(called).parameters
+    known = {*(fields or pydoc.inspect.signature(called).parameters)}
+    known |= {*ENGINE_OPTIONS} if called is GenerationConfig else set()
     for other, names in OTHER_NAMES[called.__name__].items():
         assert other not in known
-        assert set(re.split(r", | and ", names)) <= set(known)
+        assert set(re.split(r", | and ", names)) <= known, f"change {other!r} in OTHER_NAMES"
 
 
 def test_an_unknown_attribute_is_the_usual_error(tiny):
