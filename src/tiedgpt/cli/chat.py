@@ -134,10 +134,9 @@ def run(arguments: list[str]) -> None:
     )
     source = source_or_newest(options.source, task="lm")
     from tiedgpt.data import read_template
-    from tiedgpt.weights.source import Source
 
-    path = Source(source).path
-    template = read_template(Source(options.tokenizer or path, weights=False).path)
+    told_by = options.tokenizer_source or source
+    template = read_template(told_by.path, told_by.read)
     if template is None:
         raise UserError(
             f"{source} has no chat template",
@@ -155,7 +154,7 @@ def run(arguments: list[str]) -> None:
         system = [{"role": "system", "content": options.system}]
     elif template.default_system is not None:
         note(f"system message: {template.default_system!r}; --system replaces it")
-    with options.engine(path, slots=1) as engine:
+    with options.engine(source, slots=1) as engine:
         if options.max_new_tokens is None:
             half = max(1, engine.runner.config.n_positions // 2)
             config = replace(config, max_new_tokens=half)

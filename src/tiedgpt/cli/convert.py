@@ -7,7 +7,7 @@ import signal
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 from tiedgpt.cli.console import bar, fact, note
 from tiedgpt.cli.options import parse
@@ -16,6 +16,9 @@ from tiedgpt.errors import UserError
 from tiedgpt.files import format_count, reading
 from tiedgpt.options import argument, option
 from tiedgpt.weights.registry import writer_named, writers
+
+if TYPE_CHECKING:
+    from tiedgpt.weights.source import Source
 
 ABOUT = "Write a GPT in another format, open it again, and check that it is the same model."
 SAMPLES = "samples"
@@ -110,7 +113,7 @@ def _run(args: Arguments) -> None:
 
     from tiedgpt.weights.convert import convert, format_of, require_place
     from tiedgpt.weights.load import load
-    from tiedgpt.weights.source import Source, tokenizer_for
+    from tiedgpt.weights.source import tokenizer_for
 
     path = Path(args.dest)
     to = format_of(path) if args.to == "auto" else args.to
@@ -121,7 +124,7 @@ def _run(args: Arguments) -> None:
             raise UserError("--calibrate needs --to packed --precision int4")
     columns = DownloadColumn(), TransferSpeedColumn()
     precision = args.precision if args.precision != "auto" else writer.default or None
-    opened = Source(source_or_newest(args.source))
+    opened = source_or_newest(args.source)
     with bar("reading", *columns) as progress:
         loaded = load(
             opened,
@@ -141,7 +144,7 @@ def _run(args: Arguments) -> None:
     named = ("duplicate_head", "approximate_gelu", "w_precision")
     options: dict[str, Any] = {n: getattr(args, n) for n in named if getattr(args, n)}
     if "ollama_template" in writer.options:
-        options |= ollama_options(loaded.path, tokenizer)
+        options |= ollama_options(opened, tokenizer)
     with bar("writing", *columns) as progress:
         if args.calibrate is not None:
             options["calibration"] = _calibration_ids(args.calibrate, loaded.model, tokenizer)
@@ -174,12 +177,12 @@ def _list_beside(path: Path, to: str) -> Iterator[str]:
         yield ", ".join(map(str, uses[to]))
 
 
-def ollama_options(source: Path, tokenizer: Any) -> dict[str, Any]:
+def ollama_options(source: Source, tokenizer: Any) -> dict[str, Any]:
     """Return the options of GGUF's writer for Ollama, if `tiedgpt tune` wrote a template."""
     from tiedgpt.data.templates import read_template
 
     try:
-        template = read_template(source)
+        template = read_template(source.path, source.read)
     except UserError:  # of another program: Ollama reads it from the file, where it knows it
         return {}
     if template is None or tokenizer is None:

@@ -8,6 +8,7 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import MISSING, asdict, dataclass
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -266,16 +267,17 @@ def _progress() -> Iterator[Callable[[str, int, int], None]]:
 def show(arguments: list[str]) -> None:
     """Show the examples."""
     args = parse(ShowArguments, "data show", arguments, ABOUT_SHOW)
-    from tiedgpt.data import TEMPLATES, ExampleReader, documents
-    from tiedgpt.weights.source import Source, open_tokenizer
+    from tiedgpt.data import TEMPLATES, ExampleReader, documents, read_template
+    from tiedgpt.weights.source import open_tokenizer
 
     corpus = documents(args.data, **args.file_reading)
-    source = Source(source_or_newest(args.tokenizer), weights=False)
+    source = source_or_newest(args.tokenizer, weights=False)
     tokenizer = open_tokenizer(source)
+    stored = partial(read_template, source.path, source.read)
     reader = ExampleReader(
         corpus,
         tokenizer,
-        template=TEMPLATES[args.template] if args.template else source.path,
+        template=TEMPLATES[args.template] if args.template else stored,
         context=args.context,
         too_long=args.too_long,
         skip_bad=args.skip_bad,

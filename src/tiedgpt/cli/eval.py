@@ -106,10 +106,9 @@ def _evaluate(args: Arguments) -> None:
     from tiedgpt.data import documents
     from tiedgpt.data.readers import has_records
     from tiedgpt.evaluate import examples, texts
-    from tiedgpt.weights.source import Source
     from tiedgpt.weights.wrappers import OTHER_HEADS
 
-    source = Source(source_or_newest(args.source))
+    source = source_or_newest(args.source)
     if args.data is not None and any(n.startswith(OTHER_HEADS) for n in source.checkpoint.tensors):
         return _evaluate_head(
             args, source, documents([args.data], **args.file_reading, only_records=True)

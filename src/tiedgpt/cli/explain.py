@@ -63,12 +63,12 @@ def run(arguments: list[str]) -> None:
             topic = args.source if args.source in TOPICS else "tie"
             hint = f"the topic comes first: tiedgpt explain {topic} {shlex.quote(args.topic)}"
         raise UsageError(f"no topic {args.topic!r}", hint)
-    source = args.source
+    source = None
     if args.topic is not None:
         try:
-            source = source_or_newest(source, task="lm")
+            source = source_or_newest(args.source, task="lm")
         except UserError:
-            if source is not None:
+            if args.source is not None:
                 raise
             note("runs/ has no model: a tiny one is taken")
     from rich.progress import TimeRemainingColumn

@@ -23,6 +23,7 @@ from tiedgpt.options import argument, option
 if TYPE_CHECKING:
     from tiedgpt.core.model import GPT
     from tiedgpt.text import Tokenizer
+    from tiedgpt.weights.source import Source
 
 ABOUT = """Write a GPT as one HTML file that computes in a browser.
 
@@ -63,13 +64,12 @@ def run(arguments: list[str]) -> None:
         raise UserError("--text and --ids exclude each other")
     from tiedgpt.core.model import GPT
     from tiedgpt.serve.export import export
-    from tiedgpt.weights.source import Source, tokenizer_for
+    from tiedgpt.weights.source import tokenizer_for
 
     source = source_or_newest(args.source, task="lm")
     with waiting(f"reading {source}"):
-        opened = Source(source)
-        model = GPT.from_pretrained(opened, **args.loading)
-        tokenizer = tokenizer_for(opened, args.tokenizer, needed=args.text is not None)
+        model = GPT.from_pretrained(source, **args.loading)
+        tokenizer = tokenizer_for(source, args.tokenizer_source, needed=args.text is not None)
     text: Any = list(args.ids) or args.text
     if text is None:
         text = _opening(model, tokenizer, source)
@@ -78,7 +78,7 @@ def run(arguments: list[str]) -> None:
     with waiting("packing the model"):
         page = export(
             model, tokenizer, text, name=model_name(source), source=source,
-            template=chat_template(args.tokenizer or opened), precision=args.precision,
+            template=chat_template(args.tokenizer_source or source), precision=args.precision,
             max_bytes=int(args.max_size * 1e6),
         )  # fmt: skip
     with replacing(args.page) as temporary:
@@ -86,7 +86,7 @@ def run(arguments: list[str]) -> None:
     fact("written", f"{args.page} ({format_bytes(len(page.encode()))}): open it in a browser")
 
 
-def _opening(model: GPT, tokenizer: Tokenizer | None, source: str) -> str | list[int]:
+def _opening(model: GPT, tokenizer: Tokenizer | None, source: Source) -> str | list[int]:
     """Return the default opening text, cut to the model's context."""
     from tiedgpt.serve.page_data import opening_text
 

@@ -32,6 +32,7 @@ from tiedgpt.options import option
 if TYPE_CHECKING:
     from tiedgpt.infer import Completion, Engine
     from tiedgpt.infer.batches import PromptResult
+    from tiedgpt.weights.source import Source
 
 ABOUT = """Continue a text, shown as it grows.
 
@@ -113,7 +114,7 @@ class Arguments(SourceOrNewest, EngineOptions, GenerationConfig):
         return GenerationConfig(**values)
 
     @contextmanager
-    def steering_engine(self, source: str, *, slots: int) -> Iterator[Engine]:
+    def steering_engine(self, source: Source, *, slots: int) -> Iterator[Engine]:
         """Open the model's engine, with --steer if it is given."""
         strength = 1.0 if self.strength is None else self.strength
         if self.steer is None:
@@ -141,8 +142,9 @@ def run(arguments: list[str]) -> None:
         return _complete_file(args, args.prompts, config, source)
     if args.save is not None:
         raise UserError("--save needs --prompts")
-    if " " in source and not args.prompt and not Path(source).exists():
-        raise UsageError(f"there is no model {source!r}", hint_at_prompt(source))
+    name = str(source)
+    if " " in name and not args.prompt and not Path(name).exists():
+        raise UsageError(f"there is no model {name!r}", hint_at_prompt(name))
     source_text = text_or_piped(args.prompt, "--prompt")
     prompt = read_passage(source_text or "", "--prompt")
     if source_text == "-" and not prompt:
@@ -166,7 +168,7 @@ def run(arguments: list[str]) -> None:
     _note_ends(completions, config)
 
 
-def _complete_file(args: Arguments, path: Path, config: GenerationConfig, source: str) -> None:
+def _complete_file(args: Arguments, path: Path, config: GenerationConfig, source: Source) -> None:
     """Continue every prompt of a file; print the results as `.jsonl`, in order."""
     from tiedgpt.infer.batches import complete, read_prompts
 
@@ -174,7 +176,7 @@ def _complete_file(args: Arguments, path: Path, config: GenerationConfig, source
         raise UserError("--prompt and --prompts exclude each other")
     lines = read_prompts(path, config, args.prompt_field)
     slots = max(MOST_SLOTS, *(line.config.num_beams for line in lines))
-    conditions = describe_source(args, source) | {
+    conditions = describe_source(args, str(source)) | {
         "backend": args.backend,
         "prompts": hashlib.sha256(repr(lines).encode()).hexdigest(),
     }

@@ -11,7 +11,7 @@ from dataclasses import dataclass, make_dataclass
 from inspect import signature
 from pathlib import Path
 from textwrap import fill
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 from tiedgpt.cli.console import bar, fact, waiting
 from tiedgpt.cli.options import HELP_WIDTH, UsageError, parse
@@ -28,6 +28,9 @@ from tiedgpt.inspect.registry import INSPECTIONS, Inspection
 from tiedgpt.options import argument, option
 from tiedgpt.plots.figure import require_figures, save_figure
 from tiedgpt.runtime import device_for_inference
+
+if TYPE_CHECKING:
+    from tiedgpt.weights.source import Source
 
 EXAMPLE = '--text "Once upon a time"'
 
@@ -105,13 +108,13 @@ def _inspect(inspection: Inspection, arguments: list[str]) -> None:
     if inspection.reads_text:
         options["text"] = _text(args, inspection.verb)
     source = source_or_newest(args.source)
-    options = inspection.defaults_of(source) | options
     has_layers = "progress" in signature(inspection.function).parameters
     layers = bar("layers") if has_layers else nullcontext()
     with waiting(f"computing {inspection.verb} of {source}"), layers as progress:
         if has_layers:
             options["progress"] = progress
-        result = inspection.function(*_model(args, source), **options)
+        model, tokenizer = _model(args, source)
+        result = inspection.function(model, tokenizer, **(inspection.defaults_of(source) | options))
     if args.plot is not None:
         title, panels = result.figure()
         columns = 1 if len(panels) < 3 else 2 if len(panels) < 6 else 4
@@ -156,13 +159,12 @@ def _text(args: Any, name: str) -> str | list[int]:
     return list(args.ids) if text is None else read_passage(text, "--text")
 
 
-def _model(args: Any, source: str) -> tuple[Any, Any]:
+def _model(args: Any, source: Source) -> tuple[Any, Any]:
     """Return the model and its tokenizer as the functions of `inspect` take them."""
     from tiedgpt.core.model import GPT
-    from tiedgpt.weights.source import Source, tokenizer_for
+    from tiedgpt.weights.source import tokenizer_for
 
     needs_tokenizer = getattr(args, "text", None) is not None
-    opened = Source(source)
-    tokenizer = tokenizer_for(opened, args.tokenizer, needed=needs_tokenizer)
-    model = GPT.from_pretrained(opened, **args.loading)
+    tokenizer = tokenizer_for(source, args.tokenizer, needed=needs_tokenizer)
+    model = GPT.from_pretrained(source, **args.loading)
     return model.to(device_for_inference(args.device, model.config.parameter_count())), tokenizer

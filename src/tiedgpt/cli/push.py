@@ -6,7 +6,7 @@ import json
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import Literal
+from typing import TYPE_CHECKING, Literal
 
 from tiedgpt.cli.console import fact
 from tiedgpt.cli.convert import list_gguf_precisions, ollama_options
@@ -14,6 +14,9 @@ from tiedgpt.cli.options import parse
 from tiedgpt.files import format_bytes
 from tiedgpt.options import argument, option
 from tiedgpt.weights.hub import MESSAGE
+
+if TYPE_CHECKING:
+    from tiedgpt.weights.source import Source
 
 ABOUT = """Send a model to a repository of the Hugging Face hub: its weights, tokenizer and card.
 
@@ -43,10 +46,11 @@ def run(arguments: list[str]) -> None:
     from tiedgpt.weights.hub import push
     from tiedgpt.weights.source import Source
 
-    directory = Source(args.source).path
+    source = Source(args.source)
+    directory = source.path
     with TemporaryDirectory() as folder:
         if args.gguf is not None:
-            _write_gguf(args, directory, Path(folder))
+            _write_gguf(args, source, Path(folder))
             for path in filter(Path.is_file, directory.glob("*")):
                 Path(folder, path.name).symlink_to(path.resolve())
             directory = Path(folder)
@@ -66,15 +70,14 @@ def run(arguments: list[str]) -> None:
     fact("to", sent.url or f"{sent.repo} ({visibility} if it is new); nothing was sent")
 
 
-def _write_gguf(args: Arguments, directory: Path, folder: Path) -> None:
+def _write_gguf(args: Arguments, source: Source, folder: Path) -> None:
     """Write the GGUF file and its Modelfile."""
     import torch
 
     from tiedgpt.weights.convert import convert
     from tiedgpt.weights.load import load
-    from tiedgpt.weights.source import Source, tokenizer_for
+    from tiedgpt.weights.source import tokenizer_for
 
-    source = Source(directory)
     tokenizer = tokenizer_for(source, None)
     path = folder / f"{args.repo.rpartition('/')[2]}-{args.gguf}.gguf"
     convert(
@@ -83,5 +86,5 @@ def _write_gguf(args: Arguments, directory: Path, folder: Path) -> None:
         "gguf",
         tokenizer=tokenizer,
         precision=args.gguf,
-        **ollama_options(directory, tokenizer),
+        **ollama_options(source, tokenizer),
     )

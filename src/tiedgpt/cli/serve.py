@@ -29,6 +29,7 @@ from tiedgpt.options import option
 if TYPE_CHECKING:
     from tiedgpt.core.model import GPT
     from tiedgpt.infer import Engine
+    from tiedgpt.weights.source import Source
 
 ABOUT = """Serve a model with OpenAI's API.
 
@@ -105,7 +106,7 @@ def run(arguments: list[str]) -> None:
         _serve(args, source, key, listener)
 
 
-def _serve(args: Arguments, source: str, key: str | None, listener: socket.socket) -> None:
+def _serve(args: Arguments, source: Source, key: str | None, listener: socket.socket) -> None:
     """Listen at once, answering 503 until the model is loaded; serve until a signal."""
     from tiedgpt.serve.app import create_app
     from tiedgpt.serve.guards import Hosts, Limits, access_log
@@ -130,7 +131,7 @@ def _serve(args: Arguments, source: str, key: str | None, listener: socket.socke
     ):
         engine.generate([0], max_new_tokens=2)  # kernels are compiled before clients come
         name = args.name or model_name(source)
-        template = chat_template(args.tokenizer or source)
+        template = chat_template(args.tokenizer_source or source)
         app = create_app(
             engine,
             name=name,

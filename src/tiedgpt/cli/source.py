@@ -9,6 +9,7 @@ import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -22,6 +23,7 @@ from tiedgpt.options import argument, option
 
 if TYPE_CHECKING:
     from tiedgpt.data.templates import Template
+    from tiedgpt.weights.source import Source
 
 TEXTS = (".txt", ".md", ".rst", ".jsonl", ".html", ".csv")
 """Suffixes of text files, which are not models."""
@@ -62,6 +64,13 @@ class ModelOptions:
         "What to do if the file holds two different matrices, or if its head is missing (tie).",
         "model",
     )
+
+    @cached_property
+    def tokenizer_source(self) -> Source | None:
+        """The source that --tokenizer names; None without it."""
+        from tiedgpt.weights.source import Source
+
+        return None if self.tokenizer is None else Source(self.tokenizer, weights=False)
 
     @property
     def loading(self) -> dict[str, Any]:
@@ -110,17 +119,24 @@ class EngineOptions(ModelOptions, DeviceOption):
         """Open the model's engine, with its notes on stderr."""
         engine = infer.Engine(
             source, self.precision, backend=self.backend, device=self.device, threads=self.threads,
-            tokenizer=self.tokenizer, **self.loading, **options,
+            tokenizer=self.tokenizer_source, **self.loading, **options,
         )  # fmt: skip
         with engine, compilation_noted("inference"):
             note(*engine.notes)
             yield engine
 
 
-def source_or_newest(source: str | None, *, task: Literal["lm"] | None = None) -> str:
-    """Return the source given, or the newest run under runs/ that has a model (of the task)."""
+def source_or_newest(
+    source: str | None, *, task: Literal["lm"] | None = None, weights: bool = True
+) -> Source:
+    """Return the source given, or the newest run under runs/ that has a model (of the task).
+
+    `weights` is that of `Source`.
+    """
+    from tiedgpt.weights.source import Source
+
     if source is None:
-        return str(newest_run("model/config.json", task))
+        return Source(newest_run("model/config.json", task))
     if source.lower().endswith(TEXTS) and os.path.isfile(source):
         raise UserError(
             f"{source} is text, not a model", hint=f"train on it with tiedgpt train {source}"
@@ -131,7 +147,7 @@ def source_or_newest(source: str | None, *, task: Literal["lm"] | None = None) -
         raise UserError(
             f"{source} is a folder of runs", hint=f"name one of them, such as {names[0]}"
         )
-    return source
+    return Source(source, weights=weights)
 
 
 def require_model_first(verb: str, source: str, data: str | None) -> None:
@@ -171,18 +187,16 @@ def newest_run(holding: str, task: Literal["lm"] | None = None) -> Path:
     return newest
 
 
-def model_name(source: str) -> str:
+def model_name(source: Source) -> str:
     """Return the model's name for clients and pages: its directory's or the hub's."""
-    path = Path(source)
-    return path.resolve().name if path.exists() else source
+    path = Path(str(source))
+    return path.resolve().name if path.exists() else str(source)
 
 
-def chat_template(source: str | os.PathLike[str]) -> Template | None:
+def chat_template(source: Source) -> Template | None:
     """Return the chat template beside the tokenizer, or None, with a note, for a foreign one."""
     from tiedgpt.data.templates import read_template
-    from tiedgpt.weights.source import Source
 
-    source = Source.of(source, weights=False)
     try:
         return read_template(source.path, source.read)
     except UserError as error:

@@ -38,5 +38,5 @@ def run(arguments: list[str]) -> int:
         if start is None:  # a run to resume has its own, and others begin with the newest run
             out = args.run.out
             start = find_tune_start(args.options, [Path(out)] if out else RUNS.glob("*"))
-        options = replace(args.options, start=source_or_newest(start, task="lm"))
+        options = replace(args.options, start=str(source_or_newest(start, task="lm")))
     return show_run(options, args.run, "tune", arguments)

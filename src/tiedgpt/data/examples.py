@@ -14,9 +14,8 @@ from __future__ import annotations
 
 from array import array
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import asdict, dataclass, replace
-from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
@@ -32,7 +31,7 @@ from tiedgpt.data.records import (
     parse_record,
 )
 from tiedgpt.data.remarks import note_special_tokens, special_token_finder
-from tiedgpt.data.templates import CHATML, Piece, Template, encode_pieces, read_template
+from tiedgpt.data.templates import CHATML, Piece, Template, encode_pieces
 from tiedgpt.errors import CorruptInputError, UserError
 from tiedgpt.options import read_number
 from tiedgpt.signatures import wrong_type
@@ -79,7 +78,7 @@ class ExampleReader:
     """The encoded examples of files, to be iterated any number of times.
 
     The attribute `tokenizer` adds the special tokens of the kind; the model then needs rows for
-    them (`tie.add_tokens`). `template` may be the tokenizer's directory, whose template is read,
+    them (`tie.add_tokens`). `template` may be a function that reads the tokenizer's, which is used
     without its default system message, and ChatML is the default. `remarks` counts the problems of
     the last iteration by the names in `REMARKS`, `unread` the fields that were not read, and
     `special_tokens` the special tokens that texts spell, which are ordinary text. `max_turns` is
@@ -98,7 +97,7 @@ class ExampleReader:
         corpus: FileCorpus,
         tokenizer: Tokenizer,
         *,
-        template: Template | Path = CHATML,
+        template: Template | Callable[[], Template | None] = CHATML,
         context: int | None = None,
         too_long: Literal["drop", "cut", "error"] = "drop",
         skip_bad: bool = False,
@@ -119,7 +118,7 @@ class ExampleReader:
             if isinstance(template, Template):
                 self.template = template
             else:
-                stored = read_template(template) or CHATML
+                stored = template() or CHATML
                 self.template = replace(stored, default_system=None)
             needed += self.template.tokens
         self.tokenizer = tokenizer.with_special_tokens(needed)

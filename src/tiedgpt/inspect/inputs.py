@@ -15,7 +15,7 @@ from tiedgpt.core.model import GPT
 from tiedgpt.errors import UserError
 from tiedgpt.options import read_number
 from tiedgpt.text import Tokenizer
-from tiedgpt.weights.source import tokenizer_for
+from tiedgpt.weights.source import Source, tokenizer_for
 
 Model = GPT | nn.Module | str | os.PathLike[str]
 """A GPT, transformers' GPT-2 or GPT-1 in memory, or a path, a run directory, a hub name."""
@@ -73,6 +73,7 @@ def open_model(
     model: Model, tokenizer: Any, *, needed: bool = False
 ) -> tuple[GPT, Tokenizer | None]:
     """Return the GPT and its tokenizer; see `tokenizer_for`."""
+    model = model if isinstance(model, nn.Module) else Source.of(model)
     tokenizer = tokenizer_for(model, tokenizer, needed=needed)
     return model if isinstance(model, GPT) else GPT.from_pretrained(model), tokenizer
 

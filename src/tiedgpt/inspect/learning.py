@@ -31,6 +31,7 @@ from tiedgpt.plots.table import number_table, token_cells, visible
 from tiedgpt.runtime import free_memory
 from tiedgpt.tie import untie
 from tiedgpt.tie.heads import require_gpt
+from tiedgpt.weights.source import Source
 
 CHOICES = {"predict": ("all", "last"), "train": ("all", "head", "blocks")}
 """Values of two options: the predictions to learn from, and the parameters to train."""
@@ -197,8 +198,9 @@ def learn(
     Raises `NoRoomError` if the copy does not fit into memory.
     """
     _require_options({"steps": steps, "top": top}, lr, {"predict": predict, "train": train})
+    model = model if isinstance(model, torch.nn.Module) else Source.of(model)
     inputs = open_input(model, tokenizer, text)
-    if other is None and not isinstance(model, torch.nn.Module):
+    if other is None and isinstance(model, Source):
         other = stored_opening(model)
     ids, n_tokens = inputs.ids, inputs.ids.shape[1]
     if n_tokens < 2:

@@ -13,8 +13,9 @@ from importlib import import_module
 from typing import Any, Literal
 
 from tiedgpt.inspect.results import Result
-from tiedgpt.inspect.run_files import ModelPath, counts_in, stored_opening
+from tiedgpt.inspect.run_files import counts_in, stored_opening
 from tiedgpt.options import option
+from tiedgpt.weights.source import Source
 
 LARGEST = (1 << 31) - 1
 
@@ -28,7 +29,7 @@ def parameter(
     is_required: bool = False,
     is_served: bool = True,
     is_of_table: bool = False,
-    of_run: Callable[[ModelPath], Any] | None = None,
+    of_run: Callable[[Source], Any] | None = None,
 ) -> Field[Any]:
     """Return an argument of a function, which the command line and the server have too.
 
@@ -83,7 +84,7 @@ class Inspection:
         function: Callable[..., Result] = getattr(import_module(self.module), self.name)
         return function
 
-    def defaults_of(self, source: ModelPath) -> dict[str, Any]:
+    def defaults_of(self, source: Source) -> dict[str, Any]:
         """Return the defaults that a run, or a model's directory, has for the options."""
         functions = {name: one.metadata["of_run"] for name, one in self.options.items()}
         defaults = {name: of_run(source) for name, of_run in functions.items() if of_run}

@@ -15,7 +15,7 @@ from typing import Any
 
 import numpy as np
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from typing_extensions import override
 
 from tiedgpt.data import documents
@@ -29,6 +29,7 @@ from tiedgpt.plots.panel import Grid, Line, Panel
 from tiedgpt.plots.table import number_table, token_cells
 from tiedgpt.runtime import eval_mode
 from tiedgpt.text import Tokenizer
+from tiedgpt.weights.source import Source
 
 Counts = np.ndarray | str | os.PathLike[str]
 """(V,) how often each token occurs; or a run, a folder of token shards, or a text to count in."""
@@ -193,9 +194,10 @@ def vocabulary(
 
     Raises `UserError` for counts of another vocabulary and for a nonlinear head.
     """
+    model = model if isinstance(model, nn.Module) else Source.of(model)
     gpt, tokenizer = open_model(model, tokenizer)
     size, where = gpt.config.vocab_size, "the counts given"
-    if counts is None and isinstance(model, (str, os.PathLike)):
+    if counts is None and isinstance(model, Source):
         counts = counts_in(model)
     if isinstance(counts, (str, os.PathLike)):
         where = os.fspath(counts)

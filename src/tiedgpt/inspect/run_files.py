@@ -6,37 +6,34 @@ This module does not import torch: the registry names its functions.
 from __future__ import annotations
 
 import contextlib
-import os
 from pathlib import Path
 
 from tiedgpt.data import Shards
 from tiedgpt.errors import TiedGPTError
 from tiedgpt.files import OPENING, read_json
+from tiedgpt.weights.source import Source
 
-ModelPath = str | os.PathLike[str]
 
-
-def shards_in(source: ModelPath) -> Shards | None:
+def shards_in(path: str | Path) -> Shards | None:
     """Return the training side of a run's token shards, or of a folder of them."""
-    for directory in (Path(source) / "data", Path(source)):
+    for directory in (Path(path) / "data", Path(path)):
         if any(directory.glob("train_*.bin")):
             return Shards.in_directory(directory, "train")
     return None
 
 
-def counts_in(source: ModelPath) -> str | None:
+def counts_in(source: Source) -> str | None:
     """Return the path of a run whose training tokens can be counted, or None."""
-    return os.fspath(source) if shards_in(source) else None
+    return str(source.place) if shards_in(source.place) else None
 
 
-def stored_opening(source: ModelPath, field: str = "text") -> str | None:
+def stored_opening(source: Source, field: str = "text") -> str | None:
     """Return the held-out text that training stored with a run or a model, if there is one.
 
     A model that was tuned on conversations has a `question` there.
     """
-    for directory in (Path(source), Path(source) / "model"):
-        with contextlib.suppress(TiedGPTError):
-            text = read_json(directory / OPENING).get(field)
-            if isinstance(text, str):
-                return text
+    path = source.path / OPENING
+    with contextlib.suppress(TiedGPTError):
+        text = read_json(path, source.read).get(field) if path.is_file() else None
+        return text if isinstance(text, str) else None
     return None

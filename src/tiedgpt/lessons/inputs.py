@@ -7,7 +7,6 @@ import os
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cached_property
-from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -26,7 +25,7 @@ from tiedgpt.text import Tokenizer
 from tiedgpt.tie import audit, untie
 from tiedgpt.tie.audits import Audit
 from tiedgpt.tie.heads import copy_sharing
-from tiedgpt.weights.source import tokenizer_for
+from tiedgpt.weights.source import Source, tokenizer_for
 
 TEXT = "The result is a list of the words in the string. If there are none, the list is empty."
 MAX_TOKENS = 32
@@ -150,7 +149,8 @@ def open_lesson_input(
         model, tokenizer, _ = tiny_model(progress=progress)
         about = f"a tiny GPT, trained just now for {STEPS} steps on Python's docstrings"
     elif isinstance(model, (str, os.PathLike)):
-        about = os.fspath(model)
+        model = Source.of(model)
+        about = str(model)
     else:
         about = f"{type(model).__name__} in memory"
     words = tokenizer_for(model, tokenizer)
@@ -180,9 +180,9 @@ def open_lesson_input(
 
 def _sample_validation(model: Any) -> list[Tensor]:
     """Return `N_SAMPLES` samples of a run's validation ids; [] for other models."""
-    directory = Path(model) / "data" if isinstance(model, (str, os.PathLike)) else Path("nowhere")
-    if not any(directory.glob("val_*.bin")):
+    if not isinstance(model, Source) or not any((model.place / "data").glob("val_*.bin")):
         return []
+    directory = model.place / "data"
     shards = Shards.in_directory(directory, "val")
     apart = max(MAX_TOKENS, len(shards) // N_SAMPLES)
     starts = range(0, max(1, len(shards) - MAX_TOKENS + 1), apart)

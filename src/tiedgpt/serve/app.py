@@ -18,7 +18,6 @@ import tiedgpt
 from tiedgpt.errors import UserError
 from tiedgpt.infer import Engine
 from tiedgpt.inspect.registry import INSPECTIONS, Inspection
-from tiedgpt.inspect.run_files import ModelPath
 from tiedgpt.serve import completions, page_data, responses, torch_model
 from tiedgpt.serve.assets import HEADERS, etag, media_type, page_files
 from tiedgpt.serve.completions import Service
@@ -38,6 +37,7 @@ from tiedgpt.serve.schemas import (
     inspection_body,
 )
 from tiedgpt.serve.torch_model import TorchModel
+from tiedgpt.weights.source import Source, tokenizer_for
 
 if TYPE_CHECKING:
     from tiedgpt.core.model import GPT
@@ -52,9 +52,9 @@ def create_app(
     limits: Limits | None = None,
     hosts: Hosts | None = None,
     load: Callable[[], GPT] | None = None,
-    source: ModelPath | None = None,
+    source: str | os.PathLike[str] | None = None,
     template: Template | None = None,
-    beside: ModelPath | None = None,
+    beside: str | os.PathLike[str] | None = None,
 ) -> FastAPI:
     """Return the ASGI application: an engine, whose queue must hold `limits.queue`, and the page.
 
@@ -87,13 +87,15 @@ def create_app(
     )
     _add_generation(app, service)
     _add_tokens(app, service)
-    model = TorchModel(load or (lambda: _copy_model(engine)), limits.queue, source)
+    opened = None if source is None else Source.of(source)
+    other = None if beside is None else Source.of(beside)
+    model = TorchModel(load or (lambda: _copy_model(engine)), limits.queue, opened)
     _add_torch_model(app, service, model)
-    _add_page(app, service, model, source if hosts.are_local else None, beside)
-    if beside is not None:
-        _add_beside(app, beside, limits.queue)
+    _add_page(app, service, model, opened if hosts.are_local else None, other)
+    if other is not None:
+        _add_beside(app, other, limits.queue)
     _add_operation(app, service)
-    path = "" if hosts.are_local or source is None else os.fspath(source)
+    path = "" if hosts.are_local or opened is None else str(opened)
     add_error_handlers(app, {path: name} if os.path.isabs(path) else {})
     return app
 
@@ -196,8 +198,8 @@ def _add_page(
     app: FastAPI,
     service: Service,
     model: TorchModel,
-    path: ModelPath | None,
-    beside: ModelPath | None,
+    path: Source | None,
+    beside: Source | None,
 ) -> None:
     """Add the page's files, and what it asks for once: the model, and its tokens' texts.
 
@@ -233,15 +235,13 @@ def _add_page(
         return _cached_response(request, data, "application/json")
 
 
-def _add_beside(app: FastAPI, source: ModelPath, queue: int) -> None:
+def _add_beside(app: FastAPI, source: Source, queue: int) -> None:
     """Add another model, whose description and positions the page shows beside this one's."""
     from tiedgpt.core.model import GPT
-    from tiedgpt.weights.source import Source, tokenizer_for
 
-    opened = Source(source)
-    assert opened.checkpoint  # it is loaded later, and must be there now
+    assert source.checkpoint  # it is loaded later, and must be there now
     name, inspection = page_data.directory_name(source), INSPECTIONS["positions"]
-    tokenizer = tokenizer_for(opened, None)
+    tokenizer = tokenizer_for(source, None)
     model = TorchModel(lambda: GPT.from_pretrained(source), queue, source)
 
     @app.get("/beside/inspect/model")

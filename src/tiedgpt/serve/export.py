@@ -9,7 +9,7 @@ from tiedgpt.errors import UserError
 from tiedgpt.files import format_bytes
 from tiedgpt.inspect.predictions import positions
 from tiedgpt.inspect.rows import vocabulary
-from tiedgpt.inspect.run_files import ModelPath, shards_in
+from tiedgpt.inspect.run_files import shards_in
 from tiedgpt.serve.assets import in_one_file
 from tiedgpt.serve.page_data import describe_model, directory_name
 from tiedgpt.serve.page_model import (
@@ -21,6 +21,7 @@ from tiedgpt.serve.page_model import (
     round_weights,
 )
 from tiedgpt.tie import ledger
+from tiedgpt.weights.source import Source
 
 if TYPE_CHECKING:
     from tiedgpt.core.model import GPT
@@ -41,7 +42,7 @@ def export(
     text: str | list[int],
     *,
     name: str,
-    source: ModelPath | None = None,
+    source: Source | None = None,
     template: Template | None = None,
     precision: str = "auto",
     max_bytes: int = MAX_BYTES,
@@ -82,13 +83,13 @@ def export(
     return in_one_file(answers, weights)
 
 
-def _counts(model: GPT, tokenizer: Tokenizer | None, source: ModelPath | None) -> dict[str, Any]:
+def _counts(model: GPT, tokenizer: Tokenizer | None, source: Source | None) -> dict[str, Any]:
     """Return what `vocabulary` tells of a run's counts, which the page has no text to count in."""
     nothing: dict[str, Any] = {"spearman": {}, "interval": {}, "slope": {}}
     nothing |= {"ln_count": None, "r2_heldout": None}
-    if source is None or not shards_in(source):
+    if source is None or not shards_in(source.place):
         return {"count": None, "counted_in": None, "matrices": [nothing, nothing]}
-    rows = vocabulary(model, tokenizer, counts=source, own_rank_rows=0)
+    rows = vocabulary(model, tokenizer, counts=str(source.place), own_rank_rows=0)
     found = json.loads(rows.to_json())
     matrices = [{name: matrix[name] for name in nothing} for matrix in found["matrices"]]
     for matrix in matrices:

@@ -15,11 +15,12 @@ from tiedgpt.data import Shards
 from tiedgpt.errors import TiedGPTError, UserError
 from tiedgpt.files import format_bytes
 from tiedgpt.inspect.registry import INSPECTIONS, Inspection
-from tiedgpt.inspect.run_files import ModelPath, stored_opening
+from tiedgpt.inspect.run_files import stored_opening
 from tiedgpt.plots.panel import smoothed
 from tiedgpt.runtime import to_json_data
 from tiedgpt.train.store.directory import RunDirectory
 from tiedgpt.train.store.metrics import read_history
+from tiedgpt.weights.source import Source
 
 if TYPE_CHECKING:
     from tiedgpt.core.model import GPT
@@ -35,7 +36,7 @@ def inspect_model(
     inspection: Inspection,
     model: GPT,
     tokenizer: Tokenizer | None,
-    source: ModelPath | None,
+    source: Source | None,
     options: dict[str, Any],
 ) -> str:
     """Return the JSON of an inspection; a run as the source has defaults of its options.
@@ -49,18 +50,18 @@ def inspect_model(
     return str(result.to_json())
 
 
-def directory_name(source: ModelPath) -> str:
+def directory_name(source: Source) -> str:
     """Return the name of the directory or file at a path, which may be no UTF-8."""
-    return os.fsencode(Path(source).resolve().name).decode(errors="replace")
+    return os.fsencode(source.place.resolve().name).decode(errors="replace")
 
 
 def describe_model(
     name: str,
     model: GPT,
     tokenizer: Tokenizer | None,
-    source: ModelPath | None,
+    source: Source | None,
     *,
-    path: ModelPath | None = None,
+    path: Source | None = None,
     template: Template | None = None,
     beside: str | None = None,
     counted: Ledger | None = None,
@@ -83,7 +84,7 @@ def describe_model(
     most = {name: min(n, config.n_positions) for name, n in limits.items() if n is not None}
     description = {
         "name": name,
-        "source": None if path is None else os.fspath(path),
+        "source": None if path is None else str(path),
         "version": tiedgpt.__version__,
         "config": asdict(config),
         "vocab_size": config.vocab_size,
@@ -96,7 +97,7 @@ def describe_model(
         ],
         "ledger": counted.as_dict(),
         "stored": None if source is None else _stored_matrices(source),
-        "run": None if source is None else _run_curves(Path(source)),
+        "run": None if source is None else _run_curves(source.place),
         "tokenizer": tokenizer is not None,
         "opening": opening,
         "chat": None if template is None else _describe_chat(template, source),
@@ -106,7 +107,7 @@ def describe_model(
     return json.dumps(to_json_data(description), allow_nan=False)  # ASCII: a path may be no UTF-8
 
 
-def _describe_chat(template: Template, source: ModelPath | None) -> dict[str, Any]:
+def _describe_chat(template: Template, source: Source | None) -> dict[str, Any]:
     """Return the facts about a chat template that the page's conversation shows."""
     return {
         "single": template.max_turns == 1,
@@ -115,16 +116,19 @@ def _describe_chat(template: Template, source: ModelPath | None) -> dict[str, An
     }
 
 
-def opening_text(source: ModelPath, tokenizer: Tokenizer | None) -> str | list[int] | None:
+def opening_text(
+    source: str | os.PathLike[str], tokenizer: Tokenizer | None
+) -> str | list[int] | None:
     """Return held-out text of a run that breaks off inside a sentence; None without a run.
 
     It is the text that training stored, or else the first sentence of the held-out tokens; without
     a tokenizer it is their ids.
     """
+    source = Source.of(source)
     if (stored := stored_opening(source)) is not None:
         return stored
     try:
-        shards = Shards.in_directory(Path(source) / "data", "val")
+        shards = Shards.in_directory(source.place / "data", "val")
         ids = shards.read(0, min(4000, len(shards))).tolist()
     except (TiedGPTError, OSError):
         return None
@@ -137,19 +141,17 @@ def opening_text(source: ModelPath, tokenizer: Tokenizer | None) -> str | list[i
     return None
 
 
-def _stored_matrices(source: ModelPath) -> dict[str, Any] | None:
+def _stored_matrices(source: Source) -> dict[str, Any] | None:
     """Return the audit of the file, with the file's name for each matrix."""
     from tiedgpt.tie.audits import examine
-    from tiedgpt.weights.source import Source
 
     try:
-        opened = Source.of(source)
-        audit = examine(opened, opened.decide())
+        audit = examine(source, source.decide())
     except TiedGPTError:  # the model loaded, so this is a format whose matrices have no names
         return None
     matrices = []
     for matrix in audit.as_dict()["matrices"]:
-        place = str(opened.checkpoint.tensors[matrix["names"][0]].storage.place)
+        place = str(source.checkpoint.tensors[matrix["names"][0]].storage.place)
         file = place if Path(place).is_file() else audit.source
         matrices.append(matrix | {"file": Path(file).name})
     return {"format": audit.format, "verdict": audit.verdict, "matrices": matrices}

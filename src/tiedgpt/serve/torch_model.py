@@ -17,11 +17,11 @@ from fastapi import Request
 from tiedgpt.infer import Engine
 from tiedgpt.infer.generation_config import Prompt
 from tiedgpt.inspect.registry import Inspection
-from tiedgpt.inspect.run_files import ModelPath
 from tiedgpt.serve.errors import APIError
 from tiedgpt.serve.page_data import inspect_model
 from tiedgpt.serve.schemas import Body, EmbeddingRequest, TextBody, as_list
 from tiedgpt.serve.streams import CLIENT_LEFT, encode_prompt, wait_for_disconnect
+from tiedgpt.weights.source import Source
 
 if TYPE_CHECKING:
     from tiedgpt.core.model import GPT
@@ -33,7 +33,7 @@ T = TypeVar("T")
 class TorchModel:
     """The model in torch, for one caller at a time; up to `queue` others wait for their turn."""
 
-    def __init__(self, load: Callable[[], GPT], queue: int, source: ModelPath | None) -> None:
+    def __init__(self, load: Callable[[], GPT], queue: int, source: Source | None) -> None:
         self._load, self._queue, self.source = load, queue, source
         self._lock = asyncio.Lock()
         self._n_waiting = 0

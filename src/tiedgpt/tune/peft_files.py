@@ -28,7 +28,7 @@ from torch import Tensor, nn
 
 from tiedgpt.core.model import GPT
 from tiedgpt.errors import CorruptInputError, UserError
-from tiedgpt.files import model_directory, read_json, reading, replacing, require_room, write_json
+from tiedgpt.files import read_json, reading, replacing, require_room, write_json
 from tiedgpt.heads import Head
 from tiedgpt.signatures import checked
 from tiedgpt.tune.adapters import Size, adapt, adapted_layers
@@ -42,6 +42,7 @@ from tiedgpt.weights.formats.transformers import (
     model_type_of,
     to_file,
 )
+from tiedgpt.weights.source import Source
 from tiedgpt.weights.tensors import StoredTensor
 from tiedgpt.weights.torch_file import read_torch_file, stored_tensor
 from tiedgpt.weights.wrappers import BODY_PREFIX
@@ -88,7 +89,10 @@ class Layer:
 
 @checked
 def save_adapter(
-    model: Model, directory: str | os.PathLike[str], *, base: str | None = None
+    model: Model,
+    directory: str | os.PathLike[str],
+    *,
+    base: str | os.PathLike[str] | None = None,
 ) -> tuple[str, ...]:
     """Write a model's adapters in PEFT's format; return notes on using them with PEFT.
 
@@ -111,7 +115,8 @@ def save_adapter(
     metadata = {"format": "pt", BASE: _fingerprint(gpt_of(model))}
     with replacing(directory / TENSORS) as temporary:
         write_safetensors(temporary, stored, metadata)
-    write_json(directory / CONFIG, config | {"base_model_name_or_path": _find_base(base)})
+    base_name = None if base is None else _find_base(Source.of(base))
+    write_json(directory / CONFIG, config | {"base_model_name_or_path": base_name})
     return (MERGE_HERE,) if config["ensure_weight_tying"] else ()
 
 
@@ -142,15 +147,14 @@ def load_adapter(model: Model, directory: str | os.PathLike[str]) -> TrainablePa
     return trainable
 
 
-def _find_base(source: str | None) -> str | None:
-    """Return the hub name or directory by which transformers opens a SOURCE, or None."""
-    if source is None or not Path(source).expanduser().exists():
-        return source
-    directory = model_directory(Path(source).expanduser())
-    path = directory / "config.json"
-    config = read_json(path) if path.is_file() else {}
+def _find_base(source: Source) -> str | None:
+    """Return the hub name or directory by which transformers opens a source, or None."""
+    if not Path(str(source)).expanduser().exists():
+        return str(source)
+    path = source.path / "config.json"
+    config = read_json(path, source.read) if path.is_file() else {}
     is_theirs = config.get("model_type") in (GPT2.name, GPT1.name) and not attention_scales(config)
-    return str(directory) if is_theirs else None
+    return str(source.path) if is_theirs else None
 
 
 def _names(model: Model) -> dict[str, str]:

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import glob
 import os
-import shutil
 from dataclasses import dataclass, replace
 from difflib import get_close_matches
 from pathlib import Path
@@ -98,32 +97,41 @@ def convert(
     `UserError`, before anything is written, for a model that the format cannot express or a `path`
     that exists, `CheckFailedError` if the written model differs: then `path` is unchanged.
     """
-    writer, template = writer_named(to), loaded.path / CHAT[0]
+    writer = writer_named(to)
     for option in options:
         if option not in writer.options:
             raise UserError(f"{option} is no option of {to}")
     _chosen_precision(to, writer, precision, loaded.model.wte.weight.dtype)
     require_place(path, to, overwrite=overwrite)
     _require_tokenizer_fits(tokenizer, loaded.model)
+    chat = _read_chat(loaded)
+    if chat and "chat_template" in writer.options:
+        with reading(loaded.path / CHAT[0], "chat template"):
+            options["chat_template"] = chat[CHAT[0]].decode().replace("\r\n", "\n")
+        options["end_ids"] = loaded.source.end_ids
     _remove_leftovers(path)
     with writing(path):
         path.parent.mkdir(parents=True, exist_ok=True)
         prefix = f".{path.name}.tmp-{os.getpid()}-"
         with TemporaryDirectory(prefix=prefix, dir=path.parent) as hidden:
             output = Path(hidden, path.name)
-            if "chat_template" in writer.options and template.is_file():
-                with reading(template, "chat template"):
-                    options["chat_template"] = template.read_text("utf-8")
-                options["end_ids"] = Source(loaded.path).end_ids
             written, _ = write_copy(
                 loaded, output, to, tokenizer=tokenizer, precision=precision, progress=progress,
                 **options,
             )  # fmt: skip
-            if writer.is_directory(path) and template.is_file():
-                for beside in filter(Path.is_file, (loaded.path / name for name in CHAT)):
-                    shutil.copy(beside, output)
+            for name, data in chat.items() if writer.is_directory(path) else ():
+                (output / name).write_bytes(data)
             _move(Path(hidden), path, overwrite)
     return replace(written, path=path)
+
+
+def _read_chat(loaded: Loaded) -> dict[str, bytes]:
+    """Return the files with which a model chats, by name; {} without a chat template."""
+    files = [loaded.path / name for name in CHAT]
+    if not files[0].is_file():
+        return {}
+    with reading(loaded.path, "directory of a model"):
+        return {file.name: loaded.source.read(file) for file in files if file.is_file()}
 
 
 def write_copy(

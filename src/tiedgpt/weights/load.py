@@ -44,6 +44,7 @@ class Loaded:
     """A model, its source, and notes on the interpretation of the checkpoint."""
 
     model: GPT
+    source: Source
     path: Path
     layout: str
     """Container and names of the tensors: "safetensors, transformers gpt2"."""
@@ -104,6 +105,7 @@ def load(
     equal = decision.reason if resolve is None and decision.kind == "tied, stored twice" else ""
     return Loaded(
         model,
+        source,
         path=Path(checkpoint.source),
         layout=checked.layout,
         dtype=checked.tensors[EMBEDDING].dtype,

@@ -108,6 +108,12 @@ class Source(os.PathLike[str]):
                 near = suggest_path(name) or suggest(name, HUB_NAMES)
             raise UserError(error.message, hint=near or error.hint) from None
 
+    @property
+    def place(self) -> Path:
+        """The path given, such as that of a run; for a hub name, its local copy."""
+        path = Path(str(self.source)).expanduser()
+        return path if path.exists() else self.path
+
     @cached_property
     def checkpoint(self) -> Checkpoint:
         """The tensors, config and claim, without reading the tensors.

@@ -51,7 +51,7 @@ class LanguageModelling(Task):
     @override
     def read(self) -> Sources:
         """Open the texts of the options, or Python's documentation."""
-        return open_texts(self.options)
+        return open_texts(self.options, self.tokenizer_source)
 
     @override
     def build(self, config: GPTConfig, data: Data) -> GPT:
@@ -102,4 +102,5 @@ class LanguageModelling(Task):
 
     @override
     def publisher(self, config: GPTConfig, data: Any) -> Publisher:
-        return TextPublisher(config, data, self.options)
+        source = None if self.start is None else self.start.source
+        return TextPublisher(config, data, self.options, source)

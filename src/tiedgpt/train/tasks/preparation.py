@@ -20,6 +20,7 @@ from tiedgpt.train.store.directory import RunDirectory
 from tiedgpt.train.tasks.rows import Data, Rows, Sources
 from tiedgpt.train.tasks.task import Pretrained, Task
 from tiedgpt.tune.freezing import count_trainable
+from tiedgpt.weights.source import open_tokenizer
 
 
 @dataclass(frozen=True)
@@ -61,7 +62,7 @@ def prepare(
     `config` is that of a run to resume. Raises `UserError` for data that cannot be trained on.
     """
     options, is_resumed = task.options, config is not None
-    tokenizer = processes.main_first(_open_tokenizer, options, sources, run, is_resumed=is_resumed)
+    tokenizer = processes.main_first(_open_tokenizer, task, sources, run, is_resumed=is_resumed)
     config = config or _draft_config(options, task.start, sources, tokenizer)
     yield from processes.steps_main_first(sources.encode, tokenizer, run.data)
     rows = sources.rows(tokenizer, run.data)
@@ -84,7 +85,7 @@ def prepare(
 
 
 def _open_tokenizer(
-    options: RunOptions, sources: Sources, run: RunDirectory, *, is_resumed: bool = False
+    task: Task, sources: Sources, run: RunDirectory, *, is_resumed: bool = False
 ) -> Tokenizer:
     """Return the tokenizer in a run's directory; a new run makes and saves it."""
     if run.tokenizer.is_dir():
@@ -94,19 +95,19 @@ def _open_tokenizer(
             f"{run.tokenizer} is missing: without it the run cannot resume",
             hint="train in another --out",
         )
-    tokenizer = sources.tokenizer or _make_tokenizer(options, sources)
+    tokenizer = sources.tokenizer or _make_tokenizer(task, sources)
     tokenizer.save_pretrained(run.tokenizer)
     return tokenizer
 
 
-def _make_tokenizer(options: RunOptions, sources: Sources) -> Tokenizer:
+def _make_tokenizer(task: Task, sources: Sources) -> Tokenizer:
     """Return the tokenizer of the options or of the model to start from, or train a new BPE."""
-    source = options.tokenizer_source
+    options = task.options
     train, everything = sources.texts()
-    if source == "char":
+    if options.tokenizer_source == "char":
         return Tokenizer.characters(everything)
-    if source is not None:
-        return Tokenizer.from_pretrained(source)
+    if task.tokenizer_source is not None:
+        return open_tokenizer(task.tokenizer_source)
     assert isinstance(options, TrainOptions)
     size = options.vocab_size or options.shape.vocab_size
     if sources.n_characters is not None and options.size == AUTO and not options.vocab_size:

@@ -27,6 +27,7 @@ from tiedgpt.train.tasks.texts import TextData
 from tiedgpt.tune import merge, save_adapter
 from tiedgpt.tune.adapters import adapted_layers
 from tiedgpt.weights.formats.transformers import TIEDGPT, model_type_of
+from tiedgpt.weights.source import Source
 
 FINAL_SAMPLE_TOKENS, FINAL_SAMPLE_LINES = 160, 8
 ACCURACY_TOKENS = 2_000
@@ -53,9 +54,11 @@ class TextPublisher(Publisher):
     tokenizer: Tokenizer
     data: Data
 
-    def __init__(self, config: GPTConfig, data: Data, options: RunOptions) -> None:
+    def __init__(
+        self, config: GPTConfig, data: Data, options: RunOptions, start: Source | None = None
+    ) -> None:
         super().__init__(config, data.tokenizer, "a language model")
-        self.data, self.options = data, options
+        self.data, self.options, self.start = data, options, start
 
     @override
     def describe(self) -> str:
@@ -79,7 +82,7 @@ class TextPublisher(Publisher):
         layers = adapted_layers(model).values()
         has_peft_format = all(layer.lora_A is None or layer.lora_rows is None for layer in layers)
         if layers and has_peft_format:
-            save_adapter(model, directory.parent / "adapter", base=self.options.start)
+            save_adapter(model, directory.parent / "adapter", base=self.start)
 
     @override
     def show(self, run: Path, model: Path) -> Showcase:

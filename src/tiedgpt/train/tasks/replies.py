@@ -10,6 +10,7 @@ import hashlib
 import shlex
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from textwrap import shorten
 from typing import Any
@@ -29,6 +30,7 @@ from tiedgpt.data import (
     PackedBatches,
     Template,
     documents,
+    read_template,
     write_template,
 )
 from tiedgpt.errors import UserError
@@ -42,6 +44,7 @@ from tiedgpt.train.tasks.published_text import TextPublisher, merge_copy
 from tiedgpt.train.tasks.publisher import Publisher, Showcase
 from tiedgpt.train.tasks.rows import Data, Rows, Sources
 from tiedgpt.train.tasks.task import Pretrained, Score
+from tiedgpt.weights.source import open_tokenizer
 
 HELD_OUT, AT_LEAST, AT_MOST = 20, 50, 10
 """One example in 20 is held out, or 50 if these are at most one in 10."""
@@ -66,9 +69,10 @@ class ReplySources(Sources, Rows):
     adds_tokens = True
 
     def __init__(self, options: TuneOptions, start: Pretrained) -> None:
-        tokenizer = Tokenizer.from_pretrained(start.source.path)
+        tokenizer, source = open_tokenizer(start.source), start.source
         self.context = options.context or start.n_positions
-        template = TEMPLATES[options.template] if options.template else start.source.path
+        stored = partial(read_template, source.path, source.read)
+        template = TEMPLATES[options.template] if options.template else stored
 
         def open_reader(data: Sequence[str], tokenizer: Tokenizer) -> ExampleReader:
             return ExampleReader(
@@ -300,7 +304,8 @@ class Replies(LanguageModelling):
 
     @override
     def publisher(self, config: GPTConfig, data: Any) -> Publisher:
-        return ReplyPublisher(config, data, self.options)
+        source = None if self.start is None else self.start.source
+        return ReplyPublisher(config, data, self.options, source)
 
 
 def reply_to(

@@ -121,6 +121,16 @@ class Task(Loss, ABC):
         source = self.options.start
         return None if source is None else Pretrained(source, keep_head=self.keeps_head)
 
+    @functools.cached_property
+    def tokenizer_source(self) -> Source | None:
+        """The source of the tokenizer, if the options name one."""
+        name = self.options.tokenizer_source
+        if name is None or name == "char":
+            return None
+        if self.start is not None and name == self.options.start:
+            return self.start.source
+        return Source(name, weights=False)
+
     def read(self) -> Sources:
         """Read the data of the options."""
         raise UserError(

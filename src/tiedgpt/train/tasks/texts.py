@@ -47,6 +47,7 @@ from tiedgpt.train.plan.groups import READING, RunOptions
 from tiedgpt.train.plan.values import Facts
 from tiedgpt.train.step.loss import Arrays
 from tiedgpt.train.tasks.rows import Data, Rows, Sources
+from tiedgpt.weights.source import Source, open_tokenizer
 
 PROMPT_TOKENS = 20_000
 """Number of held-out tokens in which prompts are looked for."""
@@ -55,10 +56,10 @@ OPENING_LINE = re.compile(r"(?<=\n\n)\S[^\n]{3,49}(?=\n[^\n])|^#+ [^\n]{2,50}$",
 WORD = re.compile(r"[^\W\d_]{3}")
 
 
-def open_texts(options: RunOptions) -> TextSources:
-    """Open texts of any size, or a directory of `tiedgpt data prepare`."""
+def open_texts(options: RunOptions, tokenizer: Source | None) -> TextSources:
+    """Open texts of any size, or a directory of `tiedgpt data prepare` with this tokenizer."""
     if is_prepared(options.data):
-        return PreparedSources(options)
+        return PreparedSources(options, tokenizer)
     if not options.data:
         return TextSources(options, python_documentation())
     corpus = documents(options.data, **options.reading)
@@ -146,7 +147,7 @@ class PreparedSources(LargeSources):
 
     tokenizer: Tokenizer
 
-    def __init__(self, options: RunOptions) -> None:
+    def __init__(self, options: RunOptions, source: Source | None) -> None:
         if len(options.data) > 1:
             raise UserError(
                 "a prepared directory is trained on alone",
@@ -158,10 +159,9 @@ class PreparedSources(LargeSources):
                 raise UserError(f"was decided when {self.path} was prepared", option=name)
         open_encoded(self.path)
         self.tokenizer = Tokenizer.from_pretrained(self.path / TOKENIZER)
-        source = options.tokenizer_source
         if source is None:
             return
-        tokenizers = self.tokenizer, Tokenizer.from_pretrained(source)
+        tokenizers = self.tokenizer, open_tokenizer(source)
         ours, required = (json.loads(tokenizer.to_json())["model"] for tokenizer in tokenizers)
         if ours != required:
             raise UserError(
