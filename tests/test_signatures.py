@@ -140,7 +140,7 @@ CASES = [
     (lambda t: resize_vocab(STRING, 300), "model", "GPT.from_pretrained"),
     (lambda t: resize_vocab(t["model"], STRING), "n", "integer"),
     (lambda t: add_tokens(t["model"], STRINGS), "n_new", "integer"),
-    (lambda t: prune(t["model"], STRING), "keep_ids", "whole numbers"),
+    (lambda t: prune(t["model"], STRING), "keep_ids", "integers"),
     (lambda t: guard(STRING).__enter__(), "Module", ""),
     (lambda t: positions(t["model"], t["tokenizer"], PATH), "text", ""),
     (lambda t: steer(STRING, 0, torch.ones(32)).__enter__(), "model", "GPT.from_pretrained"),

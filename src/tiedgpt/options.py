@@ -32,6 +32,7 @@ SIGNS: dict[str, tuple[str, Callable[[Any, Any], bool]]] = {
 }  # fmt: skip
 """The comparisons that bounds of a number stand for."""
 MAX_INT = 2**63 - 1
+NUMBER_WORDS = {int: "an integer", float: "a finite number"}
 
 
 def option(
@@ -102,23 +103,19 @@ def read_number(name: str, value: Any, cls: type[Number], **bounds: float) -> Nu
         if {"least", "most"} <= bounds.keys():
             limits = [f"from {bounds['least']} to {bounds['most']}"]
         limits += ["< 2**63"] if cls is int and number > MAX_INT and "most" not in bounds else []
-        words = " ".join(["an integer" if cls is int else "a finite number", " and ".join(limits)])
+        words = " ".join([NUMBER_WORDS[cls], " and ".join(limits)])
         raise UserError(f"must be {words.strip()}, got {value!r}", option=name)
     return number
 
 
-def is_option_of(field: Field[Any], verb: str) -> bool:
-    """Whether a verb has the option of a field."""
+def option_of_verb(field: Field[Any], verb: str) -> Field[Any] | None:
+    """Return the field with a verb's help, flag and default; None if the verb does not have it."""
     verbs = field.metadata.get("verbs")
-    return verbs is None or verb in verbs
-
-
-def option_of_verb(field: Field[Any], verb: str) -> Field[Any]:
-    """Return the field with the help, the flag and the default that a verb has for it."""
-    changes = (field.metadata.get("verbs") or {}).get(verb, {})
-    if not changes:
+    if verbs is None:
         return field
-    field = copy(field)
+    if verb not in verbs:
+        return None
+    field, changes = copy(field), verbs[verb]
     field.default = changes.get("default", field.default)
     field.metadata = MappingProxyType({**field.metadata, **changes})
     return field

@@ -107,14 +107,14 @@ def _fields(cls: Any) -> list[tuple[dataclasses.Field[Any], Any, list[Any]]]:
     """Return the fields of a dataclass, each with its type and the members of that union."""
     hints = _hints(cls)
     fields = [field for field in dataclasses.fields(cls) if field.name in hints]
-    return [(field, hints[field.name], _members(hints[field.name])) for field in fields]
+    return [(field, hints[field.name], union_members(hints[field.name])) for field in fields]
 
 
-def _members(hint: Any) -> list[Any]:
+def union_members(hint: Any) -> list[Any]:
     """Return the types of a union, and the values of its literals."""
     if typing.get_origin(hint) not in (*UNIONS, typing.Literal):
         return [hint]
-    return [member for one in typing.get_args(hint) for member in _members(one)]
+    return [member for one in typing.get_args(hint) for member in union_members(one)]
 
 
 def wrong_type(owner: str, name: str, expected: str, value: object, *, hint: str = "") -> UserError:
@@ -177,7 +177,7 @@ def _fits(value: Any, hint: Any) -> bool:
 
 
 def is_index(value: Any) -> bool:
-    """Whether a value is a whole number of any library."""
+    """Whether a value is an integer of any library."""
     try:
         operator.index(value)
     except (TypeError, ValueError):

@@ -143,8 +143,8 @@ def test_every_option_of_train_has_a_heading(capsys):
         (["train", "--mintes", "3"], "has no option --mintes", "did you mean --minutes?"),
         (["generate", "--temp", "0"], "has no option --temp", "did you mean --temperature?"),
         (["train", "--max_new_tokens", "3"], "no option --max-new-tokens", "--help"),
-        (["train", "--lr", "fast"], "--lr must be a number, got 'fast'", "--help"),
-        (["train", "--steps", "1.5"], "--steps must be a whole number, got '1.5'", "--help"),
+        (["train", "--lr", "fast"], "--lr must be a finite number, got 'fast'", "--help"),
+        (["train", "--steps", "1.5"], "--steps must be an integer, got '1.5'", "--help"),
         (["train", "-m"], "--minutes: expected one argument", "--help"),
         (["train", "--task=swim"], "must be one of lm, classify", "--help"),
         (["generate", "run", "Once upon"], "no place for 'Once upon'", "--prompt 'Once upon'"),
@@ -224,7 +224,7 @@ def test_options_may_be_written_as_in_python_and_stand_anywhere():
     assert read("--stop 'a b' x --stop=c --no-is-on 3 4") == ("x", (3, 4), (), ("a b", "c"), False)
     assert read("--many_ids 1 -2") == (None, (), (1, -2), (), True)
     assert read("-- -x") == ("-x", (), (), (), True)
-    with pytest.raises(UsageError, match="REST must be a whole number, got 'y'"):
+    with pytest.raises(UsageError, match="REST must be an integer, got 'y'"):
         read("x y")
 
 

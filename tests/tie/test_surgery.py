@@ -564,7 +564,7 @@ REFUSED = [
     (leave, prune, {"keep_ids": [1, 97]}, r"got \[97\]"),
     (leave, prune, {"keep_ids": [0, -1]}, r"got \[-1\]"),
     (leave, prune, {"keep_ids": [5, 6, 5]}, r"got \[5\]"),
-    (leave, prune, {"keep_ids": [0.5]}, "whole numbers"),
+    (leave, prune, {"keep_ids": [0.5]}, "integers"),
     (leave, add_tokens, {"n_new": 10**13}, "no memory for"),
     *((leave, add_tokens, {"n_new": 3, "sample": sample}, r"\bids\b") for sample in SAMPLES),
     *((leave, resize_vocab, {"n": n}, INTEGER) for n in (0, -3, 2.5, True, 10**30)),

@@ -21,9 +21,8 @@ from tests.weights.raw_files import (
 )
 from tiedgpt import GPT
 from tiedgpt.errors import CorruptInputError, UserError
-from tiedgpt.weights.gpt import to_gpt
 from tiedgpt.weights.load import load
-from tiedgpt.weights.source import open_checkpoint
+from tiedgpt.weights.source import Source, open_checkpoint
 from tiedgpt.weights.tensors import decode
 
 INDEX = "model.ckpt.index"
@@ -203,11 +202,11 @@ def test_without_hparams_n_head_is_required():
 
 def test_the_end_of_text_is_known_only_for_the_releases_vocabulary():
     checkpoint = open_checkpoint(DIRECTORY / "gpt2" / "model.ckpt.index")
-    assert "eos_token_id" not in to_gpt(checkpoint).assumed
+    assert "eos_token_id" not in Source("gpt2", opened=checkpoint).gpt.assumed
     wte = checkpoint.tensors["model/wte"]
     full = type(wte)("model/wte", (50257, 12), "float32", 0, wte.storage, None)
     checkpoint = replace(checkpoint, tensors={"model/wte": full})
-    assert to_gpt(checkpoint).assumed["eos_token_id"] == 50256
+    assert Source("gpt2", opened=checkpoint).gpt.assumed["eos_token_id"] == 50256
 
 
 def test_other_tensorflow_checkpoints_are_refused():
@@ -220,4 +219,4 @@ def test_extra_tensors_are_kept_so_that_an_error_can_name_them(gpt2_copy):
     tensor = checkpoint.tensors["model/ln_f/g"]
     extra = {name: tensor for name in ("lm_head/w", "model/h0/gate/w", "model/nothing/Adam")}
     checkpoint = replace(checkpoint, tensors={**checkpoint.tensors, **extra})
-    assert extra.keys() <= to_gpt(checkpoint).tensors.keys()
+    assert extra.keys() <= Source("gpt2", opened=checkpoint).gpt.tensors.keys()

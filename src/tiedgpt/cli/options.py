@@ -20,8 +20,8 @@ from typing import Any, NoReturn, TypeVar, get_args, get_origin, get_type_hints
 
 from tiedgpt.errors import EXIT_USAGE, TiedGPTError
 from tiedgpt.names import NOT_HERE, OTHER_NAMES
-from tiedgpt.options import flag, is_argument, is_option_of, option_of_verb
-from tiedgpt.signatures import check_fields
+from tiedgpt.options import NUMBER_WORDS, flag, is_argument, option_of_verb
+from tiedgpt.signatures import check_fields, union_members
 
 Options = TypeVar("Options")
 PLACEHOLDERS = {int: "N", float: "X", str: "TEXT", Path: "FILE"}
@@ -56,7 +56,11 @@ def parse(
     """
     parser = make_parser(options, verb, description)
     end = arguments.index("--") if "--" in arguments else len(arguments)
-    words = [_put_dashes(argument) for argument in arguments[:end]]
+    words = list[str]()
+    for argument in arguments[:end]:
+        name, equals, value = argument.partition("=")
+        name = name.replace("_", "-") if name.startswith("--") else name
+        words.append(name + equals + value)
     has_end = end < len(arguments)  # which the intermixed method does not know
     read = parser.parse_known_args if has_end else parser.parse_known_intermixed_args
     values, rest = read([*words, *arguments[end:]])
@@ -127,11 +131,8 @@ def option_fields(options: type, verb: str) -> list[dataclasses.Field[Any]]:
 
 def _list_fields(cls: type, verb: str) -> list[dataclasses.Field[Any]]:
     """Return the fields of one dataclass that a verb has, those of the class itself first."""
-    fields = [
-        option_of_verb(field, verb)
-        for field in dataclasses.fields(cls)
-        if "help" in field.metadata and is_option_of(field, verb)
-    ]
+    shown = (field for field in dataclasses.fields(cls) if "help" in field.metadata)
+    fields = [field for each in shown if (field := option_of_verb(each, verb))]
     declared = get_annotations(cls)
     inherited = [field for field in fields if field.name not in declared]
     return [*(field for field in fields if field.name in declared), *inherited]
@@ -145,18 +146,12 @@ def _find_heading(cls: type, field: dataclasses.Field[Any]) -> str:
     return str(getattr(owner, "GROUP", "options"))
 
 
-def _put_dashes(argument: str) -> str:
-    """Return an option with dashes instead of underscores in its name."""
-    name, equals, value = argument.partition("=")
-    return name.replace("_", "-") + equals + value if name.startswith("--") else argument
-
-
 def _make_keywords(
     field: dataclasses.Field[Any], hint: Any, defaults: Mapping[str, str]
 ) -> dict[str, Any]:
     """Return the keywords of `add_argument` for a field of a type, with defaults in words."""
     text, default, facts = field.metadata["help"], field.default, field.metadata
-    members = _flatten(hint)
+    members = [inner for one in union_members(hint) for inner in get_args(one) or [one]]
     choices = tuple(member for member in members if isinstance(member, str))
     if facts.get("choices") is not None:
         choices = facts["choices"]()
@@ -177,7 +172,7 @@ def _make_keywords(
     keywords: dict[str, Any] = {"help": text.replace("%", "%%")}
     if hint is bool:
         return keywords | {"action": "store_const", "const": not default}
-    keywords |= {"type": _make_reader(choices) if choices else _read_as(cls)}
+    keywords |= {"type": partial(_read_choice, choices) if choices else partial(_read_as, cls)}
     is_many = get_origin(hint) is tuple and not facts.get("repeated")
     if is_argument(field):
         optional = default is not dataclasses.MISSING
@@ -198,40 +193,27 @@ def _make_placeholder(field: dataclasses.Field[Any], hint: Any) -> str:
     return name if field.default is dataclasses.MISSING else f"[{name}]"
 
 
-def _make_reader(choices: Sequence[str]) -> Any:
-    """Return a function that reads a choice, with dashes or underscores."""
-
-    def read(text: str) -> str:
-        for spelling in (text, text.replace("_", "-")):
-            if spelling in choices:
-                return spelling
-        near = _suggest(text, choices).rstrip()
-        problem = f"must be {_format_choices(choices)}, got {text!r}"
-        raise argparse.ArgumentTypeError(f"{problem} ({near})" if near else problem)
-
-    return read
+def _read_choice(choices: Sequence[str], text: str) -> str:
+    """Return the choice that a text names, with dashes or underscores."""
+    for spelling in (text, text.replace("_", "-")):
+        if spelling in choices:
+            return spelling
+    near = _suggest(text, choices).rstrip()
+    problem = f"must be {_format_choices(choices)}, got {text!r}"
+    raise argparse.ArgumentTypeError(f"{problem} ({near})" if near else problem)
 
 
-def _read_as(cls: type) -> Any:
-    """Return a function that reads a value of a type."""
-
-    def read(text: str) -> Any:
-        try:
-            return cls(text)
-        except ValueError:
-            what = "a whole number" if cls is int else "a number"
-            raise argparse.ArgumentTypeError(f"must be {what}, got {text!r}") from None
-
-    return read
+def _read_as(cls: type, text: str) -> Any:
+    """Return the value of a type that a text stands for."""
+    try:
+        return cls(text)
+    except ValueError:
+        problem = f"must be {NUMBER_WORDS[cls]}, got {text!r}"
+        raise argparse.ArgumentTypeError(problem) from None
 
 
 def _format_choices(choices: Sequence[str]) -> str:
     return f"one of {', '.join(choices)}" if len(choices) > 1 else choices[0]
-
-
-def _flatten(hint: Any) -> list[Any]:
-    """Return the types and literals of a union."""
-    return [member for arg in get_args(hint) for member in _flatten(arg)] or [hint]
 
 
 def unknown_verb(verb: str, verbs: Collection[str]) -> UsageError:

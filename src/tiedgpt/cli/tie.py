@@ -91,6 +91,8 @@ def run(arguments: list[str]) -> int:
 
 
 def _print_ledger(ledger: Ledger) -> None:
+    from tiedgpt.tie.findings import format_shape
+
     rows: list[tuple[str, ...]] = []
     shared: list[int] = []
     for name, members in _group_layers(ledger.rows):
@@ -98,8 +100,7 @@ def _print_ledger(ledger: Ledger) -> None:
         rows.append(
             (
                 name,
-                (f"{len(members)} x " if len(members) > 1 else "")
-                + _format_shape(members[0].shape),
+                (f"{len(members)} x " if len(members) > 1 else "") + format_shape(members[0].shape),
                 f"{sum(row.parameters for row in members):,}",
                 f"{sum(row.bytes for row in members) / 1e6:,.2f}",
                 f"{sum(row.multiply_adds for row in members):,}",
@@ -117,10 +118,6 @@ def _print_ledger(ledger: Ledger) -> None:
     show_text(ledger.explain)
     if ledger.left_out:
         show_text(f"Not parameters, left out: {shorten(', '.join(ledger.left_out), 80)}")
-
-
-def _format_shape(shape: Sequence[int]) -> str:
-    return " x ".join(map(str, shape))
 
 
 def _group_layers(rows: Sequence[Row]) -> list[tuple[str, list[Row]]]:
@@ -145,13 +142,15 @@ def _join_names(names: Sequence[str]) -> str:
 
 
 def _print_audit(audit: Audit) -> None:
+    from tiedgpt.tie.findings import format_shape
+
     table(
         ("matrix", "does", "shape", "type", ">MB"),
         [
             (
                 "\n= ".join(matrix.names),
                 " and ".join(matrix.roles),
-                _format_shape(matrix.shape),
+                format_shape(matrix.shape),
                 matrix.dtype,
                 f"{matrix.n_bytes / 1e6:,.2f}",
             )

@@ -6,14 +6,15 @@ No torch is imported here: a config can be made, checked and counted without it.
 from __future__ import annotations
 
 from dataclasses import dataclass, fields
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 from tiedgpt.errors import UserError
 from tiedgpt.names import OTHER_NAMES
 from tiedgpt.options import option, read_number
 from tiedgpt.signatures import check_fields
 
-ACTIVATIONS = ("gelu_new", "gelu", "relu", "silu")
+Activation = Literal["gelu_new", "gelu", "relu", "silu"]
+ACTIVATIONS: tuple[Activation, ...] = get_args(Activation)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -35,7 +36,7 @@ class GPTConfig:
     """H: attention heads in a block; divides `n_embd`."""
     n_inner: int | None = option(None, least=1)
     """Width inside the MLP; None means 4 D."""
-    activation_function: str = option("gelu_new", choices=lambda: ACTIVATIONS)
+    activation_function: Activation = "gelu_new"
     """`gelu_new` is the tanh form of GPT-1 and GPT-2; `gelu` the exact one."""
     norm: Literal["pre", "post"] = "pre"
     """GPT-2 normalises before each sublayer and once at the end; GPT-1 after each sublayer."""

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 import os
+import warnings
 from collections.abc import Iterator
 from typing import Any
 
@@ -197,11 +198,14 @@ class GPT(ExplainsNames, nn.Module):
 
         Raises `CorruptInputError` for damaged files and files without a GPT, else `UserError`.
         """
-        from tiedgpt.weights.load import load_model
+        from tiedgpt.weights.load import CheckpointWarning, load
 
-        return load_model(
+        loaded = load(
             source, resolve=resolve, dtype=dtype, revision=revision, cache_dir=cache_dir, **config
         )
+        for note in loaded.notes:
+            warnings.warn(f"{loaded.path}: {note}", CheckpointWarning, stacklevel=2)
+        return loaded.model
 
     def save_pretrained(self, directory: str | os.PathLike[str]) -> None:
         """Write a Hugging Face directory that transformers loads.

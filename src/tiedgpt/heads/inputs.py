@@ -75,10 +75,10 @@ def read_answer(record: Mapping[str, Any]) -> tuple[tuple[str, ...], int]:
 
 
 def read_label(record: Mapping[str, Any]) -> str:
-    """Return the name in the field `label`, which may be a whole number, else `UserError`."""
+    """Return the name in the field `label`, which may be an integer, else `UserError`."""
     label = read_field(record, "label")
     if isinstance(label, bool) or not isinstance(label, (str, int)) or label == "":
-        raise UserError(f"the label {label!r} is neither a name nor a whole number")
+        raise UserError(f"the label {label!r} is neither a name nor an integer")
     return str(label)
 
 

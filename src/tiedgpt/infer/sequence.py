@@ -228,7 +228,8 @@ class SequenceState:
             tokenizer, prompt[-1], config.stop,
             include_stop=config.include_stop, min_tokens=config.min_new_tokens,
         )  # fmt: skip
-        self._spared = {*model_ends, *self.ends, *_line_break(tokenizer)} - {None}
+        ends = {*model_ends, *self.ends} - {None}
+        self._spared = {*ends, *_line_break(tokenizer)} if config.xtc_probability else set()
         seeds = None if config.seed is None else [config.seed, copies]
         self._generator = np.random.Generator(np.random.PCG64(seeds))
 
@@ -252,7 +253,7 @@ class SequenceState:
                 for option, name in UNIFORMS.items()
                 if config.numbers[option] != NEUTRAL[option]
             },
-            spared=self._spared if config.xtc_probability else (),
+            spared=self._spared,
             model_logits=logits if self._processors else None,
         )  # fmt: skip
 

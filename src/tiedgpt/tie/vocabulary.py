@@ -137,7 +137,7 @@ def prune(model: GPT, keep_ids: Iterable[int]) -> VocabularyReport:
     try:
         ids = [operator.index(i) for i in keep_ids]
     except TypeError:
-        raise UserError("must be whole numbers, the ids to keep", option="keep_ids") from None
+        raise UserError("must be integers, the ids to keep", option="keep_ids") from None
     wrong = [i for i, times in Counter(ids).items() if times > 1 or not 0 <= i < size]
     if wrong or not ids:
         raise UserError(

@@ -1,9 +1,6 @@
-"""The GPT in a checkpoint under our names and in our layout: read and checked, without torch.
+"""Check a GPT under our names and in our layout: a config, and a tensor for each parameter.
 
-to_gpt      -> GPTCheckpoint: config fields and tensors by our names
-check_gpt   -> CheckedGPT: a GPTConfig, and the tensor of each of its parameters in its shape
-
-No tensor is read here.
+No tensor is read here, and no torch is imported.
 """
 
 from __future__ import annotations
@@ -18,44 +15,12 @@ from tiedgpt.core.config import GPTConfig
 from tiedgpt.errors import CorruptInputError, UserError
 from tiedgpt.weights.checkpoint import EMBEDDING, HEAD, TIE_KEY, Checkpoint, GPTCheckpoint
 from tiedgpt.weights.tensors import StoredTensor, printable
-from tiedgpt.weights.wrappers import OTHER_HEADS, find_nested_gpt
+from tiedgpt.weights.wrappers import OTHER_HEADS
 
 DROPOUTS = ("embd_pdrop", "attn_pdrop", "resid_pdrop")
 """Fields that the caller may change: the file states how it was trained, not how it must run."""
 SLACK_BYTES = 1 << 20
 MAX_NAME_LENGTH = 200
-
-
-def to_gpt(checkpoint: Checkpoint) -> GPTCheckpoint:
-    """Return the GPT in a checkpoint by its format's translation, and check its matrices.
-
-    Raises `UserError` for another architecture, `CorruptInputError` if its tensors contradict each
-    other, or if neither W nor a head is a matrix.
-    """
-    assert checkpoint.format is not None
-    source = str(checkpoint.source)
-    try:
-        gpt = checkpoint.format.to_gpt(checkpoint)
-    except (CorruptInputError, UserError) as error:
-        if source in str(error):
-            raise
-        raise type(error)(f"{source}: {error.problem()}", hint=error.hint) from None
-    matrices = {name: gpt.tensors[name] for name in (EMBEDDING, HEAD) if name in gpt.tensors}
-    for name, matrix in matrices.items():
-        if not (len(matrix.shape) == 2 and all(matrix.shape)):
-            shape = f"must be a matrix (V, D), got {matrix.shape}"
-            raise CorruptInputError(f"{source}: {name} {shape}")
-    if not matrices:
-        nested = find_nested_gpt(checkpoint.tensors)
-        if nested is not None:
-            prefix, other = map(printable, nested)
-            raise CorruptInputError(
-                f"{source} holds a GPT, named {prefix[:80]}*, inside a model that has other "
-                f"tensors, such as {other[:MAX_NAME_LENGTH]}",
-                hint="save the GPT's own state_dict()",
-            )
-        raise CorruptInputError(f"{source}: {EMBEDDING} is missing; this is no GPT")
-    return gpt
 
 
 def shapes(config: GPTConfig) -> dict[str, tuple[int, ...]]:

@@ -14,7 +14,6 @@ Shapes are checked before any tensor is read, except when two matrices must be c
 from __future__ import annotations
 
 import os
-import warnings
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -53,14 +52,6 @@ class Loaded:
     n_bytes: int
     """Size of the tensors in the file."""
     notes: tuple[str, ...]
-
-
-def load_model(source: str | os.PathLike[str] | nn.Module, **options: Any) -> GPT:
-    """Load a model and warn (`CheckpointWarning`) of every note; see `GPT.from_pretrained`."""
-    loaded = load(source, **options)
-    for note in loaded.notes:
-        warnings.warn(f"{loaded.path}: {note}", CheckpointWarning, stacklevel=3)
-    return loaded.model
 
 
 def load(

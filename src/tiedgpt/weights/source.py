@@ -24,12 +24,22 @@ from typing import TYPE_CHECKING, Any
 
 from tiedgpt.errors import CorruptInputError, TiedGPTError, UserError
 from tiedgpt.files import missing_run, model_directory, read_json, reading, suggest, suggest_path
-from tiedgpt.weights.checkpoint import TIE_KEY, Checkpoint, Claim, GPTCheckpoint, claim_in
+from tiedgpt.weights.checkpoint import (
+    EMBEDDING,
+    HEAD,
+    TIE_KEY,
+    Checkpoint,
+    Claim,
+    GPTCheckpoint,
+    claim_in,
+)
 from tiedgpt.weights.decision import TieDecision, decide_tie
 from tiedgpt.weights.file import OpenFile
-from tiedgpt.weights.gpt import to_gpt
+from tiedgpt.weights.gpt import MAX_NAME_LENGTH
 from tiedgpt.weights.hub import download
 from tiedgpt.weights.registry import formats, suffixes
+from tiedgpt.weights.tensors import printable
+from tiedgpt.weights.wrappers import find_nested_gpt
 
 if TYPE_CHECKING:
     from torch import nn
@@ -159,8 +169,35 @@ class Source(os.PathLike[str]):
 
     @cached_property
     def gpt(self) -> GPTCheckpoint:
-        """The GPT under our names; raises as `to_gpt`."""
-        return to_gpt(self.checkpoint)
+        """The GPT under our names, with checked matrices.
+
+        Raises `UserError` for another architecture, `CorruptInputError` if its tensors contradict
+        each other, or if neither W nor a head is a matrix.
+        """
+        checkpoint, path = self.checkpoint, str(self.checkpoint.source)
+        assert checkpoint.format is not None
+        try:
+            gpt = checkpoint.format.to_gpt(checkpoint)
+        except (CorruptInputError, UserError) as error:
+            if path in str(error):
+                raise
+            raise type(error)(f"{path}: {error.problem()}", hint=error.hint) from None
+        matrices = {name: gpt.tensors[name] for name in (EMBEDDING, HEAD) if name in gpt.tensors}
+        for name, matrix in matrices.items():
+            if not (len(matrix.shape) == 2 and all(matrix.shape)):
+                shape = f"must be a matrix (V, D), got {matrix.shape}"
+                raise CorruptInputError(f"{path}: {name} {shape}")
+        if matrices:
+            return gpt
+        nested = find_nested_gpt(checkpoint.tensors)
+        if nested is None:
+            raise CorruptInputError(f"{path}: {EMBEDDING} is missing; this is no GPT")
+        prefix, other = map(printable, nested)
+        raise CorruptInputError(
+            f"{path} holds a GPT, named {prefix[:80]}*, inside a model that has other "
+            f"tensors, such as {other[:MAX_NAME_LENGTH]}",
+            hint="save the GPT's own state_dict()",
+        )
 
     def decide(self, **options: Any) -> TieDecision:
         """Return whether the head is the embedding; options as in `decide_tie`."""
@@ -297,8 +334,10 @@ def tokenizer_for(model: Any, tokenizer: Any, *, needed: bool = False) -> Tokeni
     if isinstance(tokenizer, (str, os.PathLike)):
         return open_tokenizer(tokenizer)
     if tokenizer is None and isinstance(model, (str, os.PathLike)):
-        with contextlib.nullcontext() if needed else contextlib.suppress(UserError):
+        if needed:
             return open_tokenizer(model)
+        with contextlib.suppress(UserError):
+            return Source.of(model, weights=False).tokenizer
     if not isinstance(tokenizer, (Tokenizer, type(None))):
         type_name = type(tokenizer).__name__
         raise UserError(

@@ -43,37 +43,29 @@ def without_wrappers(checkpoint: Checkpoint) -> Checkpoint:
             hint="merge it into its model first, with `tiedgpt convert MODEL DEST --adapter "
             "DIRECTORY`",
         )
+    bare = {n: WRAPPERS.sub("", n) for n in checkpoint.tensors if not COUNTERS.fullmatch(n)}
+    bodies = {match[1] for name in bare.values() if (match := FIRST_NORM.fullmatch(name))}
+    body = bodies.pop() if len(bodies) == 1 else None
+    *outer, last = re.findall(r"\w+\.", body or "") or [""]
+    parent = "".join(outer)
+    beside = [name for name in bare.values() if body is None or not name.startswith(body)]
+    if body is not None and all(n.startswith(tuple(parent + h for h in HEADS)) for n in beside):
+        prefix = BODY_PREFIX if beside or last == BODY_PREFIX else ""
+        bare = {
+            name: prefix + short.removeprefix(body)
+            if short.startswith(body)
+            else short.removeprefix(parent)
+            for name, short in bare.items()
+        }
     tensors: dict[str, StoredTensor] = {}
-    for name, bare in bare_names(checkpoint.tensors).items():
-        if bare in tensors:
+    for name, short in bare.items():
+        if short in tensors:
             raise CorruptInputError(
-                f"{checkpoint.source} holds {printable(bare)} twice, with and without a prefix"
+                f"{checkpoint.source} holds {printable(short)} twice, with and without a prefix"
             )
         tensor = checkpoint.tensors[name]
-        tensors[bare] = tensor if bare == name else replace(tensor, name=bare)
+        tensors[short] = tensor if short == name else replace(tensor, name=short)
     return replace(checkpoint, tensors=tensors)
-
-
-def bare_names(names: Iterable[str]) -> dict[str, str]:
-    """Return each name as in the unwrapped module, by the name in the file."""
-    bare = {name: WRAPPERS.sub("", name) for name in names if not COUNTERS.fullmatch(name)}
-    bodies = {match[1] for name in bare.values() if (match := FIRST_NORM.fullmatch(name))}
-    if len(bodies) != 1:
-        return bare
-    (body,) = bodies
-    *outer, last = re.findall(r"\w+\.", body) or [""]
-    parent = "".join(outer)
-    heads = tuple(parent + head for head in HEADS)
-    beside = [name for name in bare.values() if not name.startswith(body)]
-    if not all(name.startswith(heads) for name in beside):
-        return bare
-    prefix = BODY_PREFIX if beside or last == BODY_PREFIX else ""
-    return {
-        name: prefix + short.removeprefix(body)
-        if short.startswith(body)
-        else short.removeprefix(parent)
-        for name, short in bare.items()
-    }
 
 
 def find_nested_gpt(names: Iterable[str]) -> tuple[str, str] | None:
