@@ -13,6 +13,7 @@ from __future__ import annotations
 import os
 import sys
 import tempfile
+from collections import Counter
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -28,6 +29,9 @@ from tiedgpt.infer.packed_session import ACTIVATION_DTYPES
 
 Request = tuple[str, str, Any]
 """A kernel's module, its name, and an example of its arguments."""
+TYPES = {"forward": 4, "fill_rows": 1, "attention": 2, "attention_gradient": 2, "dropout": 2}
+TYPES |= {"gelu": 2, "gelu_gradient": 2, "softmax_gradient": 2}
+"""How many types of arguments each kernel has: a precision each."""
 LINE = "It was the year {}, and the cat with {} lives sat on mat {}.\n"
 TEXT = "".join(LINE.format(1900 + n % 99, n % 9, n * n) for n in range(999))
 
@@ -46,6 +50,9 @@ def requests() -> dict[str, Request]:
         with patch.object(compile_cache, "start_compiler", record):
             infer()
             train(Path(place))
+    counts = Counter(name for _, name, _ in requested.values())
+    if counts != TYPES:
+        raise SystemExit(f"these were compiled: {counts}; the wheel holds: {TYPES}")
     return requested
 
 
@@ -53,7 +60,7 @@ def infer() -> None:
     """Generate by engines of all precisions."""
     config = GPTConfig(n_layer=2, n_embd=64, n_head=2, n_positions=64, vocab_size=300)
     for precision in ACTIVATION_DTYPES:
-        with Engine(GPT(config), precision) as engine:
+        with Engine(GPT(config), precision, backend="kernels") as engine:
             engine.generate([1, 2, 3], GenerationConfig(max_new_tokens=3, temperature=1.0))
 
 
@@ -62,7 +69,8 @@ def train(place: Path) -> None:
     text = place / "text.txt"
     text.write_text(TEXT)
     for dtype in ("fp32", "bf16"):
-        options = ["--size", "tiny", "--steps", "2", "--dropout", "0.1", "--dtype", dtype]
+        options = ["--size", "tiny", "--vocab-size", "512", "--steps", "2", "--dropout", "0.1"]
+        options += ["--dtype", dtype]
         assert tiedgpt(["train", str(text), *options, "--out", str(place / dtype)]) == 0
 
 
