@@ -189,6 +189,7 @@ def test_train_a_head_from_the_command_line(files, capfd, task):
     assert main(command) == 0
     err = capfd.readouterr().err
     assert "is finished" in err and f"classify runs/{task}-{task}-1" in err
+    assert {"classify": "labels texts", "choose": "chooses continuations"}[task] in err
     lines = Path(f"{task}.jsonl")
     lines.write_text(lines.read_text() + json.dumps(record(task, 99)) + "\n")
     assert main([*command, "--out", f"runs/{task}-{task}-1"]) == 1

@@ -411,12 +411,18 @@ def test_a_vocabulary_smaller_than_requested_is_noted(text_file, folder, capfd):
     assert "instead of" not in capfd.readouterr().err
 
 
-def test_a_dry_run_that_does_not_fit_shows_the_table_and_ends_with_code_4(text_file, capsys):
+@pytest.mark.parametrize(
+    ("memory", "remedy"), [("4GB", "use a smaller model"), ("10MB", "the program alone takes")]
+)
+def test_a_dry_run_that_does_not_fit_shows_the_table_and_ends_with_code_4(
+    text_file, capsys, memory, remedy
+):
     asked = ["train", str(text_file), "--dry-run", "--size", "gpt3-13b", "--tokenizer", "char"]
-    assert main([*asked, "--steps", "7", "--memory", "4GB"]) == 4
+    assert main([*asked, "--steps", "7", "--memory", memory]) == 4
     said = capsys.readouterr()
     assert "does not fit in" in said.out and "gradients" in said.out
-    assert "use a smaller model" in said.err
+    assert f"--memory {memory[:-2]}" in " ".join(said.out.split()), "the limit, not the free memory"
+    assert remedy in said.err
 
 
 def test_more_adapters_than_the_width_name_the_option(trial, tmp_path, text_file, capsys):

@@ -109,6 +109,8 @@ def test_train_eval_and_classify_from_the_command_line(folder, capsys):
     assert record_of_run["options"]["task"] == "regress"
     card = Path("run/model/README.md").read_text()
     assert "loss (squared error) **" in card and "nats" not in card
+    assert main(["train", "stars.jsonl", *quick]) == 0
+    assert "predicts numbers" in " ".join(capsys.readouterr().err.split())
     assert main(["classify", "run", "no 1 has *"]) == 0
     assert re.fullmatch(r"-?[\d.e-]+  no 1 has \*\n", capsys.readouterr().out)
     assert main(["classify", "run", "stars.jsonl", "--format", "json"]) == 0

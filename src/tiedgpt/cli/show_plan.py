@@ -92,7 +92,11 @@ def _print_plan(run: DryRun) -> None:
     table(("memory", ">bytes"), parts, bold=[len(parts) - 1])
     console().print()
     fits = "fits in" if facts["fits"] else "does not fit in"
-    fact("memory", f"{total} {fits} {format_bytes(memory_limit(plan, run.machine))}")
+    limit = memory_limit(plan, run.machine)
+    room = format_bytes(limit)
+    if plan.memory is not None and limit < run.machine.free_bytes:
+        room += f", which --memory {format_bytes(plan.memory)} leaves beside the program"
+    fact("memory", f"{total} {fits} {room}")
 
 
 def _print_steps(run: DryRun, facts: dict[str, Any]) -> None:

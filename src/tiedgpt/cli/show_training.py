@@ -36,12 +36,6 @@ MEMORIZED_NATS = 0.1
 READABLE = 500_000
 """Tokens of training, of a fresh model, below which its texts may be rough."""
 SMOOTHING = 0.9
-USES = {
-    "text-generation": ("generate", "generates text"),
-    "text-classification": ("classify", "labels texts"),
-    "multiple-choice": ("classify", "chooses continuations"),
-}
-"""Verb for a finished model and its effect, by the model's pipeline on the hub."""
 
 
 class Display:
@@ -163,8 +157,8 @@ class Display:
                 self._show_scoring(event)
             case events.AlreadyFinished():
                 record = find_record(RunDirectory(event.path).read_record()["options"])
-                verb, use = USES.get(record.pipeline or "", ("", ""))
-                command = f": `{program()} {verb} {event.path}` {use}" if verb else ""
+                command = f": `{program()} {record.verb} {event.path}` {record.use}"
+                command = command if record.verb else ""
                 self.say(
                     f"{event.path} is finished{command}; more --minutes, --steps or --epochs "
                     "continue the training"

@@ -175,7 +175,7 @@ def plan_preparation(
         "text_field": text_field,
         "encoding": encoding,
         "keep_end_of_text": keep_end_of_text,
-        **({} if quoting else {"quoting": False}),  # older directories lack it
+        **({} if quoting else {"quoting": False}),  # a run's digest of its data
     }
     names: dict[Side, Sequence[str]] = {"train": data}
     if val is not None:

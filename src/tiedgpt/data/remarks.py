@@ -60,11 +60,11 @@ class Remarks:
         self.pins |= remarks["pins"]
         self.skipped |= {*remarks["skipped"]}
         self.unread |= {*remarks["unread"]}
-        self.binary |= {*remarks.get("binary", ())}  # older records lack it and the following
-        self.json_texts |= remarks.get("json_texts", {})
-        self.unread_fields.update(remarks.get("unread_fields", {}))
-        self.special_tokens.update(remarks.get("special_tokens", {}))
-        self.long_rows |= remarks.get("long_rows", {})
+        self.binary |= {*remarks["binary"]}
+        self.json_texts |= remarks["json_texts"]
+        self.unread_fields.update(remarks["unread_fields"])
+        self.special_tokens.update(remarks["special_tokens"])
+        self.long_rows |= remarks["long_rows"]
 
     def notes(self) -> list[str]:
         """Return the remarks in words."""

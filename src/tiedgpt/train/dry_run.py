@@ -15,7 +15,7 @@ from tiedgpt.train.distributed import Processes
 from tiedgpt.train.events import Encoded, report
 from tiedgpt.train.machine import cpu_threads
 from tiedgpt.train.plan.draft import draft_plan
-from tiedgpt.train.plan.groups import RunOptions
+from tiedgpt.train.plan.groups import RunOptions, parse_bytes
 from tiedgpt.train.plan.plan import find_warnings, plan_run
 from tiedgpt.train.plan.values import Machine, Plan
 from tiedgpt.train.speed import measure_machine
@@ -86,6 +86,8 @@ def dry_run(options: RunOptions, *, threads: int | None = None) -> Iterator[Enco
             problem = error
             smallest = replace(options, micro_batch=1, memory=None)
             plan = draft_plan(smallest, config, facts, replace(machine, free_bytes=math.inf))
+            limit = None if options.memory is None else parse_bytes(options.memory)
+            plan = replace(plan, memory=limit)
         tokens_per_second = None if problem else speed(config, plan)
         data = prepared.data(config)
         warnings = [*speed.notes, *find_warnings(options, config, data, machine, plan)]

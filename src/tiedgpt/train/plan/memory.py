@@ -100,12 +100,7 @@ def memory_limit(plan: Plan, machine: Machine) -> float:
     """Return the bytes that training may take: free memory, or what --memory leaves of it."""
     if plan.memory is None:
         return machine.free_bytes
-    if plan.memory <= machine.used_bytes:
-        raise NoRoomError(
-            f"--memory {format_bytes(plan.memory)}: the program alone takes "
-            f"{format_bytes(machine.used_bytes)}"
-        )
-    return min(machine.free_bytes, plan.memory - machine.used_bytes)
+    return max(0, min(machine.free_bytes, plan.memory - machine.used_bytes))
 
 
 def fit_micro_batch(
@@ -135,6 +130,9 @@ def fit_micro_batch(
 def explain_memory(config: GPTConfig, plan: Plan, facts: Facts, machine: Machine) -> NoRoomError:
     """Return the error for a plan that does not fit in memory, with the arithmetic."""
     limit, parts = memory_limit(plan, machine), estimate_memory(config, plan, facts, machine)
+    if plan.memory is not None and plan.memory <= machine.used_bytes:
+        taken = f"the program alone takes {format_bytes(machine.used_bytes)}"
+        return NoRoomError(f"--memory {format_bytes(plan.memory)}: {taken}")
     static = sum(estimate_static_memory(config, plan, facts, machine).values())
     room = f"{machine.device} has {format_bytes(limit)} free"
     if limit < machine.free_bytes:

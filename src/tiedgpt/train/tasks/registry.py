@@ -18,6 +18,10 @@ class TaskRecord:
     """Whether the data are text, for which the size of a model can be chosen."""
     pipeline: str | None = None
     """Task of the published model on the Hugging Face hub."""
+    verb: str = ""
+    """Verb for the finished model."""
+    use: str = ""
+    """Effect of the verb."""
     loss_unit: str = "nats"
     """Unit of the loss."""
     epochs: float | None = 3
@@ -31,18 +35,42 @@ class TaskRecord:
 HOME = "tiedgpt.train.tasks"
 TASKS = {
     "lm": TaskRecord(
-        home=f"{HOME}.language:LanguageModelling", reads_text=True, pipeline="text-generation",
-        epochs=None, min_steps=1, batch_size=None,
+        home=f"{HOME}.language:LanguageModelling",
+        reads_text=True,
+        pipeline="text-generation",
+        verb="generate",
+        use="generates text",
+        epochs=None,
+        min_steps=1,
+        batch_size=None,
     ),
     "replies": TaskRecord(
-        home=f"{HOME}.replies:Replies", is_task=False, pipeline="text-generation"
+        home=f"{HOME}.replies:Replies",
+        is_task=False,
+        pipeline="text-generation",
+        verb="generate",
+        use="generates text",
     ),
-    "classify": TaskRecord(home=f"{HOME}.labelled:Classify", pipeline="text-classification"),
-    "choose": TaskRecord(home=f"{HOME}.labelled:Choose", pipeline="multiple-choice"),
+    "classify": TaskRecord(
+        home=f"{HOME}.labelled:Classify",
+        pipeline="text-classification",
+        verb="classify",
+        use="labels texts",
+    ),
+    "choose": TaskRecord(
+        home=f"{HOME}.labelled:Choose",
+        pipeline="multiple-choice",
+        verb="classify",
+        use="chooses continuations",
+    ),
     "regress": TaskRecord(
-        home=f"{HOME}.regress:Regress", pipeline="text-classification", loss_unit="squared error"
+        home=f"{HOME}.regress:Regress",
+        pipeline="text-classification",
+        verb="classify",
+        use="predicts numbers",
+        loss_unit="squared error",
     ),
-}  # fmt: skip
+}
 """The tasks by name."""
 
 
