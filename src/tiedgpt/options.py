@@ -27,9 +27,11 @@ from tiedgpt.errors import UserError
 
 Number = TypeVar("Number", int, float)
 SIGNS: dict[str, tuple[str, Callable[[Any, Any], bool]]] = {
-    "least": (">=", operator.ge), "most": ("<=", operator.le),
-    "above": (">", operator.gt), "below": ("<", operator.lt),
-}  # fmt: skip
+    "least": (">=", operator.ge),
+    "most": ("<=", operator.le),
+    "above": (">", operator.gt),
+    "below": ("<", operator.lt),
+}
 """The comparisons that bounds of a number stand for."""
 MAX_INT = 2**63 - 1
 NUMBER_WORDS = {int: "an integer", float: "a finite number"}

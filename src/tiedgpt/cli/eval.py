@@ -200,11 +200,16 @@ def _evaluate_head(args: Arguments, source: Source, corpus: FileCorpus) -> None:
         table(
             ("label", ">examples", ">recall", ">predicted", ">precision"),
             [
-                (x.label, f"{x.examples:,}", _share(x.right, x.examples), f"{x.predicted:,}",
-                 _share(x.right, x.predicted))
+                (
+                    x.label,
+                    f"{x.examples:,}",
+                    _share(x.right, x.examples),
+                    f"{x.predicted:,}",
+                    _share(x.right, x.predicted),
+                )
                 for x in result.by_label()
             ],
-        )  # fmt: skip
+        )
 
 
 def _share(n: int, total: int) -> str:

@@ -124,9 +124,12 @@ class Display:
     def training(self, plan: Plan) -> Iterator[None]:
         """Show a bar while steps are done."""
         columns = (
-            TextColumn("{task.fields[what]}"), BarColumn(bar_width=None), MofNCompleteColumn(),
-            TextColumn("{task.description}left"), TimeRemainingColumn(),
-        )  # fmt: skip
+            TextColumn("{task.fields[what]}"),
+            BarColumn(bar_width=None),
+            MofNCompleteColumn(),
+            TextColumn("{task.description}left"),
+            TimeRemainingColumn(),
+        )
         with Progress(*columns, console=self.err) as self._progress:
             self._task = self._progress.add_task("", what="training", total=plan.steps)
             yield

@@ -31,9 +31,11 @@ from tiedgpt.errors import CorruptInputError, UserError
 from tiedgpt.files import JSON_LINES, read_json_lines, reading
 
 BYTE_ORDER_MARKS = {
-    b"\xff\xfe\0\0": "utf-32", b"\0\0\xfe\xff": "utf-32", b"\xff\xfe": "utf-16",
+    b"\xff\xfe\0\0": "utf-32",
+    b"\0\0\xfe\xff": "utf-32",
+    b"\xff\xfe": "utf-16",
     b"\xfe\xff": "utf-16",
-}  # fmt: skip
+}
 """Encodings by byte order mark; UTF-32 comes first because its mark begins like that of UTF-16."""
 DELIMITERS = {".csv": ",", ".tsv": "\t"}
 """Endings of tables in text, whose first line names the columns."""

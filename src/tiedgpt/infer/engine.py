@@ -346,9 +346,12 @@ class Engine:
     ) -> Generation:
         tokens = SimpleQueue[Token | None]()
         request = self._request(
-            self._ids(prompt), config, self._matcher(config), copies=draw,
+            self._ids(prompt),
+            config,
+            self._matcher(config),
+            copies=draw,
             emit=on_token or tokens.put,
-        )  # fmt: skip
+        )
         return self._worker.submit(request, wait=wait, tokens=tokens, owner=self)
 
     def _request(
@@ -379,10 +382,13 @@ class Engine:
         shares_prefix = config.prompt_logprobs is False and len(ids) <= model.n_positions
         timeout = math.inf if config.timeout is None else config.timeout
         return Request(
-            decoding, n_slots=config.num_beams, prompt=ids if shares_prefix else (),
-            length=min(len(ids) + config.max_new_tokens, model.n_positions), sequence=sequence,
+            decoding,
+            n_slots=config.num_beams,
+            prompt=ids if shares_prefix else (),
+            length=min(len(ids) + config.max_new_tokens, model.n_positions),
+            sequence=sequence,
             deadline=time.monotonic() + timeout,
-        )  # fmt: skip
+        )
 
     def _wait_for(self, requests: list[Request], *, collect: bool) -> list[Any]:
         """Run requests; return their results, with those of failed ones if `collect`."""
@@ -409,9 +415,11 @@ def _require_context(n_ids: int, config: GenerationConfig, model: GPTConfig) -> 
     """Raise `UserError` for a prompt that does not fit into the context."""
     room = model.n_positions
     if n_ids > room and config.context_end == "stop":
-        slide = "" if config.num_beams > 1 else (
-            ", or let the context slide: context_end='slide' (--context-end slide)"
-        )  # fmt: skip
+        slide = (
+            ""
+            if config.num_beams > 1
+            else (", or let the context slide: context_end='slide' (--context-end slide)")
+        )
         raise UserError(
             f"the prompt has {n_ids} tokens and the model's context {room}",
             hint=f"shorten it{slide}",

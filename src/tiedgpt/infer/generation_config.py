@@ -46,9 +46,13 @@ class GenerationConfig:
     GROUP = "sampling"
     max_new_tokens: int = option(128, "Maximum number of tokens to generate.", short="n", least=1)
     temperature: float = option(
-        1.0, "0: greedy decoding; 1: sample from the model's own distribution.",
-        short="t", least=0, served={"most": 2}, neutral=1.0,
-    )  # fmt: skip
+        1.0,
+        "0: greedy decoding; 1: sample from the model's own distribution.",
+        short="t",
+        least=0,
+        served={"most": 2},
+        neutral=1.0,
+    )
     top_k: int | None = option(
         None, "Sample only from the k likeliest tokens; 0 or -1: from all.", least=-1, neutral=0
     )
@@ -56,39 +60,58 @@ class GenerationConfig:
         None,
         "Nucleus sampling: sample from the likeliest tokens that together reach this probability; "
         "0: greedy decoding.",
-        least=0, most=1, neutral=1.0,
-    )  # fmt: skip
+        least=0,
+        most=1,
+        neutral=1.0,
+    )
     min_p: float | None = option(
-        None, "Drop tokens whose probability is below this share of the highest probability.",
-        least=0, most=1, neutral=0.0,
-    )  # fmt: skip
+        None,
+        "Drop tokens whose probability is below this share of the highest probability.",
+        least=0,
+        most=1,
+        neutral=0.0,
+    )
     top_n_sigma: float | None = option(
-        None, "Keep tokens whose logit is within this many standard deviations of the highest.",
-        least=0, neutral=0.0,
-    )  # fmt: skip
+        None,
+        "Keep tokens whose logit is within this many standard deviations of the highest.",
+        least=0,
+        neutral=0.0,
+    )
     xtc_probability: float = option(
         0.0,
         "Exclude top choices (XTC): probability of drawing a token without the likeliest ones.",
-        least=0, most=1, neutral=0.0, uniform="xtc_uniform",
-    )  # fmt: skip
+        least=0,
+        most=1,
+        neutral=0.0,
+        uniform="xtc_uniform",
+    )
     xtc_threshold: float = option(
         0.1,
         "XTC excludes tokens of at least this probability, except the least likely of them; above "
         "0.5: none.",
-        least=0, most=1, neutral=0.1,
-    )  # fmt: skip
+        least=0,
+        most=1,
+        neutral=0.1,
+    )
     repetition_penalty: float = option(
-        1.0, "Above 1, tokens already in the prompt or the text become less likely.",
-        least=1e-6, served={"most": 10}, neutral=1.0,
-    )  # fmt: skip
+        1.0,
+        "Above 1, tokens already in the prompt or the text become less likely.",
+        least=1e-6,
+        served={"most": 10},
+        neutral=1.0,
+    )
     presence_penalty: float = option(
-        0.0, "Subtracted from the logits of tokens that were already generated.",
-        served={"least": -2, "most": 2}, neutral=0.0,
-    )  # fmt: skip
+        0.0,
+        "Subtracted from the logits of tokens that were already generated.",
+        served={"least": -2, "most": 2},
+        neutral=0.0,
+    )
     frequency_penalty: float = option(
-        0.0, "Subtracted from a token's logit once for each time that it was generated.",
-        served={"least": -2, "most": 2}, neutral=0.0,
-    )  # fmt: skip
+        0.0,
+        "Subtracted from a token's logit once for each time that it was generated.",
+        served={"least": -2, "most": 2},
+        neutral=0.0,
+    )
     logit_bias: Mapping[int, float] = field(default_factory=dict)
     """Added to the logits of these ids; -inf excludes an id."""
     processors: Sequence[Processor] = ()

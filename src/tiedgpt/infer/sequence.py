@@ -225,9 +225,12 @@ class SequenceState:
         suppress = (self._suppress_ends,) if config.min_new_tokens else ()
         self._processors = (*config.processors, *processors, *suppress)
         self._detokenizer = Detokenizer(
-            tokenizer, prompt[-1], config.stop,
-            include_stop=config.include_stop, min_tokens=config.min_new_tokens,
-        )  # fmt: skip
+            tokenizer,
+            prompt[-1],
+            config.stop,
+            include_stop=config.include_stop,
+            min_tokens=config.min_new_tokens,
+        )
         ends = {*model_ends, *self.ends} - {None}
         self._spared = {*ends, *_line_break(tokenizer)} if config.xtc_probability else set()
         seeds = None if config.seed is None else [config.seed, copies]
@@ -246,7 +249,11 @@ class SequenceState:
         """Return everything that sampling the next token from logits (V,) depends on."""
         processed, config = self._process(self.ids, logits), self.config
         return SamplingInput(
-            config, processed, self.ids, self.n_prompt, self.n_tokens,
+            config,
+            processed,
+            self.ids,
+            self.n_prompt,
+            self.n_tokens,
             uniform=0.0 if config.greedy else self._generator.random(),
             uniforms={
                 name: self._generator.random()
@@ -255,7 +262,7 @@ class SequenceState:
             },
             spared=self._spared,
             model_logits=logits if self._processors else None,
-        )  # fmt: skip
+        )
 
     def _process(self, ids: Sequence[int], logits: Array) -> Array:
         """Return logits (V,) after the processors, which may change their argument."""

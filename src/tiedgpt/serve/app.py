@@ -70,13 +70,20 @@ def create_app(
     # With one seed, a text depends on the model's shape, the precision and this version.
     fingerprint = hashlib.sha256(f"{engine!r}{tiedgpt.__version__}".encode()).hexdigest()
     service = Service(
-        engine, name, Metrics(engine, name), min(128, engine.n_slots + limits.queue),
-        f"fp_{fingerprint[:12]}", template,
-    )  # fmt: skip
+        engine,
+        name,
+        Metrics(engine, name),
+        min(128, engine.n_slots + limits.queue),
+        f"fp_{fingerprint[:12]}",
+        template,
+    )
     app = FastAPI(
-        title="tiedgpt", version=tiedgpt.__version__, docs_url=None, redoc_url=None,
+        title="tiedgpt",
+        version=tiedgpt.__version__,
+        docs_url=None,
+        redoc_url=None,
         responses={"default": {"description": "An error, in the form of OpenAI's"}},
-    )  # fmt: skip
+    )
     app.state.ready = True
     app.add_middleware(
         RequestGuard,
@@ -147,9 +154,12 @@ def _add_tokens(app: FastAPI, service: Service) -> None:
             raise APIError(400, "give a prompt or messages, and not both", param="prompt")
         if body.messages is not None:
             ids = await completions.encode_messages(
-                service, body.messages, body, param="messages",
+                service,
+                body.messages,
+                body,
+                param="messages",
                 add_special_tokens=body.add_special_tokens,
-            )  # fmt: skip
+            )
         else:
             ids = await asyncio.to_thread(tokenizer.encode, body.prompt or "")
             ids = ids if body.add_special_tokens is False else [*tokenizer.begin_ids, *ids]
@@ -220,10 +230,14 @@ def _add_page(
 
     def describe(gpt: GPT) -> str:
         return page_data.describe_model(
-            service.name, gpt, tokenizer, model.source, path=path,
+            service.name,
+            gpt,
+            tokenizer,
+            model.source,
+            path=path,
             template=None if tokenizer is None else service.template,
             beside=None if beside is None else page_data.directory_name(beside),
-        )  # fmt: skip
+        )
 
     @app.get("/inspect/model")
     async def the_model(request: Request) -> Response:
@@ -254,9 +268,10 @@ def _add_beside(app: FastAPI, source: Source, queue: int) -> None:
         options = body.model_dump(exclude={"text", "ids"}, exclude_none=True)
         options["text"] = body.text or body.ids or ""
         return await _computed_json(
-            model, request,
+            model,
+            request,
             lambda gpt: page_data.inspect_model(inspection, gpt, tokenizer, None, options),
-        )  # fmt: skip
+        )
 
     positions.__annotations__["body"] = inspection_body(inspection)
     app.post("/beside/inspect/positions", name="beside_positions")(positions)

@@ -65,14 +65,22 @@ def export(
     tensors = page_tensors(model, precision)
     rounded = round_weights(model, tensors)
     description = describe_model(
-        name, model, tokenizer, source, template=template,
+        name,
+        model,
+        tokenizer,
+        source,
+        template=template,
         counted=page_ledger(ledger(model), tensors),
-    )  # fmt: skip
+    )
     info = json.loads(description) | {"precision": precision}
     weights = pack_model(
-        tensors, model, tokenizer, template,
-        info={key: info[key] for key in SENT}, counts=_counts(rounded, tokenizer, source),
-    )  # fmt: skip
+        tensors,
+        model,
+        tokenizer,
+        template,
+        info={key: info[key] for key in SENT},
+        counts=_counts(rounded, tokenizer, source),
+    )
     inputs = {"text": text} if isinstance(text, str) else {"ids": text}
     answers = {"state": json.dumps(inputs), "/inspect/model null": json.dumps(info)}
 

@@ -42,8 +42,10 @@ RESPONSES_NEUTRAL = {**NEUTRAL, "background": (False,), "truncation": ("disabled
 """Further labels and neutral fields of /v1/responses."""
 MESSAGE_LABELS = frozenset({"id", "status", "phase", "name", "annotations"})
 MESSAGE_NEUTRAL: Mapping[str, tuple[Any, ...]] = {
-    "type": ("message", "text"), "tool_calls": ([],), "reasoning_content": ("",),
-}  # fmt: skip
+    "type": ("message", "text"),
+    "tool_calls": ([],),
+    "reasoning_content": ("",),
+}
 """Neutral fields of a message; `"type": "message"` marks an item of /v1/responses."""
 NO_MESSAGES = {
     "choices": "send choices[0].message of the answer",

@@ -96,9 +96,11 @@ class Metrics:
         } | {family: histogram(family, about, lengths) for family, about in LENGTHS.items()}
         self.name = name
         self.ended = Counter(
-            f"{PREFIX}request_success", "Texts that ended.", [MODEL, "finished_reason"],
+            f"{PREFIX}request_success",
+            "Texts that ended.",
+            [MODEL, "finished_reason"],
             registry=self.registry,
-        )  # fmt: skip
+        )
         self.responses = Counter(
             f"{PREFIX}http_responses", "By status.", ["status"], registry=self.registry
         )

@@ -167,9 +167,12 @@ class ResponsesAnswer:
         self.request.state.log_fields |= {"prompt_tokens": n_prompt, "completion_tokens": n_new}
         cached = {"cached_tokens": done.cached_tokens, "cache_write_tokens": 0}
         return {
-            "input_tokens": n_prompt, "input_tokens_details": cached, "output_tokens": n_new,
-            "output_tokens_details": {"reasoning_tokens": 0}, "total_tokens": n_prompt + n_new,
-        }  # fmt: skip
+            "input_tokens": n_prompt,
+            "input_tokens_details": cached,
+            "output_tokens": n_new,
+            "output_tokens_details": {"reasoning_tokens": 0},
+            "total_tokens": n_prompt + n_new,
+        }
 
     async def events(self, stream: RequestStream) -> AsyncIterator[bytes]:
         """Yield server-sent events: the beginning, pieces of the text, and the whole answer."""

@@ -72,9 +72,12 @@ def encode_prompt(
         raise APIError(400, f"{param} must be token ids: the model has no tokenizer", param=param)
     try:
         ids = prompt_ids(
-            prompt or [], config, engine.tokenizer, allow_special=allow_special,
+            prompt or [],
+            config,
+            engine.tokenizer,
+            allow_special=allow_special,
             continues=add_special_tokens is False,
-        )  # fmt: skip
+        )
     except UserError as error:
         raise APIError(400, f"{param}: {error}", param=param) from None
     context = min(max_tokens or config.n_positions, config.n_positions)

@@ -35,8 +35,11 @@ ADDED = "added_tokens.json"
 NAMES = "special_tokens_map.json"
 MODEL_CONFIG = "config.json"
 VOCABULARIES = [
-    TOKENIZER_JSON, WORDPIECE, *SENTENCEPIECE, *(name for pair in PAIRS for name in pair)
-]  # fmt: skip
+    TOKENIZER_JSON,
+    WORDPIECE,
+    *SENTENCEPIECE,
+    *(name for pair in PAIRS for name in pair),
+]
 FILE_NAMES = [*VOCABULARIES, CONFIG, ADDED, NAMES, MODEL_CONFIG]
 EXPECTED = (
     f"{TOKENIZER_JSON}, or {' or '.join(' with '.join(pair) for pair in PAIRS)}, or {WORDPIECE}"
@@ -51,10 +54,13 @@ CLASS_TOKENS = {
     "GPT2Tokenizer": dict.fromkeys(("bos_token", "eos_token"), END_OF_TEXT),
     "OpenAIGPTTokenizer": {"unk_token": UNKNOWN},
     "BertTokenizer": {
-        "unk_token": "[UNK]", "sep_token": "[SEP]", "pad_token": "[PAD]", "cls_token": "[CLS]",
+        "unk_token": "[UNK]",
+        "sep_token": "[SEP]",
+        "pad_token": "[PAD]",
+        "cls_token": "[CLS]",
         "mask_token": "[MASK]",
     },
-}  # fmt: skip
+}
 """Special tokens that a class has if its settings name no others."""
 TOKEN_FIELDS = ("content", "single_word", "lstrip", "rstrip", "normalized", "special")
 

@@ -42,7 +42,8 @@ from tiedgpt.weights.torch_file import stored_tensor
 TIE_AGAIN = "tie(model) makes them one again"
 KINDS = {
     "one Parameter": (
-        "joined", "an optimizer made before this holds the one that is gone: make a new one"
+        "joined",
+        "an optimizer made before this holds the one that is gone: make a new one",
     ),
     "two Parameters over one memory": (
         "aliased",
@@ -50,7 +51,7 @@ KINDS = {
         "(load_state_dict(assign=True) does this); tie(model) makes them one Parameter",
     ),
     "two matrices": ("split", TIE_AGAIN),
-}  # fmt: skip
+}
 """State of two names after a change: the kind of the event, and the advice."""
 ONE, ALIASED, TWO = KINDS
 CHANGERS = frozenset(
@@ -62,8 +63,12 @@ MODULE_FILE = inspect.getfile(nn.Module)
 HOMES = (sysconfig.get_path("stdlib"), *torch.__path__, str(Path(__file__).parents[1]))
 NOT_USER_CODE = (
     *(f"{path}/" for home in HOMES for path in (home, Path(home).resolve())),
-    "<frozen", "<eval_with_key", "<attrs", "<__", "<torch",
-)  # fmt: skip
+    "<frozen",
+    "<eval_with_key",
+    "<attrs",
+    "<__",
+    "<torch",
+)
 """First parts of the file names of libraries and of generated code."""
 
 

@@ -72,12 +72,13 @@ def _find_usage(module: nn.Module, holder: nn.Module, names: list[str]) -> Usage
     return Usage(
         reads=tuple(name for name, child in weights.items() if isinstance(child, TABLES)),
         predicts=tuple(
-            name for name, child in weights.items()
+            name
+            for name, child in weights.items()
             if isinstance(child, nn.Linear) or child in multiplying
         ),
         head_computation=computation,
         headless=head is None and bool(classifiers or can_be_asked),
-    )  # fmt: skip
+    )
 
 
 def unwrap(module: nn.Module) -> nn.Module:

@@ -37,8 +37,11 @@ from tiedgpt.tune.freezing import TWO_CHOICES, Model, TrainableParameters, count
 BLOCKS = ("attn.c_attn", "attn.c_proj", "mlp.c_fc", "mlp.c_proj")
 """The four matrices of each block."""
 MAX_MERGE_CHANGE = {
-    torch.float64: 1e-12, torch.float32: 1e-4, torch.bfloat16: 3e-2, torch.float16: 4e-3
-}  # fmt: skip
+    torch.float64: 1e-12,
+    torch.float32: 1e-4,
+    torch.bfloat16: 3e-2,
+    torch.float16: 4e-3,
+}
 """Root mean square of the logits' allowed changes by a merge, over that of the logits."""
 
 

@@ -27,9 +27,7 @@ SOUND: tuple[Kind, ...] = ("tied", "tied, stored twice", "untied as claimed", "n
 """Kinds with which nothing is wrong."""
 Model = Literal["tied", "untied"]
 Keep = Literal["input", "output", "both"]
-RESOLUTION_OF: dict[Keep, str] = {
-    "input": "keep-input", "output": "keep-output", "both": "untie"
-}  # fmt: skip
+RESOLUTION_OF: dict[Keep, str] = {"input": "keep-input", "output": "keep-output", "both": "untie"}
 """The `resolve` of `load` by the `keep` of `tie fix`."""
 RESOLUTIONS = (*RESOLUTION_OF.values(), "tie")
 Outcome = tuple[Kind, Model | None]

@@ -200,9 +200,10 @@ def _search(
 ) -> tuple[StoredTensor | None, StoredTensor | None]:
     """Return the input and the output by the caller's names, our names, usage or their names."""
     by_name = {
-        name: tensor for name, tensor in (gpt or checkpoint.tensors).items()
+        name: tensor
+        for name, tensor in (gpt or checkpoint.tensors).items()
         if len(tensor.shape) == 2 and tensor.count and tensor.shape[1] <= MAX_WIDTH
-    }  # fmt: skip
+    }
     ours, matrices = by_name if gpt else {}, list(by_name.values())
     reads = _find_named(checkpoint, matrices, "input", input_name)
     reads = reads or ours.get(EMBEDDING) or _find_input(checkpoint, matrices)
@@ -279,9 +280,10 @@ def _require_no_doubt(
     """Raise `UserError` where a matrix of the known one's shape may have the other role."""
     usage = checkpoint.usage
     doubtful = [
-        t for t in alike
+        t
+        for t in alike
         if not (_is_numbered(t) or POSITIONS.search(t.name) or t.is_view_of(matrix))
-    ]  # fmt: skip
+    ]
     if doubtful:
         does = "what it does" if role == "input" else "whether it predicts"
         why = f"has a matrix with the shape of {matrix.name}, and its name does not tell {does}"

@@ -123,9 +123,11 @@ class StoredTensor:
             return self.native(low, high, first, end).T
 
         return replace(
-            self, shape=(columns, rows), strides=(self.strides or (columns, 1))[::-1],
+            self,
+            shape=(columns, rows),
+            strides=(self.strides or (columns, 1))[::-1],
             read=None if self.read is None or self.dtype in QUANTIZED else read,
-        )  # fmt: skip
+        )
 
     def scale_columns(self, n: int, factor: float) -> StoredTensor:
         """Return the tensor with its first `n` columns multiplied, in its own type.

@@ -135,8 +135,11 @@ def source_digest(module: str) -> int:
 @cache
 def digest(module: str) -> int:
     """Return a digest of everything that machine code depends on except the arguments' types."""
-    numba = [(name, os.stat(spec.origin).st_mtime_ns) for name in ("numba", "llvmlite")
-             if (spec := find_spec(name)) and spec.origin]  # fmt: skip
+    numba = [
+        (name, os.stat(spec.origin).st_mtime_ns)
+        for name in ("numba", "llvmlite")
+        if (spec := find_spec(name)) and spec.origin
+    ]
     about = (source_digest(module), sys.platform, _cpu(), numba, _settings())
     return zlib.crc32(repr(about).encode())
 

@@ -48,8 +48,12 @@ def compile_kernel(module: str, name: str, arguments: tuple[Any, ...]) -> bytes:
     callback = _callback(getattr(import_module(module), name), arguments)
     code = llvm.parse_assembly(callback.inspect_llvm())
     machine = llvm.Target.from_default_triple().create_target_machine(
-        cpu=CPU_NAME, features=FEATURE_LIST, opt=3, reloc="pic", codemodel="default",
-    )  # fmt: skip
+        cpu=CPU_NAME,
+        features=FEATURE_LIST,
+        opt=3,
+        reloc="pic",
+        codemodel="default",
+    )
     options = llvm.create_pipeline_tuning_options(speed_level=3)
     builder = llvm.create_pass_builder(machine, options)
     passes = builder.getModulePassManager()

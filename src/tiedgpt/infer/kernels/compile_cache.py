@@ -117,9 +117,12 @@ def start_compiler(
     """
     python = "" if hasattr(sys, "frozen") else sys.executable or ""  # an application, or no program
     process = subprocess.Popen(
-        [python, "-P", "-c", COMPILER], env=os.environ | {"NUMBA_OPT": "0"} | settings,
-        stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL,
-    )  # fmt: skip
+        [python, "-P", "-c", COMPILER],
+        env=os.environ | {"NUMBA_OPT": "0"} | settings,
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.DEVNULL,
+    )
     assert process.stdin is not None
     with suppress(BrokenPipeError):  # the process has ended: its exit status says so
         process.stdin.write(pickle.dumps(sys.path) + pickle.dumps((module, name, arguments)))

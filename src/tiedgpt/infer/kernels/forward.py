@@ -105,9 +105,11 @@ def _attention(control, phase, layer, model, buffers, cache, batch):
         slot_id = batch.slot_ids[sequence]
         m, end = batch.spans[sequence, 0], batch.spans[sequence, 1]
         its = HeadCache(
-            cache.keys[layer, slot_id, head], cache.values[layer, slot_id, head],
-            cache.key_scales[layer, slot_id, head], cache.value_scales[layer, slot_id, head],
-        )  # fmt: skip
+            cache.keys[layer, slot_id, head],
+            cache.values[layer, slot_id, head],
+            cache.key_scales[layer, slot_id, head],
+            cache.value_scales[layer, slot_id, head],
+        )
         next_keys = cache.keys[layer, slot_id, head + 1] if head + 1 < heads else its.keys
         column = head * size
         for token in range(m, end):

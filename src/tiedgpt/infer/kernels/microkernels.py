@@ -327,10 +327,11 @@ def _x_sum(builder: Any, x: Vectors, width: Any, m: int, g: Any, group: int) -> 
 
 
 PRECISIONS = {
-    "fp32": _fp32, "bf16": _bf16,
+    "fp32": _fp32,
+    "bf16": _bf16,
     "int8": partial(_integers, group=GROUP, offset=128, per_byte=1),
     "int4": partial(_integers, group=GROUP_INT4, offset=8, per_byte=2),
-}  # fmt: skip
+}
 microkernel1, microkernel2 = _microkernel(1), _microkernel(2)
 microkernel4, microkernel6 = _microkernel(4), _microkernel(6)
 

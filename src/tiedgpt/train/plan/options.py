@@ -55,9 +55,12 @@ LORA_TARGETS = "attn.c_attn,attn.c_proj,mlp.c_fc,mlp.c_proj"
 """The four matrices of each block."""
 EXAMPLES = "examples with replies"
 ONLY_FOR = {
-    "template": EXAMPLES, "too_long": EXAMPLES, "skip_bad": EXAMPLES, "text_field": "text",
+    "template": EXAMPLES,
+    "too_long": EXAMPLES,
+    "skip_bad": EXAMPLES,
+    "text_field": "text",
     "sample_prompt": "text",
-}  # fmt: skip
+}
 """Options of fine-tuning that are only for one kind of data."""
 _SAMPLE_PROMPT = "Prompt of the samples that are shown at evaluations."
 

@@ -37,9 +37,13 @@ FIELDS = {
 }
 """The header's names -> ours."""
 COMPUTES = {
-    "norm": "pre", "attention_windows": None, "layer_norm_epsilon": 1e-5,
-    "activation_function": "gelu_new", "bias": True, "tie_word_embeddings": True,
-}  # fmt: skip
+    "norm": "pre",
+    "attention_windows": None,
+    "layer_norm_epsilon": 1e-5,
+    "activation_function": "gelu_new",
+    "bias": True,
+    "tie_word_embeddings": True,
+}
 """Config fields that llm.c fixes without writing them to its files."""
 SIZES = (*FIELDS, "padded_vocab_size")
 """The header after magic and version."""
@@ -80,9 +84,13 @@ def open_llmc(file: OpenFile) -> Checkpoint:
         tensors[name] = tensor_in_file(file, name, stored, dtype, at)
         at += math.prod(shape) * FLOATS[dtype]
     return Checkpoint(
-        path, "llm.c", tensors, config=sizes, files=(path,),
+        path,
+        "llm.c",
+        tensors,
+        config=sizes,
+        files=(path,),
         claim=Claim(source="the llm.c format has one matrix, wte, that reads and predicts"),
-    )  # fmt: skip
+    )
 
 
 def to_gpt(checkpoint: Checkpoint) -> GPTCheckpoint:

@@ -89,9 +89,13 @@ def to_gpt(checkpoint: Checkpoint) -> GPTCheckpoint:
     trained = fields.get("activation_function", "gelu")
     notes = (f"the model was trained with {trained}; nanoGPT since June 2023 computes gelu",)
     return GPTCheckpoint(
-        "nanoGPT", fields, tensors, assumed={"activation_function": assumed},
-        notes=notes if trained != "gelu" else (), guesses={"activation_function": guess},
-    )  # fmt: skip
+        "nanoGPT",
+        fields,
+        tensors,
+        assumed={"activation_function": assumed},
+        notes=notes if trained != "gelu" else (),
+        guesses={"activation_function": guess},
+    )
 
 
 def _gelu(args: Mapping[str, Any], *, masked: bool) -> tuple[str, str]:

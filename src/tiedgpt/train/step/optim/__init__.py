@@ -41,10 +41,14 @@ OPTIMIZERS: dict[str, OptimizerSpec] = {
         label="AdamW", home=f"{HOME}.groups:build_adamw", moments=2, width_exponent=1.0
     ),
     "muon": OptimizerSpec(
-        label="Muon", home=f"{HOME}.muon:Muon", home_sharded=f"{HOME}.muon:ShardedMuon",
-        moments=1, width_exponent=0.5, splits_attention=True,
+        label="Muon",
+        home=f"{HOME}.muon:Muon",
+        home_sharded=f"{HOME}.muon:ShardedMuon",
+        moments=1,
+        width_exponent=0.5,
+        splits_attention=True,
     ),
-}  # fmt: skip
+}
 """The optimizers by the value of --optimizer."""
 
 

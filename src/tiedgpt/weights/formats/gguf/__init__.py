@@ -262,9 +262,11 @@ def _tensor(
         rows = (math.prod(shape[:-1]), columns // block * block_bytes)
         stored = tensor_in_file(file, name, rows, "uint8", start)
         tensor = replace(
-            stored, shape=shape, dtype=gguf.GGMLQuantizationType(qtype).name,
+            stored,
+            shape=shape,
+            dtype=gguf.GGMLQuantizationType(qtype).name,
             read=lambda first, end, low, high: stored.native(first, end),  # whole blocks
-        )  # fmt: skip
+        )
     if tensor.storage.stop > file_size:
         raise ValueError(f"{name[:80]!r} of shape {shape} in {tensor.dtype} ends after the file")
     return tensor

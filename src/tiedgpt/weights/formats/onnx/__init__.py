@@ -80,11 +80,14 @@ def open_onnx(file: OpenFile) -> Checkpoint:
         ),
     )
     return Checkpoint(
-        path, "ONNX", graph.tensors,
+        path,
+        "ONNX",
+        graph.tensors,
         config={**config, METADATA_KEY: config} if config else {},
-        files=(path, *graph.other_files), claim=claim,
+        files=(path, *graph.other_files),
+        claim=claim,
         usage=usage,
-    )  # fmt: skip
+    )
 
 
 def to_gpt(checkpoint: Checkpoint) -> GPTCheckpoint:
@@ -120,8 +123,9 @@ def to_gpt(checkpoint: Checkpoint) -> GPTCheckpoint:
 
 def _our_config(model: Any) -> dict[str, Any]:
     """Return the config in the metadata of our own files; {} of others."""
-    configs = [json.loads(entry.value) for entry in model.metadata_props
-               if entry.key == METADATA_KEY]  # fmt: skip
+    configs = [
+        json.loads(entry.value) for entry in model.metadata_props if entry.key == METADATA_KEY
+    ]
     if len(configs) > 1 or not all(isinstance(config, dict) for config in configs):
         raise ValueError(f"its metadata under {METADATA_KEY!r} are no config")
     return configs[0] if configs else {}

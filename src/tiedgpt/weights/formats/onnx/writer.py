@@ -90,9 +90,11 @@ def write(
 
     proto = onnx.helper.make_model(
         _graph(onnx, config, dtype),
-        opset_imports=[onnx.helper.make_opsetid("", OPSET)], ir_version=IR_VERSION,
-        producer_name="tiedgpt", producer_version=__version__,
-    )  # fmt: skip
+        opset_imports=[onnx.helper.make_opsetid("", OPSET)],
+        ir_version=IR_VERSION,
+        producer_name="tiedgpt",
+        producer_version=__version__,
+    )
     onnx.helper.set_model_props(proto, {METADATA_KEY: json.dumps(asdict(config))})
     write_file = _write_two if n_bytes > largest_file else _write_one
     write_file(path, proto, protos, dtype.itemsize, write_data)
@@ -243,16 +245,21 @@ class _Network:
         suffixes = ("weight", "bias") if self.config.bias else ("weight",)
         inputs = [self.parameter(f"{name}.{suffix}") for suffix in suffixes]
         return self(
-            "LayerNormalization", x, *inputs, out=f"{name}.out", axis=-1,
+            "LayerNormalization",
+            x,
+            *inputs,
+            out=f"{name}.out",
+            axis=-1,
             epsilon=float(self.config.layer_norm_epsilon),
-        )  # fmt: skip
+        )
 
     def linear(self, x: str, name: str) -> str:
         weight = self.parameter(f"{name}.weight")
         if not self.config.bias:
             return self("MatMul", x, weight, out=f"{name}.out")
-        return self("Add", self("MatMul", x, weight), self.parameter(f"{name}.bias"),
-                    out=f"{name}.out")  # fmt: skip
+        return self(
+            "Add", self("MatMul", x, weight), self.parameter(f"{name}.bias"), out=f"{name}.out"
+        )
 
     def attention(self, x: str, layer: int, mask: str) -> str:
         name, config = f"h.{layer}.attn", self.config

@@ -50,9 +50,11 @@ PADDING = "padding"
 """The name of zeros in the file that align the array after them."""
 TYPES = {np.float32: "float32", np.uint16: "bfloat16", np.uint8: "uint8"}
 STACKS = {
-    "c_attn": "attn.c_attn", "attn_proj": "attn.c_proj", "c_fc": "mlp.c_fc",
+    "c_attn": "attn.c_attn",
+    "attn_proj": "attn.c_proj",
+    "c_fc": "mlp.c_fc",
     "mlp_proj": "mlp.c_proj",
-}  # fmt: skip
+}
 """Matrices that are stacked over the layers -> their names in a block."""
 IN_LAYER = {inside: stack for stack, inside in STACKS.items()}
 
@@ -223,9 +225,13 @@ def _make_tensor(
         return np.ascontiguousarray(unpack(panels)[first - skipped * PANEL :, low:]).view("<u4")
 
     return StoredTensor(
-        name, shape, f"{model.precision} panels", array.nbytes + scales.nbytes,
-        Storage(str(file.path), start, start + array.nbytes), read,
-    )  # fmt: skip
+        name,
+        shape,
+        f"{model.precision} panels",
+        array.nbytes + scales.nbytes,
+        Storage(str(file.path), start, start + array.nbytes),
+        read,
+    )
 
 
 def to_gpt(checkpoint: Checkpoint) -> GPTCheckpoint:

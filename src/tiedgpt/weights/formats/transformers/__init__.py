@@ -113,16 +113,19 @@ SCALES = {"scale_attn_weights": False, "scale_attn_by_inverse_layer_idx": True}
 QUERIES = re.compile(r"h\.(\d{1,6})\.attn\.c_attn\.(weight|bias)")
 """Our names of the tensors that make queries, in their first D columns, keys and values."""
 ALIASES = {
-    "hidden_size": "n_embd", "max_position_embeddings": "n_positions",
-    "num_attention_heads": "n_head", "num_hidden_layers": "n_layer",
-}  # fmt: skip
+    "hidden_size": "n_embd",
+    "max_position_embeddings": "n_positions",
+    "num_attention_heads": "n_head",
+    "num_hidden_layers": "n_layer",
+}
 """Other names under which transformers takes the same keys."""
 SAME_ACTIVATIONS = {
     **dict.fromkeys(
         ("gelu_pytorch_tanh", "gelu_python_tanh", "gelu_fast", "gelu_accurate"), "gelu_new"
     ),
-    "gelu_python": "gelu", "swish": "silu",
-}  # fmt: skip
+    "gelu_python": "gelu",
+    "swish": "silu",
+}
 """Other names and computations of the same functions in transformers."""
 
 
@@ -337,7 +340,9 @@ FORMAT = Format(
     detect_checkpoint=detect_checkpoint,
     suffixes=SUFFIXES,
     file_names=(
-        "model.safetensors", "model.safetensors.index.json", "pytorch_model.bin",
+        "model.safetensors",
+        "model.safetensors.index.json",
+        "pytorch_model.bin",
         "pytorch_model.bin.index.json",
     ),
     hub_patterns=(
@@ -347,6 +352,7 @@ FORMAT = Format(
     ),
     writer=Writer(
         write=defer("transformers.writer", "write"),
-        program=Program("a Hugging Face directory", FIELDS), holds_tokenizer=True,
+        program=Program("a Hugging Face directory", FIELDS),
+        holds_tokenizer=True,
     ),
-)  # fmt: skip
+)
