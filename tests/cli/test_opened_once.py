@@ -1,4 +1,4 @@
-"""No door opens a file of a model twice: one source is made and passed on."""
+"""Each file of a model is opened once, by every command and function."""
 
 import io
 import json
@@ -161,7 +161,7 @@ sys.exit(main(["serve", sys.argv[1], "--beside", sys.argv[3], "--port", sys.argv
 
 @pytest.mark.slow
 def test_a_server_opens_each_file_of_its_models_once(model):
-    """Also for its page, inspections, embeddings and the model beside it."""
+    """Requests ask for the page, inspections, embeddings and the second model."""
     pytest.importorskip("fastapi")
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
@@ -171,5 +171,5 @@ def test_a_server_opens_each_file_of_its_models_once(model):
     done = subprocess.run(command, capture_output=True, text=True, timeout=300)
     (line,) = [line for line in done.stdout.splitlines() if line.startswith("OPENED")]
     times = json.loads(line.removeprefix("OPENED"))
-    assert {"run", "run2"} <= {part for name in times for part in name.split(os.sep)}
+    assert {"run", "run2"} <= {folder for name in times for folder in name.split(os.sep)}
     assert max(times.values()) == 1, times

@@ -131,8 +131,8 @@ def option_fields(options: type, verb: str) -> list[dataclasses.Field[Any]]:
 
 def _list_fields(cls: type, verb: str) -> list[dataclasses.Field[Any]]:
     """Return the fields of one dataclass that a verb has, those of the class itself first."""
-    shown = (field for field in dataclasses.fields(cls) if "help" in field.metadata)
-    fields = [field for each in shown if (field := option_of_verb(each, verb))]
+    options = (option_of_verb(field, verb) for field in dataclasses.fields(cls))
+    fields = [field for field in options if field is not None and "help" in field.metadata]
     declared = get_annotations(cls)
     inherited = [field for field in fields if field.name not in declared]
     return [*(field for field in fields if field.name in declared), *inherited]

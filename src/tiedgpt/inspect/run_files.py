@@ -24,7 +24,7 @@ def shards_in(path: str | Path) -> Shards | None:
 
 def counts_in(source: Source) -> str | None:
     """Return the path of a run whose training tokens can be counted, or None."""
-    return str(source.place) if shards_in(source.place) else None
+    return str(source.given_path) if shards_in(source.given_path) else None
 
 
 def stored_opening(source: Source, field: str = "text") -> str | None:

@@ -180,9 +180,9 @@ def open_lesson_input(
 
 def _sample_validation(model: Any) -> list[Tensor]:
     """Return `N_SAMPLES` samples of a run's validation ids; [] for other models."""
-    if not isinstance(model, Source) or not any((model.place / "data").glob("val_*.bin")):
+    if not isinstance(model, Source) or not any((model.given_path / "data").glob("val_*.bin")):
         return []
-    directory = model.place / "data"
+    directory = model.given_path / "data"
     shards = Shards.in_directory(directory, "val")
     apart = max(MAX_TOKENS, len(shards) // N_SAMPLES)
     starts = range(0, max(1, len(shards) - MAX_TOKENS + 1), apart)

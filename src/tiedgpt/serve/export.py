@@ -95,9 +95,9 @@ def _counts(model: GPT, tokenizer: Tokenizer | None, source: Source | None) -> d
     """Return what `vocabulary` tells of a run's counts, which the page has no text to count in."""
     nothing: dict[str, Any] = {"spearman": {}, "interval": {}, "slope": {}}
     nothing |= {"ln_count": None, "r2_heldout": None}
-    if source is None or not shards_in(source.place):
+    if source is None or not shards_in(source.given_path):
         return {"count": None, "counted_in": None, "matrices": [nothing, nothing]}
-    rows = vocabulary(model, tokenizer, counts=str(source.place), own_rank_rows=0)
+    rows = vocabulary(model, tokenizer, counts=str(source.given_path), own_rank_rows=0)
     found = json.loads(rows.to_json())
     matrices = [{name: matrix[name] for name in nothing} for matrix in found["matrices"]]
     for matrix in matrices:

@@ -52,7 +52,7 @@ def inspect_model(
 
 def directory_name(source: Source) -> str:
     """Return the name of the directory or file at a path, which may be no UTF-8."""
-    return os.fsencode(source.place.resolve().name).decode(errors="replace")
+    return os.fsencode(source.given_path.resolve().name).decode(errors="replace")
 
 
 def describe_model(
@@ -97,7 +97,7 @@ def describe_model(
         ],
         "ledger": counted.as_dict(),
         "stored": None if source is None else _stored_matrices(source),
-        "run": None if source is None else _run_curves(source.place),
+        "run": None if source is None else _run_curves(source.given_path),
         "tokenizer": tokenizer is not None,
         "opening": opening,
         "chat": None if template is None else _describe_chat(template, source),
@@ -128,7 +128,7 @@ def opening_text(
     if (stored := stored_opening(source)) is not None:
         return stored
     try:
-        shards = Shards.in_directory(source.place / "data", "val")
+        shards = Shards.in_directory(source.given_path / "data", "val")
         ids = shards.read(0, min(4000, len(shards))).tolist()
     except (TiedGPTError, OSError):
         return None
@@ -151,8 +151,8 @@ def _stored_matrices(source: Source) -> dict[str, Any] | None:
         return None
     matrices = []
     for matrix in audit.as_dict()["matrices"]:
-        place = str(source.checkpoint.tensors[matrix["names"][0]].storage.place)
-        file = place if Path(place).is_file() else audit.source
+        path = str(source.checkpoint.tensors[matrix["names"][0]].storage.place)
+        file = path if Path(path).is_file() else audit.source
         matrices.append(matrix | {"file": Path(file).name})
     return {"format": audit.format, "verdict": audit.verdict, "matrices": matrices}
 

@@ -119,7 +119,7 @@ class Source(os.PathLike[str]):
             raise UserError(error.message, hint=near or error.hint) from None
 
     @property
-    def place(self) -> Path:
+    def given_path(self) -> Path:
         """The path given, such as that of a run; for a hub name, its local copy."""
         path = Path(str(self.source)).expanduser()
         return path if path.exists() else self.path
