@@ -35,7 +35,7 @@ class SamplingInput:
     """Ids from here on have no token and are never chosen."""
     uniform: float = 0.0
     """A random number from [0, 1) for the draw."""
-    uniforms: Mapping[str, float] = field(default_factory=dict)
+    uniforms: dict[str, float] = field(default_factory=dict)
     """The options' own random numbers from [0, 1), by their names in `UNIFORMS`."""
     spared: Collection[int] = ()
     """Ids that XTC does not exclude: those of a line break and of the ends of the text."""

@@ -131,7 +131,7 @@ def _choose(pool: ThreadPool, inputs: Sequence[SamplingInput]) -> NDArray[Any]:
             address=array.ctypes.data, n_tokens=min(row.n_tokens, size), uniform=row.uniform,
             seen=starts[0], seen_end=len(seen), bias=starts[1], bias_end=len(bias_ids),
             generated=min(starts[0] + row.n_prompt, len(seen)), spared=starts[2],
-            spared_end=len(spared), **config.numbers, **row.uniforms,
+            spared_end=len(spared), **(config.numbers | row.uniforms),
         ))  # fmt: skip
     for ids in filter(None, (seen, bias_ids)):
         if not 0 <= min(ids) <= max(ids) < size:
