@@ -86,12 +86,16 @@ def test_the_batch_size_changes_no_answer(head_class, head, tokenizer):
         assert list(a["probabilities"]) == pytest.approx(list(b["probabilities"]), abs=1e-5)
 
 
-@pytest.mark.parametrize("head_class", RECORDS)
-def test_a_text_longer_than_the_context_is_cut_and_reported(head_class, head, tokenizer):
-    record = RECORDS[head_class][0]
-    (answer,) = predict(head(head_class), tokenizer, [record | {"text": record["text"] * 400}])
-    assert answer["cut"] is True
-    assert "cut" not in next(predict(head(head_class), tokenizer, RECORDS[head_class]))
+@pytest.mark.parametrize(
+    ("head_class", "n", "longer"), [(SequenceClassifier, 64, "{}y"), (MultipleChoice, 62, "y{}")]
+)
+def test_a_text_longer_than_the_context_is_cut_at_its_end_or_beginning(
+    head_class, n, longer, head, tokenizer
+):
+    texts = "x" * n, longer.format("x" * n)  # " p" and " q" are two tokens each
+    records = [{"text": text, "choices": ["p", "q"]} for text in texts]
+    fits, is_cut = predict(head(head_class), tokenizer, records)
+    assert "cut" not in fits and is_cut == fits | {"cut": True}
 
 
 def test_wrong_records_and_heads_are_refused(head, tokenizer, tmp_path):
