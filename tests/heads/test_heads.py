@@ -24,7 +24,9 @@ SEQUENCES = [[5, 17, 80, 3, 9], [44], [1, 2, 3, 4, 5, 6, 7, 8], [90, 91]]
 )
 def test_padding_changes_no_output(make, head_class, options, norm, pad_id):
     model = make(head_class, norm=norm, **options)
-    together = model(*pad(SEQUENCES, pad_id=pad_id))
+    ids, lengths = pad(SEQUENCES, pad_id=pad_id)
+    together = model(ids, lengths)
+    assert model(ids[:0], lengths[:0]).shape == together[:0].shape
     for row, sequence in zip(together, SEQUENCES, strict=True):
         torch.testing.assert_close(row, model(torch.tensor([sequence]))[0], atol=1e-5, rtol=1e-5)
 
@@ -98,12 +100,14 @@ def test_the_double_heads_loss_is_half_the_language_loss_and_the_choice(make, ti
 def test_wrong_lengths_and_targets_are_refused(make):
     model = make(SequenceClassifier)
     ids, lengths = pad(SEQUENCES)
-    with pytest.raises(UserError, match="1 to 8 here, got 0 to 8"):
-        model(ids, lengths * torch.tensor([1, 0, 1, 1]))
-    with pytest.raises(UserError, match="got 2 to 9"):
-        model(ids, lengths + 1)
-    with pytest.raises(UserError, match=r"4 sequences need \(4,\)"):
-        model(ids, lengths[:2])
+    for wrong, says in (
+        (lengths * torch.tensor([1, 0, 1, 1]), "1 to 8 here, got 0 to 8"),
+        (lengths + 1, "got 2 to 9"),
+        (lengths[:2], r"4 sequences need \(4,\)"),
+        (lengths.tolist(), "takes lengths as Tensor"),
+    ):
+        with pytest.raises(UserError, match=says):
+            model(ids, wrong)
     with pytest.raises(UserError, match="at least one token"):
         pad([[1], []])
     with pytest.raises(UserError, match=r"targets must be between 0 and 2, .* got 3"):
