@@ -188,7 +188,7 @@ def write_onnx(path: Path, head: str, *, external: bool = False, names=("W", "H"
     """
     w, h = matrix(), matrix(2)
     read, predict = names
-    stored = {read: w, "wpe": matrix(3, 24), "block": matrix(4, D, D)}
+    stored = {read: w, "wpe": matrix(3, 24), "block": matrix(4, D, D), "one": np.ones(1, "f4")}
     nodes = [
         helper.make_node("Gather", [read, "ids"], ["x"]),
         helper.make_node("Gather", ["wpe", "ids"], ["p"]),

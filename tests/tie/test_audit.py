@@ -109,7 +109,20 @@ CASES = {
     ),
     "NaN": Case(
         "broken", ("not finite",), head(lambda w: one_row(w, 7, torch.nan)),
-        comparison={"first_rows": (7,), "cosine": None},
+        says="One of them is zero", comparison={"first_rows": (7,), "cosine": None},
+    ),
+    "one row": Case(
+        "broken", ("drifted",), head(lambda w: one_row(w, 7, 2.0)), says="Most rows are equal",
+    ),
+    "half of the rows": Case(
+        "broken", ("drifted",), lambda state: state.update({
+            WTE: state[WTE][:96], HEAD: torch.cat([2 * state[WTE][:48], state[WTE][48:96]])
+        }),
+        says=r"48 of 96(.|\n)*began as one matrix", config={"vocab_size": 96},
+    ),
+    "noise": Case(
+        "broken", ("drifted",), head(lambda w: w + w.std() * torch.randn(V, D)),
+        says="related but far apart",
     ),
     "a coarser type": Case(
         "broken", ("drifted",), head(lambda w: w.to(torch.bfloat16)),
@@ -162,7 +175,7 @@ def test_a_model_saved_with_a_replaced_head_is_broken(tmp_path, shards):
     assert abs(report.comparison.cosine) < 0.1
     fresh = [finding for finding in report.findings if finding.kind == "fresh"]
     assert [finding.title.split()[0] for finding in fresh] == [HEAD]
-    assert "N(0, 0.02)" in fresh[0].explain
+    assert "N(0, 0.02)" in fresh[0].explain and "nothing in common" in report.explain
     largest = (model.lm_head.weight - model.transformer.wte.weight).abs().max().item()
     assert report.comparison.largest == pytest.approx(largest, rel=1e-6)
 
