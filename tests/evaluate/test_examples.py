@@ -31,19 +31,18 @@ def test_choices_are_scored_as_the_model_scores_them(directory, engine):
     expected = [continuation(directory, engine, "the dog", choice) for choice in example.choices]
     assert score.logprobs == pytest.approx([logprob for logprob, _ in expected], abs=1e-4)
     assert score.is_greedy == [greedy for _, greedy in expected]
-    assert score.lengths == [12, 4, 11]
+    assert score.lengths == [12, 4, 11] and not score.is_cut
     assert score.chosen == max(range(3), key=[logprob for logprob, _ in expected].__getitem__)
-    assert not score.is_cut
+    by_length = replace(score, logprobs=[-2.0, -3.0], lengths=[1, 2])  # -2 and -1.5 a character
+    assert (by_length.chosen, by_length.chosen_by_length) == (0, 1)
 
 
 def test_a_cloze_is_right_if_greedy_decoding_writes_it(engine):
     context = "the cat sat on the"
     written = engine.generate(context, max_new_tokens=2, temperature=0).text
     other = " mat. the" if written != " mat. the" else " hat"
-    scores = list(
-        score_examples(engine, [ChoiceExample(context, (text,)) for text in (written, other)])
-    )
-    result = ExamplesScore(scores)
+    examples = [ChoiceExample(context, (text,)) for text in (written, other)]
+    result = ExamplesScore(list(score_examples(engine, examples)))
     assert result.n_right == 1
     assert result.accuracy == 0.5
     assert "chance" not in result.to_json()
@@ -53,12 +52,8 @@ def test_a_long_context_is_cut_on_the_left_and_a_long_choice_is_refused(engine):
     fits, longer = [3] * 47, [3] * 60
     text = engine.tokenizer.decode(fits)
     assert len(engine.tokenizer.encode(text)) == 47
-    scores = list(
-        score_examples(
-            engine, [ChoiceExample(engine.tokenizer.decode(ids), ("!",)) for ids in (fits, longer)]
-        )
-    )
-    assert [score.is_cut for score in scores] == [False, True]
+    examples = [ChoiceExample(engine.tokenizer.decode(ids), ("!",)) for ids in (fits, longer)]
+    assert [score.is_cut for score in score_examples(engine, examples)] == [False, True]
     with pytest.raises(UserError, match="a choice has"):
         list(score_examples(engine, [ChoiceExample("the", (text * 3,))]))
 
@@ -87,10 +82,8 @@ def test_every_letter_of_a_choice_is_scored_if_a_token_spans_the_context(chinese
         for choice, row, logprob in zip(choices, rows, score.logprobs, strict=True):
             assert row[:n] == rows[0][:n]
             assert b"".join(map(spell, row[n:])).endswith(choice.encode())
-            assert row in (
-                encode(context + choice),
-                [config.eos_token_id, *encode(context + choice)],
-            )
+            whole = encode(context + choice)
+            assert row in (whole, [config.eos_token_id, *whole])
             expected = sum(chinese.score(row).logprobs[n - 1 :])
             assert logprob == pytest.approx(expected, abs=1e-3)
     assert n_spanning >= 3

@@ -25,13 +25,9 @@ def tasks(datasets):
         def load(**_):
             return datasets.DatasetDict({"test": made})
 
-        fields = {
-            "task": name,
-            "custom_dataset": load,
-            "test_split": "test",
-            "output_type": output_type,
-        }
-        return lm_eval.api.task.ConfigurableTask(config=fields | config)
+        fields = {"task": name, "custom_dataset": load, "test_split": "test"} | config
+        fields["output_type"] = output_type
+        return lm_eval.api.task.ConfigurableTask(config=fields)
 
     numbers = range(DOCUMENTS)
     choices = [
