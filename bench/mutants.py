@@ -187,7 +187,8 @@ def run_tests(source: Path, tests: list[str], limit: float) -> tuple[str, list[s
             return "out of time", []
         time.sleep(0.1)
     if failure.exists():
-        return "killed", json.loads(failure.read_text())
+        test = json.loads(failure.read_text())  # a timeout may be the load of the machine
+        return "out of time" if test[1].startswith("Failed: Timeout") else "killed", test
     if done[1]:  # nothing could be collected
         return "killed", ["", (source.parent / "output.txt").read_text()[-300:]]
     return "survived", []
