@@ -207,6 +207,12 @@ def gradients(model, batch, micro_batch, objective: Loss = OWN_LOSS, **plan: Any
     return [result.loss, result.grad_norm, *(parameter.grad for parameter in trained)]
 
 
+def true_gradients(model, loss: torch.Tensor) -> list[Any]:
+    """Return the same, computed by autograd alone from the loss of the whole batch."""
+    found = torch.autograd.grad(loss, [p for p in model.parameters() if p.requires_grad])
+    return [float(loss.detach()), float(torch.nn.utils.get_total_norm(found)), *found]
+
+
 OF_THE_MACHINE = re.compile("^machine_|_per_second$")
 
 

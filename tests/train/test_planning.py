@@ -97,18 +97,10 @@ GPU_PLANS = {
         {"minutes": 60.0, "size": "gpt2"}, 10**9,
         {"batch_size": 512, "micro_batch": 64, "compile": "on"},
     ),
-    "a named size for five minutes": (
-        {"minutes": 5.0, "size": "gpt2"}, 10**9, {"batch_size": 128, "micro_batch": 64},
-    ),
-    "a named size for three steps": (
-        {"steps": 3, "size": "gpt2"}, 10**9, {"batch_size": 512, "compile": "off"},
-    ),
-    "a named size for a thousand steps": (
-        {"steps": 1000, "size": "gpt2"}, 10**9, {"batch_size": 512, "compile": "on"},
-    ),
-    "an epoch": (
-        {"epochs": 1.0, "size": "gpt2"}, 10**9, {"batch_size": 512, "steps": 1908},
-    ),
+    "5 minutes": ({"minutes": 5.0, "size": "gpt2"}, 10**9, {"batch_size": 128, "micro_batch": 64}),
+    "3 steps": ({"steps": 3, "size": "gpt2"}, 10**9, {"batch_size": 512, "compile": "off"}),
+    "1,000 steps": ({"steps": 1000, "size": "gpt2"}, 10**9, {"batch_size": 512, "compile": "on"}),
+    "an epoch": ({"epochs": 1.0, "size": "gpt2"}, 10**9, {"batch_size": 512, "steps": 1908}),
     "a batch that is given": (
         {"minutes": 60.0, "size": "gpt2", "batch_size": 24}, 10**9,
         {"batch_size": 24, "micro_batch": 24},
