@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tiedgpt import Tokenizer
-from tiedgpt.data import TEMPLATES, ExampleReader, documents
+from tiedgpt.data import TEMPLATES, ExampleReader, documents, write_template
 from tiedgpt.data.examples import EncodedExamples
 from tiedgpt.errors import CorruptInputError, UserError
 
@@ -21,10 +21,7 @@ CONTENTS = st.text(LETTERS, max_size=12) | st.sampled_from(
 )
 MESSAGES = st.lists(
     st.fixed_dictionaries(
-        {
-            "role": st.sampled_from(["system", "user", "assistant"]),
-            "content": CONTENTS,
-        },
+        {"role": st.sampled_from(["system", "user", "assistant"]), "content": CONTENTS},
         optional={"train": st.booleans() | st.none()},
     ),
     max_size=5,
@@ -101,12 +98,12 @@ def test_replies_of_a_conversation_and_their_ends_are_trained(tokenizer, templat
     assert len(ends) == len(replies)
 
 
-def test_chatml_has_its_published_form(reader):
+def test_chatml_has_its_published_form_and_is_for_models_without_a_template(reader, tmp_path):
     conversation = [
         {"role": "user", "content": "hello"},
         {"role": "assistant", "content": "you said <|im_end|>"},
     ]
-    found = reader({"messages": conversation})
+    found = reader({"messages": conversation}, template=tmp_path)
     (example,) = found
     assert found.kind == "messages"
     assert len(found.tokenizer) == len(TOKENIZERS["bpe"]) + 2
@@ -116,6 +113,8 @@ def test_chatml_has_its_published_form(reader):
     )
     start, end = len(TOKENIZERS["bpe"]), len(TOKENIZERS["bpe"]) + 1
     assert [id for id in example.ids if id >= start] == [start, end, start, end]
+    write_template(TEMPLATES["plain"], TOKENIZERS["bpe"], tmp_path)
+    assert reader({"messages": conversation}, template=tmp_path).template.name == "plain"
 
 
 def test_special_tokens_are_added_only_if_needed(reader):
