@@ -40,13 +40,30 @@ def cache(monkeypatch, tmp_path):
     return cache
 
 
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    """The folder of the kernel's module."""
+    folder = tmp_path_factory.mktemp("kernels")
+    (folder / "weigh_kernel.py").write_text(SOURCE)
+    return folder
+
+
 @pytest.fixture
-def kernel(monkeypatch, tmp_path, cache):
+def kernel(monkeypatch, cache, folder):
     """A function that returns a kernel of a process that has not used it."""
-    (tmp_path / "kernels").mkdir()
-    (tmp_path / "kernels" / "weigh_kernel.py").write_text(SOURCE)
-    monkeypatch.syspath_prepend(tmp_path / "kernels")
+    monkeypatch.syspath_prepend(folder)
     return lambda: Kernel("weigh_kernel", "weigh")
+
+
+@pytest.fixture(scope="module")
+def compiled(tmp_path_factory, folder):
+    """The file of the kernel's machine code; no test loads it from there."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.syspath_prepend(folder)
+        patch.setenv("NUMBA_CACHE_DIR", str(tmp_path_factory.mktemp("compiled")))
+        Step(Kernel("weigh_kernel", "weigh"), 1, 2, arguments())
+        (file,) = code_files.cache_directories()[0].iterdir()
+    return file
 
 
 def arguments(dtype=np.float64):
@@ -71,17 +88,19 @@ def test_machine_code_is_cached_and_loaded_with_and_without_a_linker(
 ):
     if not has_linker:
         monkeypatch.setenv("PATH", str(cache))
-    calls = []
     with on_compilation(lambda: calls.append("now")):
+        calls = []
         assert weigh(kernel()) == EXPECTED
-        assert weigh(kernel(), np.float32) == EXPECTED
     assert calls == ["now"]
-    assert len(list(cache.iterdir())) == 2
+    (file,) = cache.iterdir()
+    assert file.suffix == (".so" if has_linker else ".o")
     monkeypatch.setenv("NUMBA_DISABLE_JIT", "1")  # compiling would raise
-    assert weigh(kernel()) == weigh(kernel(), np.float32) == EXPECTED
+    assert weigh(kernel()) == EXPECTED
 
 
-def test_kernels_are_compiled_beside_each_other_by_processes_of_their_own(kernel, cache):
+def test_kernels_are_compiled_beside_each_other_by_processes_of_their_own(
+    kernel, cache, monkeypatch
+):
     first, second, calls = kernel(), kernel(), []
     with on_compilation(lambda: calls.append("now")):
         first.prepare(*arguments())
@@ -89,6 +108,8 @@ def test_kernels_are_compiled_beside_each_other_by_processes_of_their_own(kernel
         assert weigh(first) == weigh(second, np.float32) == EXPECTED
     assert calls == ["now"]
     assert len(list(cache.iterdir())) == 2
+    monkeypatch.setenv("NUMBA_DISABLE_JIT", "1")  # compiling would raise
+    assert weigh(kernel()) == weigh(kernel(), np.float32) == EXPECTED
 
 
 def test_where_no_process_can_be_started_this_one_compiles(kernel, cache, monkeypatch):
@@ -99,25 +120,27 @@ def test_where_no_process_can_be_started_this_one_compiles(kernel, cache, monkey
         file.unlink()
 
 
-def test_a_damaged_file_is_compiled_again(kernel, cache):
-    weigh(kernel())
-    (file,) = cache.iterdir()
-    data = file.read_bytes()
+def test_a_damaged_file_is_compiled_again(kernel, cache, compiled, monkeypatch):
+    data, damaged_file = compiled.read_bytes(), cache / compiled.name
     for damaged in (data[:100], b"", data[:-1] + b"?"):
-        file.unlink()  # it is loaded
-        file.write_bytes(damaged)
-        assert weigh(kernel()) == EXPECTED
-        assert file.read_bytes() == data or len(list(cache.iterdir())) == 2
+        damaged_file.write_bytes(damaged)
+        with monkeypatch.context() as patch, pytest.raises(UserError, match="must be compiled"):
+            patch.setenv("NUMBA_DISABLE_JIT", "1")
+            weigh(kernel())
+    assert weigh(kernel()) == EXPECTED
+    assert damaged_file.read_bytes() == data or len(list(cache.iterdir())) == 2
 
 
-@pytest.mark.parametrize("suffix", [".so", ".o"])
-def test_an_unloadable_file_is_skipped(kernel, cache, suffix):
-    weigh(kernel())
-    (file,) = cache.iterdir()
-    file.unlink()
+def test_unloadable_files_are_skipped(kernel, cache, compiled, monkeypatch):
     data = b"no machine code"
-    other = file.name[: -len(f"{0:08x}{file.suffix}")] + f"{zlib.crc32(data):08x}{suffix}"
-    (cache / other).write_bytes(data)
+    for suffix in (".so", ".o"):
+        name = compiled.name[: -len(f"{0:08x}{compiled.suffix}")]
+        (cache / f"{name}{zlib.crc32(data):08x}{suffix}").write_bytes(data)
+    with monkeypatch.context() as patch, pytest.raises(UserError, match="must be compiled"):
+        patch.setenv("NUMBA_DISABLE_JIT", "1")
+        weigh(kernel())
+    (cache / compiled.name).write_bytes(compiled.read_bytes())
+    monkeypatch.setenv("NUMBA_DISABLE_JIT", "1")
     assert weigh(kernel()) == EXPECTED
 
 
@@ -190,14 +213,21 @@ def test_arrays_with_gaps_and_numba_disabled_are_refused(kernel, monkeypatch):
         weigh(kernel())
 
 
-def test_kernels_are_compiled_and_run_without_numba_in_this_process(cache):
-    program = (
-        "import sys, numpy as np\n"
-        "from tiedgpt.infer.kernels.sampling import score_targets\n"
-        "from tiedgpt.infer.kernels.thread_pool import ThreadPool\n"
-        "print(score_targets(ThreadPool(1), np.eye(3, dtype=np.float32), [0, 1, 0])[1])\n"
-        "print('numba' in sys.modules)"
-    )
-    for _ in range(2):  # the first compiles
-        ran = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
-        assert ran.stdout == "[1, 1, 2]\nFalse\n", ran.stderr
+def test_kernels_are_compiled_and_run_without_numba_in_this_process(tmp_path, folder, request):
+    program = """
+import os, sys, numpy as np
+from tiedgpt.infer.kernels.sampling import score_targets
+from tiedgpt.infer.kernels.thread_pool import ThreadPool
+print(score_targets(ThreadPool(1), np.eye(3, dtype=np.float32), [0, 1, 0])[1])
+os.environ["NUMBA_CACHE_DIR"], *more = sys.argv[1:]
+sys.path += more
+from tests.infer.kernels.test_compile_cache import EXPECTED, Kernel, weigh
+for _ in range(2):  # the first compiles
+    assert weigh(Kernel("weigh_kernel", "weigh")) == EXPECTED
+print("numba" in sys.modules)
+"""
+    arguments = map(str, (tmp_path, folder, request.config.rootpath))
+    command = [sys.executable, "-c", program, *arguments]
+    ran = subprocess.run(command, capture_output=True, text=True)
+    assert ran.stdout == "[1, 1, 2]\nFalse\n", ran.stderr
+    assert len(list(tmp_path.iterdir())) == 1
