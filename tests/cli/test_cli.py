@@ -34,12 +34,6 @@ def text(tmp_path, monkeypatch) -> Path:
     return path
 
 
-def tiedgpt(*arguments: str, **options) -> subprocess.CompletedProcess:
-    command = [sys.executable, "-m", "tiedgpt", *arguments]
-    env = os.environ | {"OMP_NUM_THREADS": "1"}
-    return subprocess.run(command, capture_output=True, text=True, timeout=120, env=env, **options)
-
-
 def test_train_then_generate_then_train_again(text, capfd):
     command = ["train", "cats.txt", *QUICK, "--out", "run", "--vocab-size", "300", "--verbose"]
     assert main(command) == 0
@@ -80,9 +74,14 @@ def test_a_changed_text_under_the_same_name_is_noticed(text, capfd):
     assert "the text has changed since run began" in capfd.readouterr().err
 
 
-def test_data_may_come_through_a_pipe(text):
-    done = tiedgpt("train", "-", *QUICK, "--tokenizer", "char", input=text.read_text())
-    assert done.returncode == 0 and "standard input: 1 document" in done.stderr, done.stderr
+def test_data_may_come_through_a_pipe(text, capfd, monkeypatch):
+    reader, writer = os.pipe()
+    with open(reader) as stdin:
+        os.write(writer, text.read_bytes())
+        os.close(writer)
+        monkeypatch.setattr(sys, "stdin", stdin)
+        assert main(["train", "-", *QUICK, "--tokenizer", "char"]) == 0
+    assert "standard input: 1 document" in capfd.readouterr().err
     assert Path("runs/stdin-tiny-1/model/model.safetensors").exists()
 
 
