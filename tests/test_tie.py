@@ -8,7 +8,6 @@ import functools
 import gc
 import io
 import json
-import multiprocessing
 import pickle
 import warnings
 from pathlib import Path
@@ -20,6 +19,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from tests.conftest import TINY, random_gpt
+from tests.train.trials import SERVER
 from tiedgpt import GPT, GPTConfig
 from tiedgpt.errors import CorruptInputError
 from tiedgpt.tie import audit, ledger, prune, resize_vocab, tie, untie
@@ -310,12 +310,11 @@ def worker(rank: int, directory: str, model: GPT) -> None:
 
 @pytest.fixture(scope="module")
 def two_processes(tmp_path_factory):
-    """Return the files saved by two spawned processes that received a model."""
+    """Return the files saved by two processes that received a model."""
     directory = tmp_path_factory.mktemp("processes")
-    context = multiprocessing.get_context("spawn")
     model = fresh_model()
     processes = [
-        context.Process(target=worker, args=(rank, str(directory), model)) for rank in range(2)
+        SERVER.Process(target=worker, args=(rank, str(directory), model)) for rank in range(2)
     ]
     for process in processes:
         process.start()
