@@ -1,7 +1,8 @@
 """Tiny models that the tests make themselves, in memory and in a directory."""
 
+import gc
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Generator
 from pathlib import Path
 
 import pytest
@@ -16,6 +17,18 @@ from tiedgpt import GPT, GPTConfig, Tokenizer
 settings.register_profile("tiedgpt", deadline=None, derandomize="CI" in os.environ)
 settings.load_profile("tiedgpt")
 torch.set_num_threads(1)  # tiny models are slower in parallel, and other work shares the cores
+gc.disable()  # until the tests are collected
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_collection() -> Generator[None, object, object]:
+    """Leave the modules and the tests, which stay to the end, out of later garbage collections."""
+    try:
+        return (yield)
+    finally:
+        gc.collect()
+        gc.freeze()
+        gc.enable()
 
 
 def pytest_xdist_auto_num_workers(config: pytest.Config) -> int:
