@@ -1,15 +1,15 @@
-// Computes gradients as the page's worker does: node gradients_in_node.mjs MODULES BYTES < question.json
-// A question is {ids, from}, or {layers: true}: the largest error of each layer's gradients against
-// finite differences, relative to the largest gradient.
+// Computes gradients as the page's worker does: node gradients_in_node.mjs MODULES < lines
+// A line is {bytes, ids, from}, or {layers: true}: the largest error of each layer's gradients
+// against finite differences, relative to the largest gradient. The answer is a line.
 
 import { readFileSync } from "node:fs";
+import { createInterface } from "node:readline";
 import { inflateSync } from "node:zlib";
 
-const [, , modules, bytes] = process.argv;
-const from = (name) => import(`file://${modules}/${name}.js`);
+const from = (name) => import(`file://${process.argv[2]}/${name}.js`);
 const [{ Model }, backward, { Matrix }] = await Promise.all(["model", "backward", "tensors"].map(from));
 
-async function gradients({ ids, from: start }) {
+async function gradients({ bytes, ids, from: start }) {
   const opened = inflateSync(readFileSync(bytes));
   const { gpt, tensors } = new Model(opened.buffer.slice(opened.byteOffset, opened.byteOffset + opened.length));
   const names = Object.keys(tensors).filter((name) => !["wte.weight", "head.weight"].includes(name));
@@ -74,5 +74,8 @@ function matrix(data) {
   return made;
 }
 
-const question = JSON.parse(readFileSync(0));
-process.stdout.write(JSON.stringify(question.layers ? layers() : await gradients(question)));
+for await (const line of createInterface({ input: process.stdin })) {
+  const question = JSON.parse(line);
+  const answer = question.layers ? layers() : await gradients(question);
+  process.stdout.write(`${JSON.stringify(answer)}\n`);
+}

@@ -2,15 +2,13 @@
 
 import json
 import math
-import subprocess
-from pathlib import Path
 
 import pytest
 import torch
 import torch.nn.functional as F
 
 from tests.conftest import TEXT, random_gpt
-from tests.serve.test_page_model import COUNTS, INFO, MODULES, NODE, InNode, close, needs_node
+from tests.serve.test_page_model import COUNTS, INFO, InNode, ask, close, needs_node
 from tiedgpt import Tokenizer, inspect
 from tiedgpt.inspect.vocab_matrices import vocab_matrices
 
@@ -36,16 +34,8 @@ def in_node(folder, model, precision="fp32", tokenizer=None):
     return InNode(folder, model, tokenizer, precision=precision, info=info)
 
 
-def ask(path, question):
-    script = Path(__file__).with_name("gradients_in_node.mjs")
-    command = [NODE, "--no-warnings", str(script), str(MODULES), str(path)]
-    process = subprocess.run(command, input=json.dumps(question), capture_output=True, text=True)
-    assert not process.returncode, process.stderr
-    return json.loads(process.stdout)
-
-
 def test_each_layers_gradients_equal_finite_differences():
-    errors = ask("", {"layers": True})
+    errors = ask("gradients_in_node.mjs", {"layers": True})
     assert len(errors) > 15
     for layer, error in errors.items():
         assert error < (2e-3 if layer == "gelu" else 1e-5), layer  # erf is within 1.5e-7
@@ -58,7 +48,8 @@ def assert_equal_gradients(page, ids, start):
     loss = F.cross_entropy(logits[start:], torch.tensor(ids[1:])[start:])
     names, parameters = zip(*model.named_parameters(), strict=True)
     expected = dict(zip(names, torch.autograd.grad(loss, parameters), strict=True))
-    result = ask(page.path, {"ids": ids, "from": start})
+    question = {"bytes": str(page.path), "ids": ids, "from": start}
+    result = ask("gradients_in_node.mjs", question)
     assert result["loss"] == pytest.approx(float(loss.detach()), rel=1e-5)
     gradients = dict(result["all"])
     read, predict = (torch.tensor(result[job]) for job in ("read", "predict"))

@@ -1,10 +1,13 @@
 """The model in a page's file, in Node: its numbers are the library's on the same weights."""
 
+import atexit
+import functools
 import json
 import os
 import random
 import shutil
 import subprocess
+import tempfile
 from dataclasses import replace
 from pathlib import Path
 
@@ -44,6 +47,31 @@ def strings(n=500):
     return [*PARTS, *mixes]
 
 
+@functools.cache
+def node(script):
+    """Return a process of Node that answers lines by a script, and the file of its errors."""
+    errors = tempfile.TemporaryFile("w+")
+    command = [NODE, "--no-warnings", str(Path(__file__).with_name(script)), str(MODULES)]
+    pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "stderr": errors}
+    process = subprocess.Popen(command, text=True, **pipes)
+    atexit.register(errors.close)
+    atexit.register(process.communicate)  # comes first
+    return process, errors
+
+
+def ask(script, question):
+    """Return the answer of a script in Node to a question; both are values of JSON."""
+    process, errors = node(script)
+    print(json.dumps(question), file=process.stdin, flush=True)
+    answer = process.stdout.readline()
+    errors.seek(0)
+    said = errors.read()
+    if said or not answer:
+        node.cache_clear()  # the next question has a new process
+    assert answer and not said, said
+    return json.loads(answer)
+
+
 class InNode:
     """A model as the page opens it, and the library's model with the same weights."""
 
@@ -57,11 +85,7 @@ class InNode:
     def ask(self, *questions):
         """The answers to (path, body), in order."""
         asked = [{"path": path, "body": body} for path, body in questions]
-        script = Path(__file__).with_name("model_in_node.mjs")
-        command = [NODE, "--no-warnings", str(script), str(MODULES), str(self.path)]
-        done = subprocess.run(command, input=json.dumps(asked), capture_output=True, text=True)
-        assert not done.stderr and not done.returncode, done.stderr
-        return json.loads(done.stdout)
+        return ask("model_in_node.mjs", {"bytes": str(self.path), "questions": asked})
 
     def logits(self, texts):
         """The logits (V,) after each text of ids: |h| |e| cos of every row."""
