@@ -86,7 +86,7 @@ def test_data_may_come_through_a_pipe(text, capfd, monkeypatch):
 
 
 def test_an_interrupt_saves_and_the_printed_command_resumes(text, capfd):
-    long = ["train", "cats.txt", *QUICK[2:], "--steps", "100000", "--out", "run"]
+    long = ["train", "cats.txt", *QUICK[2:], "--steps", "100000", "--out", "run", "--threads", "1"]
     process = subprocess.Popen(
         [sys.executable, "-m", "tiedgpt", *long], stderr=subprocess.PIPE, text=True
     )
