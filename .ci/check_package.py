@@ -5,6 +5,7 @@
 `make package` builds them and calls this.
 """
 
+import re
 import subprocess
 import sys
 import tarfile
@@ -45,7 +46,9 @@ def check_wheel(path: Path) -> None:
     """Raise AssertionError for a wheel that lacks a file, or has one too many."""
     with zipfile.ZipFile(path) as wheel:
         code = {name for name in wheel.namelist() if fnmatch(name, MACHINE_CODE)}
-        assert bool(code) != path.name.endswith("-any.whl"), f"{len(code)} files of machine code"
+        glibc = [int(n) for x in code for n in re.findall(rb"GLIBC_2\.(\d+)", wheel.read(x))]
+        tag = re.search(r"manylinux_2_(\d+)_x86_64", path.name)
+        assert max(glibc, default=0) == int(tag[1] if tag else 0), f"{path.name} needs {glibc}"
         names = sorted(set(wheel.namelist()) - code)
         held = {f"src/{name}" for name in names if ".dist-info/" not in name}
         unlike = held ^ tracked("src/tiedgpt")
