@@ -379,12 +379,16 @@ def test_weights_gradients_and_moments_take_sixteen_bytes_a_parameter_and_shards
 
 
 @pytest.mark.parametrize(
-    ("device", "dtype", "n_bytes", "rows"),
-    [("cpu", "fp32", 4, 256), ("cpu", "bf16", 2, 512), ("cuda", "bf16", 6, 512)],
+    ("device", "dtype", "n_bytes", "rows", "kept"),
+    [("cpu", "fp32", 4, 256, 64), ("cpu", "bf16", 2, 512, 36), ("cuda", "bf16", 6, 512, 36)],
 )
-def test_logits_take_a_chunk_of_50_mib(device, dtype, n_bytes, rows):
-    parts = total(GPT2, 8, on=machine(device=device), dtype=dtype)
-    assert parts["logits and loss"] == n_bytes * rows * 50257 + 8 * 8 * 1024 * 768
+def test_logits_take_a_chunk_of_50_mib_and_a_block_its_states(device, dtype, n_bytes, rows, kept):
+    on, sizes = machine(device=device), 8 * 1024 * 768
+    parts = total(GPT2, 8, on=on, dtype=dtype)
+    assert parts["logits and loss"] == n_bytes * rows * 50257 + 8 * sizes
+    assert parts["activations"] == 12 * kept * sizes
+    parts = total(GPT2, 8, on=on, dtype=dtype, recompute="blocks")
+    assert parts["activations"] == (kept + 12 * 4) * sizes  # one block, and the input of each
 
 
 @pytest.mark.parametrize(
