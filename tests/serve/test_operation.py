@@ -254,10 +254,12 @@ def test_a_slow_reader_does_not_delay_others(running, engine):
 @pytest.mark.parametrize("chunked", [False, True])
 def test_a_large_body_is_refused_before_it_is_received(running, chunked):
     size = "Transfer-Encoding: chunked" if chunked else "Content-Length: 10000000000"
+    head = f"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\n{size}\r\n\r\n".encode()
     with socket.create_connection(("127.0.0.1", running.port), timeout=20) as connection:
-        connection.sendall(
-            f"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\n{size}\r\n\r\n".encode()
-        )
+        connection.sendall(head[:30])
+        with send(running.port, {"max_tokens": 1}) as other:
+            other.recv(9)  # the server has read the first part of the headers
+        connection.sendall(head[30:])
         with contextlib.suppress(ConnectionError):
             for _ in range(17 if chunked else 0):
                 connection.sendall(b"10000\r\n" + b" " * 65_536 + b"\r\n")
@@ -281,11 +283,7 @@ def test_a_client_that_sends_a_whole_large_body_receives_the_refusal(running):
 @pytest.mark.parametrize(
     ("sent", "status", "said"),
     [
-        (
-            b"GET / HTTP/1.1\r\nHost: localhost\r\nX: " + b"x" * (1 << 17),
-            431,
-            b"65,536 bytes",
-        ),
+        (b"GET / HTTP/1.1\r\nHost: localhost\r\nX: " + b"x" * (1 << 17), 431, b"65,536 bytes"),
         (b"\x16\x03\x01 hello\r\n\r\n", 400, b"no valid HTTP/1.1 request"),
     ],
 )
