@@ -91,11 +91,8 @@ def prepare(sources, out: Path, tokenizer="char", *, val=None, **options):
 
 def sums(directory: Path) -> dict[str, str]:
     """Return the sha256 of every file."""
-    files = (path for path in sorted(directory.rglob("*")) if path.is_file())
-    return {
-        str(path.relative_to(directory)): hashlib.sha256(path.read_bytes()).hexdigest()
-        for path in files
-    }
+    files = {path: path.read_bytes() for path in sorted(directory.rglob("*")) if path.is_file()}
+    return {str(p.relative_to(directory)): hashlib.sha256(x).hexdigest() for p, x in files.items()}
 
 
 def read(directory: Path) -> dict[str, list[str]]:
@@ -125,6 +122,9 @@ def test_bytes_are_the_same_for_any_number_of_processes_and_tasks(folder, tmp_pa
 
 
 def test_small_text_is_split_and_encoded_as_in_training(folder, tmp_path):
+    sizes = {path.suffix: path.stat().st_size for path in folder.iterdir()}
+    n_bytes = sum(size * (4 if kind in (".gz", ".parquet") else 1) for kind, size in sizes.items())
+    assert plan_preparation([str(folder)]).n_bytes == n_bytes
     tokenizer = Tokenizer.train(TEXTS, 400)
     prepare(folder, tmp_path / "out", tokenizer)
     encode_corpus(plan_split(documents([str(folder)])), tokenizer, tmp_path / "all")
