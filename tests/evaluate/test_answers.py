@@ -70,7 +70,7 @@ def test_the_accuracy_of_a_classifier_has_an_interval_and_a_table_by_label(
     assert numbers["accuracy"] == pytest.approx(5 / 6) and "83.33%" in printed
     # Wilson 1927 for 5 of 6, by hand: centre 0.7032, reach 0.2667
     assert numbers["accuracy_interval"] == pytest.approx([0.4365, 0.9699], abs=1e-4)
-    assert "43.65% to 96.99%" in printed
+    assert "43.65% to 96.99%" in printed and f"always {max(labels, key=labels.count)}" in printed
     rows = {row["label"]: row for row in numbers["by_label"]}
     for label in {*labels, *answers}:
         assert rows[label]["examples"] == labels.count(label)
