@@ -33,7 +33,7 @@ def test_choices_are_scored_as_the_model_scores_them(directory, engine):
     assert score.is_greedy == [greedy for _, greedy in expected]
     assert score.lengths == [12, 4, 11] and not score.is_cut
     assert score.chosen == max(range(3), key=[logprob for logprob, _ in expected].__getitem__)
-    by_length = replace(score, logprobs=[-2.0, -3.0], lengths=[1, 2])  # -2 and -1.5 a character
+    by_length = replace(score, logprobs=[-2.0, -3.0, -9.0], lengths=[1, 2, 3])  # -1.5 is highest
     assert (by_length.chosen, by_length.chosen_by_length) == (0, 1)
 
 

@@ -92,4 +92,6 @@ def test_intervals_of_a_mean_are_students():
     assert high == pytest.approx(0.1 + 4.303 * 0.1 / 3**0.5, rel=1e-3)
     low, high = ratio_interval([n % 2 for n in range(40)], [1] * 40)  # t of 39 degrees: 2.0227
     assert high - 0.5 == pytest.approx(2.0227 * 0.50637 / 40**0.5, rel=1e-3)
+    low, high = ratio_interval([0.1, 0.3], [1, 1])  # deviation 0.1414, t of 1 degree 12.706
+    assert (low, high) == pytest.approx((0.2 - 12.706 * 0.1, 0.2 + 12.706 * 0.1), rel=1e-3)
     assert np.isnan(ratio_interval([1.0], [1])).all()
