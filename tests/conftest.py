@@ -12,11 +12,13 @@ from hypothesis import settings
 from tokenizers import pre_tokenizers
 
 from tiedgpt import GPT, GPTConfig, Tokenizer
+from tiedgpt.train.tasks import published_text
 
 # Speed is bench/'s business; on a build machine every run draws the same examples.
 settings.register_profile("tiedgpt", deadline=None, derandomize="CI" in os.environ)
 settings.load_profile("tiedgpt")
 torch.set_num_threads(1)  # tiny models are slower in parallel, and other work shares the cores
+published_text.ACCURACY_TOKENS = 100  # each training of a test ends with scoring them
 gc.disable()  # until the tests are collected
 
 
