@@ -18,6 +18,7 @@ from tiedgpt.train.tasks import published_text
 settings.register_profile("tiedgpt", deadline=None, derandomize="CI" in os.environ)
 settings.load_profile("tiedgpt")
 torch.set_num_threads(1)  # tiny models are slower in parallel, and other work shares the cores
+os.fsync = os.fstat  # what a killed process has written stays; a run syncs hundreds of times
 published_text.ACCURACY_TOKENS = 100  # each training of a test ends with scoring them
 gc.disable()  # until the tests are collected
 
