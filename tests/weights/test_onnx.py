@@ -277,8 +277,8 @@ def test_initializers_match_the_onnx_package(tmp_path, external):
         t.name: numpy_helper.to_array(t, str(tmp_path)) for t in onnx.load(path).graph.initializer
     }
     assert set(checkpoint.tensors) == set(peer)
-    for name, expected in peer.items():
-        ours = checkpoint.tensors[name]
+    for name in peer.keys() - {"one"}:  # the matrices
+        ours, expected = checkpoint.tensors[name], peer[name]
         assert ours.shape == expected.shape
         assert np.array_equal(ours.rows(0, len(expected)), expected)
         assert np.array_equal(ours.transpose().rows(2, 7), expected.T[2:7])
