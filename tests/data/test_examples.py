@@ -1,13 +1,14 @@
 """Examples for fine-tuning: the trained tokens, and the refusals."""
 
 import json
+from functools import partial
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from tiedgpt import Tokenizer
-from tiedgpt.data import TEMPLATES, ExampleReader, documents, write_template
+from tiedgpt.data import TEMPLATES, ExampleReader, documents, read_template, write_template
 from tiedgpt.data.examples import EncodedExamples
 from tiedgpt.errors import CorruptInputError, UserError
 
@@ -103,7 +104,7 @@ def test_chatml_has_its_published_form_and_is_for_models_without_a_template(read
         {"role": "user", "content": "hello"},
         {"role": "assistant", "content": "you said <|im_end|>"},
     ]
-    found = reader({"messages": conversation}, template=tmp_path)
+    found = reader({"messages": conversation}, template=partial(read_template, tmp_path))
     (example,) = found
     assert found.kind == "messages"
     assert len(found.tokenizer) == len(TOKENIZERS["bpe"]) + 2
@@ -114,7 +115,8 @@ def test_chatml_has_its_published_form_and_is_for_models_without_a_template(read
     start, end = len(TOKENIZERS["bpe"]), len(TOKENIZERS["bpe"]) + 1
     assert [id for id in example.ids if id >= start] == [start, end, start, end]
     write_template(TEMPLATES["plain"], TOKENIZERS["bpe"], tmp_path)
-    assert reader({"messages": conversation}, template=tmp_path).template.name == "plain"
+    stored = partial(read_template, tmp_path)
+    assert reader({"messages": conversation}, template=stored).template.name == "plain"
 
 
 def test_special_tokens_are_added_only_if_needed(reader):

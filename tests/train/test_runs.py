@@ -132,7 +132,7 @@ def test_the_newest_run_that_can_generate_is_used(folder, capfd):
     assert can_generate(Path("runs/bare"))
     shutil.rmtree("runs/bare")
     assert can_generate(Path("runs/lm")) and not can_generate(Path("runs/classify"))
-    assert source_or_newest(None, task="lm") == "runs/lm"
+    assert str(source_or_newest(None, task="lm")) == "runs/lm"
 
 
 def test_a_run_of_another_edition_is_refused_with_its_version(folder, capfd):
