@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
-from tiedgpt.files import format_bytes
+from tiedgpt.files import format_bytes, format_count
 from tiedgpt.weights.checkpoint import TIE_KEY
 from tiedgpt.weights.comparison import Comparison, count_nonzero_rows, detect_initialization
 from tiedgpt.weights.decision import TieDecision
@@ -84,7 +84,7 @@ TEXTS = {
         "makes one up leaves exactly this.",
     ),
     "not finite": (
-        "{not_finite:,} rows hold numbers that are not finite",
+        "{spoiled} with numbers that are not finite",
         "In a tied matrix a row with an infinity or NaN spoils both reading and predicting.",
     ),
     "padded": ("{longer} has {extra:,} rows more than the {known}", "{sizes} {advice}"),
@@ -193,7 +193,7 @@ def _describe_two(decision: TieDecision) -> Findings:
     elif comparison is not None:
         yield from _describe_difference(*roles.pair, comparison)
     if comparison is not None and comparison.not_finite_rows:
-        yield "not finite", {"not_finite": comparison.not_finite_rows}
+        yield "not finite", {"spoiled": format_count(comparison.not_finite_rows, "row")}
     if roles.extra_rows:
         shorter, longer = sorted(roles.pair, key=lambda matrix: matrix.shape[0])
         other, n_rows = f"rows of {shorter.name}", shorter.shape[0]
