@@ -84,7 +84,7 @@ def note(*texts: str, to: Console | None = None) -> None:
 
 
 @contextlib.contextmanager
-def compilation_noted(what: str, to: Console | None = None) -> Iterator[None]:
+def note_compilation(what: str, to: Console | None = None) -> Iterator[None]:
     """Show a note once if kernels begin to be compiled inside the block, for `what`."""
     from tiedgpt.infer.kernels.compile_cache import on_compilation
 

@@ -125,7 +125,7 @@ def _describe_cpu() -> dict[str, str]:
 
 
 def _examine_torch() -> dict[str, Any]:
-    """Return torch's view of this machine, and what is known of kernels."""
+    """Return torch's view of this machine, and the origin of the kernels' machine code."""
     import torch
 
     from tiedgpt.train.machine import choose_dtype

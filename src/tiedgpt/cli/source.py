@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 from tiedgpt import infer
-from tiedgpt.cli.console import compilation_noted, note, waiting
+from tiedgpt.cli.console import note, note_compilation, waiting
 from tiedgpt.cli.options import UsageError
 from tiedgpt.errors import CorruptInputError, UserError
 from tiedgpt.files import suggest_path
@@ -121,7 +121,7 @@ class EngineOptions(ModelOptions, DeviceOption):
             source, self.precision, backend=self.backend, device=self.device, threads=self.threads,
             tokenizer=self.tokenizer_source, **self.loading, **options,
         )  # fmt: skip
-        with engine, compilation_noted("inference"):
+        with engine, note_compilation("inference"):
             note(*engine.notes)
             yield engine
 

@@ -13,7 +13,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from types import FrameType
 
-from tiedgpt.cli.console import compilation_noted, note
+from tiedgpt.cli.console import note, note_compilation
 from tiedgpt.cli.options import parse
 from tiedgpt.cli.run_arguments import PROCESSES, RunArguments
 from tiedgpt.cli.source import has_unread_input, program
@@ -72,7 +72,7 @@ def show_run(options: RunOptions, args: RunArguments, verb: str, arguments: list
     tracker = open_tracker(args.track) if args.track is not None and is_main() else None
     stop = threading.Event()
     tracking: Tracking | None = None
-    with compilation_noted("training", display.err), contextlib.ExitStack() as stack:
+    with note_compilation("training", display.err), contextlib.ExitStack() as stack:
         stack.enter_context(display.reading())
         for event in train(
             options,

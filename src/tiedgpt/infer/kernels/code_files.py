@@ -32,7 +32,7 @@ FUNCTION = ctypes.CFUNCTYPE(None, ctypes.c_void_p, ctypes.c_int64)
 LINKER = "cc"
 """The program that links shared libraries, if it is installed."""
 IN_WHEEL = Path(__file__).parent / "machine_code"
-"""Where a wheel holds its files; a checkout has none."""
+"""The directory of a wheel's files; a checkout does not have it."""
 CPU_LINES = ("model name", "flags", "CPU ", "Features")
 """The lines of /proc/cpuinfo that name a CPU and its features."""
 NOT_COMPILED_IN = ("NUMBA_CACHE_DIR", "NUMBA_DISABLE_JIT")
@@ -125,7 +125,7 @@ def link(data: bytes) -> tuple[bytes, str]:
 
 @cache
 def source_digest(module: str) -> int:
-    """Return a digest of the sources that a kernel of this module is made of."""
+    """Return a digest of the source files of this module's kernels."""
     origins = {__file__, getattr(find_spec(module), "origin", None) or __file__}
     folders = sorted({Path(origin).parent for origin in origins})
     sources = [file.read_bytes() for folder in folders for file in sorted(folder.glob("*.py"))]

@@ -10,9 +10,9 @@ ZEN = "AuthenticAMD"
 """The vendor of AMD's CPUs, whose kernels prefetch less."""
 LEVEL_3 = {"avx", "avx2", "bmi1", "bmi2", "f16c", "fma", "abm", "movbe"}
 LEVEL_4 = LEVEL_3 | {"avx512f", "avx512bw", "avx512cd", "avx512dq", "avx512vl"}
-"""What LLVM's x86-64-v3 and x86-64-v4 may use, as Linux names it."""
+"""The features of LLVM's x86-64-v3 and x86-64-v4, by their names in Linux."""
 LLVM_3, LLVM_4 = "+avx2,+fma", "+avx2,+fma,+avx512f,+avx512vl,+avx512vnni"
-"""What kernels choose their instructions by, as LLVM names it."""
+"""The features by which kernels choose instructions, by their names in LLVM."""
 
 
 class Target(NamedTuple):
