@@ -9,7 +9,7 @@ transformers in `added_tokens.json` and `special_tokens_map.json`. Ids are those
 """
 
 import io
-from collections.abc import Callable, Container, Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -86,7 +86,7 @@ def read_tokenizer(
     if file.is_file() and file.suffix == ".json" and not (pairs and file == path):
         with reading(file, "tokenizer", DOWNLOAD_AGAIN):
             rust = tokenizers.Tokenizer.from_buffer(read(file))
-        settings = _with_class_tokens(settings, rust.get_vocab())
+        settings = _with_class_tokens(settings, lambda token: rust.token_to_id(token) is not None)
         _apply_settings(rust, settings)
     elif pairs and not (is_wordpiece and settings["tokenizer_class"] == "BertTokenizer"):
         vocabulary, merges = pairs[0]
@@ -123,10 +123,10 @@ def _read_settings(directory: Path, read: Read) -> Settings:
     return settings | {"tokenizer_class": named.removesuffix("Fast")}
 
 
-def _with_class_tokens(settings: Settings, vocabulary: Container[str]) -> Settings:
-    """Return the settings with the special tokens of their class, if the vocabulary has them."""
+def _with_class_tokens(settings: Settings, has_token: Callable[[str], bool]) -> Settings:
+    """Return the settings with the special tokens of their class that the vocabulary has."""
     tokens = CLASS_TOKENS.get(settings["tokenizer_class"], {})
-    return {key: token for key, token in tokens.items() if token in vocabulary} | settings
+    return {key: token for key, token in tokens.items() if has_token(token)} | settings
 
 
 def _apply_settings(rust: tokenizers.Tokenizer, settings: Settings) -> None:
@@ -154,7 +154,9 @@ def _read_pair(
             hint="use GPT-2's or GPT-1's kind of BPE",
         )
     class_name = "GPT2Tokenizer" if of_bytes else "OpenAIGPTTokenizer"
-    settings = _with_class_tokens(settings | {"tokenizer_class": class_name}, vocabulary)
+    settings = _with_class_tokens(
+        settings | {"tokenizer_class": class_name}, vocabulary.__contains__
+    )
     ending = "" if of_bytes else END_OF_WORD
     unknown = token_of(settings, "unk_token") or UNKNOWN
     options = {} if of_bytes else {"unk_token": unknown, "end_of_word_suffix": ending}
@@ -191,7 +193,9 @@ def _read_wordpiece(
     with reading(file, "vocabulary of WordPiece", DOWNLOAD_AGAIN):
         tokens = _read_lines(file, read)
     vocabulary = {token: id for id, token in enumerate(tokens) if token}
-    settings = _with_class_tokens(settings | {"tokenizer_class": "BertTokenizer"}, vocabulary)
+    settings = _with_class_tokens(
+        settings | {"tokenizer_class": "BertTokenizer"}, vocabulary.__contains__
+    )
     unknown = token_of(settings, "unk_token") or CLASS_TOKENS["BertTokenizer"]["unk_token"]
     if unknown not in vocabulary:
         raise CorruptInputError(
