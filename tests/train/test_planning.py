@@ -26,7 +26,9 @@ from tiedgpt.train.plan.time import count_final_rows, count_steps, replan
 from tiedgpt.train.plan.values import Facts, Machine
 from tiedgpt.train.step.optim import scale_lr_to_width
 
-SPEEDS = {"nano": 45_000, "tiny": 25_000, "little": 16_500, "mini": 5_100, "small": 1_300}
+SPEEDS = {
+    "nano": 45_000, "tiny": 25_000, "little": 16_500, "slim": 8_500, "mini": 5_100, "small": 1_300
+}  # fmt: skip
 """Tokens per second of two cores, as measured."""
 MB = 1_000_000
 SMALL = GPTConfig(vocab_size=4096, n_positions=256, n_embd=384, n_layer=6, n_head=6)
@@ -182,7 +184,9 @@ def test_sizes_are_compared_without_compiling_and_one_is_compiled():
         (0.05, 1.0, 641_000, "nano"),
         (1.0, 1.0, 641_000, "tiny"),
         (3.0, 2.3, 641_000, "little"),
-        (120.0, 2.3, 50_000_000, "mini"),
+        (10.0, 1.5, 1_003_854, "slim"),  # Tiny Shakespeare by characters
+        (120.0, 2.3, 50_000_000, "slim"),
+        (300.0, 2.3, 50_000_000, "mini"),
         (3.0, 1.0, 20_000, "nano"),
         (3.0, 1.0, 50, "nano"),
         (0.6, 1.0, 600_000, "tiny"),
@@ -251,7 +255,7 @@ def test_sizes_are_possible_models_and_candidates_are_in_order():
 def test_a_size_that_does_not_fit_in_memory_is_not_chosen():
     _, free = plan(minutes=120.0, tokens=50_000_000, on=machine(2.3))
     _, tight = plan(minutes=120.0, tokens=50_000_000, on=machine(2.3, free_bytes=10 * MB))
-    assert (free.size, tight.size) == ("mini", "nano")
+    assert (free.size, tight.size) == ("slim", "nano")
 
 
 def test_preparation_counts_in_the_size_and_half_of_the_time_is_training():
@@ -596,7 +600,7 @@ def test_the_learning_rate_scales_with_the_width_for_adamw_and_its_root_for_muon
 @pytest.mark.parametrize(
     ("wrong", "says"),
     [
-        ({"size": "huge"}, "no size 'huge'.* there are auto, nano, tiny, little, mini"),
+        ({"size": "huge"}, "no size 'huge'.* there are auto, nano, tiny, little, slim, mini"),
         ({"size": "gpt-2"}, "no size 'gpt-2': did you mean gpt2"),
         ({"size": "medum"}, "no size 'medum': did you mean medium"),
         ({"minutes": 1.0, "steps": 5}, "only one of"),

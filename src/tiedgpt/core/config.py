@@ -147,8 +147,9 @@ def _small(*sizes: int) -> dict[str, Any]:
 
 PRESETS: dict[str, dict[str, Any]] = {
     "nano": _small(2, 64, 2, 128, 512), "tiny": _small(2, 128, 4, 128, 1024),
-    "little": _small(2, 192, 6, 128, 1024), "mini": _small(4, 256, 4, 128, 4096),
-    "small": _small(6, 384, 6, 256, 4096), "medium": _small(8, 512, 8, 512, 8192),
+    "little": _small(2, 192, 6, 128, 1024), "slim": _small(4, 192, 3, 128, 1024),
+    "mini": _small(4, 256, 4, 128, 4096), "small": _small(6, 384, 6, 256, 4096),
+    "medium": _small(8, 512, 8, 512, 8192),
     "gpt1": {
         "vocab_size": 40478, "n_positions": 512, "n_embd": 768, "n_layer": 12, "n_head": 12,
         "norm": "post",

@@ -108,7 +108,7 @@ class TrainOptions(RunOptions):
     size: str = option(
         AUTO,
         "auto: chosen by text, time and speed (mini with --task or --steps); or nano, tiny, "
-        "little, mini, small, medium, gpt1 .. gpt3-175b.",
+        "little, slim, mini, small, medium, gpt1 .. gpt3-175b.",
         metavar="SIZE",
         short="s",
     )

@@ -51,6 +51,7 @@ RECIPES: dict[str, dict[str, Any]] = {
     "nano": {"lr": 1.6e-2, "weight_decay": 0.3},
     "tiny": {"lr": 1.2e-2, "lr_adamw": 4e-3, "weight_decay": 0.3},
     "little": {"lr": 1e-2, "lr_adamw": 3e-3, "weight_decay": 0.3},
+    "slim": {"lr": 3.5e-3, "batch_size": 8, "weight_decay": 0.3},
     "mini": {"lr": 3e-3, "batch_size": 8},
     "small": {"lr": 2e-3},
     "medium": {"lr": 1e-3},
