@@ -223,13 +223,15 @@ def test_what_cannot_be_done_is_refused_with_what_to_do(client, path, name, valu
 def test_an_unknown_field_gets_the_nearest_known_name(client, path, name, nearest):
     body = ROUTES[path][1] if path in ROUTES else {}
     error = refused(client, path=path, **body | {name: 1})
-    assert error["param"] == name and error["message"].endswith(f": use {nearest}")
+    assert error["param"] == name and error["message"].endswith(f": use {nearest}"), error
 
 
 def test_an_unknown_field_of_a_message_gets_its_path(client):
     body = {"messages": [USER, {"role": "user", "content": "a", "contents": "b"}]}
     error = refused(client, path="/v1/chat/completions", **body)
-    assert error["param"] == "messages.1.contents" and error["message"].endswith(": use content")
+    assert error["param"] == "messages.1.contents" and error["message"].endswith(": use content"), (
+        error
+    )
 
 
 STREAM = {"stream": True, "stream_options": {"include_usage": True}}

@@ -112,7 +112,7 @@ def error_of(client, path, body):
 )  # fmt: skip
 def test_a_schema_that_is_no_json_is_refused(chatting, path, field, schema_of, value):
     error = error_of(chatting, path, schema_of({"enum": [1, 2], "default": value}))
-    assert error["param"] == field and "JSON" in error["message"]
+    assert error["param"] == field and "JSON" in error["message"], error
 
 
 @pytest.mark.parametrize("path", PATHS)
@@ -123,4 +123,4 @@ def test_an_unknown_name_that_is_no_utf_8_is_named(chatting, path):
         assert error_of(chatting, path, needed | {name: 1})["param"] == ascii(name)[1:-1]
     if "stream_options" in fields:
         error = error_of(chatting, path, needed | {"stream_options": {"\ud800": 1}})
-        assert error["param"] == r"stream_options.\ud800"
+        assert error["param"] == r"stream_options.\ud800", error

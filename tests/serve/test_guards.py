@@ -202,5 +202,5 @@ FINE = {"role": "a", "content": "b"}
 def test_an_error_names_the_path_of_the_field(client, path, body, param):
     response = client.post(f"/v1/{path}", json=body)
     error = response.json()["error"]
-    assert response.status_code == 400 and error["param"] == param
+    assert response.status_code == 400 and error["param"] == param, error
     assert error["message"].startswith(f"{param} ")
