@@ -62,7 +62,9 @@ def test_a_head_of_its_own_predicts_and_print_says_so(tiny_config, ids):
 
 
 def test_print_says_that_the_matrix_reads_and_predicts(tiny):
-    assert "wte reads and predicts" in str(tiny)
+    for head in (None, torch.nn.Identity()):  # a head may hold on to wte
+        tiny.head = head
+        assert "wte reads and predicts" in str(tiny)
     assert "(wte): TiedEmbedding(97, 32)" in str(tiny)
 
 
@@ -90,15 +92,6 @@ def test_a_fresh_models_loss_is_log_v_plus_half_the_logits_variance():
     targets = torch.randint(5000, (8, 128))
     expected = math.log(5000) + 256 * 0.02**2 / 2
     assert GPT(config).eval().loss(ids, targets).item() == pytest.approx(expected, abs=0.05)
-
-
-@pytest.mark.slow
-def test_fresh_gpt2_starts_at_10_98_nats():
-    torch.manual_seed(0)
-    model = GPT(GPTConfig.preset("gpt2")).eval()
-    with torch.no_grad():
-        loss = model.loss(torch.randint(50257, (2, 512)), torch.randint(50257, (2, 512)))
-    assert loss.item() == pytest.approx(10.98, abs=0.05)
 
 
 @torch.no_grad()
