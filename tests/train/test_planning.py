@@ -107,10 +107,6 @@ GPU_PLANS = {
         {"minutes": 60.0, "size": "gpt2", "batch_size": 24}, 10**9,
         {"batch_size": 24, "micro_batch": 24},
     ),
-    "a size of ours keeps its recipe": (
-        {"minutes": 60.0, "size": "small"}, 10**9,
-        {"batch_size": 16, "micro_batch": 16, "lr": 2e-3, "weight_decay": 0.1},
-    ),
     "not to be compiled": ({"minutes": 60.0, "compile": "off"}, 10**9, {"compile": "off"}),
     "to be compiled": ({"steps": 3, "size": "tiny", "compile": "on"}, 10**9, {"compile": "on"}),
 }  # fmt: skip
@@ -123,6 +119,27 @@ def test_a_plan_on_a_gpu_follows_time_text_and_size(case):
     _, planned = plan(tokens=tokens, on=h100(), **options)
     assert {name: getattr(planned, name) for name in expected} == expected
     assert planned.dtype == "bf16"
+
+
+RECIPES = {
+    "nano": (1 << 11, 1.6e-2, 0.3), "tiny": (1 << 11, 1.2e-2, 0.3), "little": (1 << 11, 1e-2, 0.3),
+    "mini": (1 << 10, 3e-3, 0.1), "small": (1 << 12, 2e-3, 0.1), "medium": (1 << 13, 1e-3, 0.1),
+    "gpt1": (1 << 15, 2.5e-4, 0.1), "gpt2": (1 << 19, 6e-4, 0.1),
+    "gpt2-medium": (1 << 19, 3e-4, 0.1), "gpt2-large": (1 << 19, 2.5e-4, 0.1),
+    "gpt2-xl": (1 << 20, 2e-4, 0.1), "gpt3-small": (1 << 19, 6e-4, 0.1),
+    "gpt3-medium": (1 << 19, 3e-4, 0.1), "gpt3-large": (1 << 19, 2.5e-4, 0.1),
+    "gpt3-xl": (1 << 20, 2e-4, 0.1), "gpt3-2.7b": (1 << 20, 1.6e-4, 0.1),
+    "gpt3-6.7b": (1 << 21, 1.2e-4, 0.1), "gpt3-13b": (1 << 21, 1e-4, 0.1),
+    "gpt3-175b": (1 << 21, 0.6e-4, 0.1),  # 3.2 million tokens, rounded down to a power of two
+}  # fmt: skip
+"""Tokens of a batch, peak rate (Brown et al. 2020, table 2.1) and weight decay."""
+
+
+@pytest.mark.parametrize("size", RECIPES)
+def test_a_named_size_has_its_published_recipe_on_a_gpu(size):
+    config, planned = plan(steps=3, size=size, tokens=10**9, on=h100(free_bytes=math.inf))
+    batch = planned.batch_size * config.n_positions
+    assert (batch, planned.lr, planned.weight_decay) == RECIPES[size]
 
 
 @pytest.mark.parametrize(("size", "dropout"), [("auto", 0.0), ("gpt2", 0.1)])
@@ -587,11 +604,14 @@ def test_a_plan_with_impossible_numbers_is_refused(damage):
 def test_the_learning_rate_scales_with_the_width_for_adamw_and_its_root_for_muon():
     assert scale_lr_to_width(1e-3, width=128, to=512, optimizer="adamw") == pytest.approx(2.5e-4)
     assert scale_lr_to_width(1e-3, width=128, to=512, optimizer="muon") == pytest.approx(5e-4)
-    size, options = SIZES["tiny"], TrainOptions(size="tiny", width=512, steps=5)
-    config, muon = plan(options)
-    assert (config.n_embd, config.n_head, config.n_layer) == (512, 16, size.n_layer)
-    _, adamw = plan(dataclasses.replace(options, optimizer="adamw"))
-    assert [muon.lr, adamw.lr] == pytest.approx([size.lr / 2, size.lr_adamw / 4])
+    for size, width, n_head, lrs in (
+        ("tiny", 512, 16, (6e-3, 1e-3)), ("little", 768, 24, (5e-3, 7.5e-4)),
+    ):  # fmt: skip
+        options = TrainOptions(size=size, width=width, steps=5)
+        config, muon = plan(options)
+        assert (config.n_embd, config.n_head, config.n_layer) == (width, n_head, 2)
+        _, adamw = plan(dataclasses.replace(options, optimizer="adamw"))
+        assert (muon.lr, adamw.lr) == pytest.approx(lrs)
 
 
 # Options
