@@ -13,6 +13,7 @@ import pytest
 import torch
 from safetensors.torch import save_file
 from torch import nn
+from torch.nn.utils.parametrize import register_parametrization as parametrize
 
 from tests.tie.checkpoints import (
     HEAD,
@@ -309,22 +310,24 @@ class Twice(nn.Module):
         return 2 * w
 
 
-def with_lora(head, model):
+def with_lora(model, name):
     from peft import LoraConfig, get_peft_model
 
-    return get_peft_model(model, LoraConfig(target_modules=["lm_head"], r=2))
+    return get_peft_model(model, LoraConfig(target_modules=[name], r=2))
+
+
+def layer_changed_by(change):
+    return lambda model, name: change(getattr(model, name)) and None
 
 
 DERIVED = {
-    "buffer": lambda head, model: setattr(model, "lm_head", Buffered(head.weight.detach() * 2)),
-    "quantized": lambda head, model: torch.ao.quantization.quantize_dynamic(model, {nn.Linear}),
-    "old norm": lambda head, model: nn.utils.weight_norm(head) and None,
-    "new norm": lambda head, model: nn.utils.parametrizations.weight_norm(head) and None,
-    "twice": lambda head, model: (
-        nn.utils.parametrize.register_parametrization(head, "weight", Twice()) and None
-    ),
+    "buffer": lambda model, name: setattr(model, name, Buffered(torch.ones(V, D))),
+    "quantized": lambda model, name: torch.ao.quantization.quantize_dynamic(model, {nn.Linear}),
+    "old norm": layer_changed_by(nn.utils.weight_norm),
+    "new norm": layer_changed_by(nn.utils.parametrizations.weight_norm),
+    "twice": layer_changed_by(lambda head: parametrize(head, "weight", Twice())),
     "lora": with_lora,
-    "no matrix": lambda head, model: setattr(model, "lm_head", nn.Identity()),
+    "no matrix": lambda model, name: setattr(model, name, nn.Identity()),
 }
 """Change a head or its model in place, or return another model."""
 
@@ -333,10 +336,13 @@ DERIVED = {
 @pytest.mark.filterwarnings("ignore")
 def test_a_head_derived_from_the_matrix_is_not_tied(how):
     model = their_gpt2()
-    model = DERIVED[how](model.lm_head, model) or model
+    model = DERIVED[how](model, "lm_head") or model
     judged(model, "broken", "derived")
     model.config.tie_word_embeddings = False
     judged(model, "untied as claimed", "derived")
+    other = nn.ModuleDict({"wte": nn.Embedding(V, D), "head": nn.Linear(D, V, bias=False)})
+    other.head.weight = other.wte.weight
+    judged(DERIVED[how](other, "head") or other, "broken", "derived")
 
 
 def test_a_module_that_contains_the_model_is_judged():

@@ -22,6 +22,8 @@ from tiedgpt.weights.roles import MAY_PREDICT, PREDICTS, rank_name
 from tiedgpt.weights.torch_file import stored_tensor
 
 TABLES = (nn.Embedding, nn.EmbeddingBag)
+PARTS_OF_A_LAYER = ("parametrizations", "_packed_params")
+"""Modules inside a single layer that torch parametrized or quantized."""
 
 
 def open_module(module: nn.Module) -> Checkpoint:
@@ -105,7 +107,7 @@ def _find_head_by_name(module: nn.Module) -> tuple[str, nn.Module] | None:
     """Return the first part with a head's name; where the name may be another's, a single layer."""
     for name, layer in module.named_modules():
         last = name.rpartition(".")[2]
-        is_single = all(child == "parametrizations" for child, _ in layer.named_children())
+        is_single = all(child in PARTS_OF_A_LAYER for child, _ in layer.named_children())
         possible = rank_name(name, "output") and last in MAY_PREDICT
         if last in PREDICTS or (possible and (is_single or _is_adapted(layer))):
             return name, layer
