@@ -161,6 +161,8 @@ def test_mingpt_has_two_matrices_and_no_heads_in_its_file(tmp_path):
         GPT.from_pretrained(path, n_head=4, resolve="tie")
     assert loaded.model.config.activation_function == "gelu_new"
     assert_same_logits(loaded.model, peer)
+    save(path, peer, ARGS | {"bias": True}, masks=True)
+    assert open_checkpoint(path).format.name == "nanogpt"  # its arguments tell the two apart
 
 
 def test_mingpts_config_gives_the_heads(tmp_path):

@@ -183,7 +183,9 @@ def fresh(tiny: GPT, **changes) -> GPT:
 def test_transformers_refuses_models_it_would_compute_wrongly(tiny, tmp_path, changes):
     fresh(tiny, **changes).save_pretrained(tmp_path)
     assert json.loads((tmp_path / "config.json").read_text())["model_type"] == "tiedgpt"
-    assert "transformers has no class" in (tmp_path / "README.md").read_text()
+    card, is_tied = (tmp_path / "README.md").read_text(), "tie_word_embeddings" not in changes
+    assert "transformers has no class" in card
+    assert ("97 x 32 reads and predicts" in card) == is_tied != ("matrix of its own" in card)
     with pytest.raises((ValueError, KeyError), match="tiedgpt"):
         AutoConfig.from_pretrained(tmp_path)
 
