@@ -289,6 +289,8 @@ def test_given_options_are_not_changed():
     assert (chosen.batch_size, chosen.lr, chosen.weight_decay) == (3, 0.5, 0.7)
     assert (config.n_positions, config.resid_pdrop) == (32, 0.3)
     assert plan(size="tiny", steps=9, keep="last")[1].keep == "last"
+    scores = [plan(size="tiny", steps=9, score=score)[1].final_batches for score in ("auto", "all")]
+    assert scores == [4, None]  # of 30 batches
     assert not TrainOptions(size="tiny").chooses and not TrainOptions(steps=5).chooses
 
 
@@ -533,9 +535,22 @@ def test_few_examples_are_tuned_on_for_at_least_300_steps(examples, steps, says)
 
 
 @pytest.mark.parametrize(
-    ("pace", "left", "steps", "every"),
-    [(1.0, 61.0, 100, 7), (2.0, 61.0, 69, 7), (0.5, 61.0, 158, 11), (9.0, 0.0, 41, 7)],
+    ("row_tokens", "rows", "batch_size"),
+    [(64, 10**5, 128), (2731, 10**5, 2), (8193, 99, 1), (64, 32, 2), (64, 31, 1)],
 )
+def test_a_step_of_tuning_has_8192_tokens_or_a_sixteenth_of_the_rows(row_tokens, rows, batch_size):
+    facts = Facts(row_tokens=row_tokens, epoch_rows=rows, n_examples=rows, n_held_out=50)
+    _, made = plan(TuneOptions(data=("x",), start="m"), config=SMALL, facts=facts)
+    assert made.batch_size == batch_size
+
+
+@pytest.mark.parametrize(
+    ("pace", "left", "steps", "every"),
+    [
+        (1.0, 61.0, 100, 7), (1.0, 58.0, 100, 7), (1.0, 57.0, 95, 7),  # 5 % fewer are a new plan
+        (2.0, 61.0, 69, 7), (0.5, 61.0, 158, 11), (9.0, 0.0, 41, 7),
+    ],
+)  # fmt: skip
 def test_a_new_plan_ends_with_the_time(pace, left, steps, every):
     shape = {"steps": 100, "warmup": 5, "cooldown": 30, "eval_every": 7, "schedule": "wsd"}
     before = dataclasses.replace(PLAN, minutes=100 / 60, **shape)
