@@ -12,6 +12,7 @@ from tests.text.conftest import rust_of
 from tiedgpt.errors import UserError
 from tiedgpt.text import Tokenizer
 from tiedgpt.text import bpe as module
+from tiedgpt.text.gpt1 import lower_case_tokenizer
 
 TEXT = "Hello WÖRLD, don't  naïve\r\n\t日本 x☃y ... 1234½ ﬁn\u0301 ΑΣ İß\x00\u200b end"
 
@@ -110,12 +111,12 @@ def test_bulk_encoding_gives_the_same_ids(gpt1, corpus):
 
 
 def test_an_added_token_in_text_is_found_across_any_cut(gpt1):
-    rust = rust_of(gpt1)
-    rust.add_tokens(["new york"])
-    tokenizer = Tokenizer(rust)
-    with mock.patch.object(module, "CHUNK", 3):
-        assert tokenizer.encode("in new york") == rust.encode("in new york").ids
-    assert 800 in tokenizer.encode("in new york")
+    for rust in (rust_of(gpt1), lower_case_tokenizer(rust_of(gpt1).model)):  # and without specials
+        rust.add_tokens(["new york"])
+        tokenizer = Tokenizer(rust)
+        with mock.patch.object(module, "CHUNK", 3):
+            assert tokenizer.encode("in new york") == rust.encode("in new york").ids
+        assert 800 in tokenizer.encode("in new york")
 
 
 def test_transformers_loads_a_saved_tokenizer_with_the_same_ids(gpt1, tmp_path):

@@ -232,10 +232,10 @@ def test_sizes_come_from_the_weights_if_the_config_disagrees(rewrite, tiny):
 
 
 def test_special_ids_outside_the_vocabulary_are_dropped_with_a_warning(rewrite):
-    path = rewrite(config={"bos_token_id": 50256, "eos_token_id": 50256})
-    with pytest.warns(UserWarning, match="eos_token_id=50256 outside"):
+    path = rewrite(config={"bos_token_id": [50256, 0], "eos_token_id": 97})
+    with pytest.warns(UserWarning, match="bos_token_id=50256 and eos_token_id=97 outside"):
         model = GPT.from_pretrained(path)
-    assert model.config.eos_token_id is None
+    assert (model.config.bos_token_id, model.config.eos_token_id) == (0, None)
 
 
 def test_keys_that_change_nothing_are_kept_on_saving(rewrite, tmp_path):
