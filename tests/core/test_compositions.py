@@ -191,10 +191,6 @@ def one(model, loss):
     return loss(*A)
 
 
-def two_losses(model, loss):
-    return loss(*A) + loss(*B)
-
-
 def weighted_difference(model, loss):
     return 0.7 * loss(*A) - 0.2 * loss(*B)
 
@@ -219,20 +215,13 @@ def same_batch_twice(model, loss):
     return loss(*A) * loss(*A)
 
 
-def masked_rows(model, loss):
-    targets = A[1].clone()
-    targets[1] = -100
-    return loss(A[0], targets)
-
-
 def beside_a_masked_micro_batch(model, loss):
     empty = loss(A[0], torch.full_like(A[1], -100))
     return loss(*B) + torch.where(empty.isnan(), 0.0, empty)
 
 
 COMPOSITIONS = (
-    one, two_losses, weighted_difference, l2_on_w, z_loss, feature_loss, only_reading,
-    same_batch_twice, masked_rows,
+    one, weighted_difference, l2_on_w, z_loss, feature_loss, only_reading, same_batch_twice,
 )  # fmt: skip
 
 

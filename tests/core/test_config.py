@@ -20,13 +20,9 @@ SHAPES = {
     "gpt3-2.7b": (32, 2560, 32, 2048, 50257), "gpt3-6.7b": (32, 4096, 32, 2048, 50257),
     "gpt3-13b": (40, 5120, 40, 2048, 50257), "gpt3-175b": (96, 12288, 96, 2048, 50257),
 }  # fmt: skip
-"""Layers, width, heads, context and vocabulary: those of the papers, and those of ours.
-
-GPT-3's XL and 13B are misprinted there: their heads do not divide the width.
-"""
+"""Layers, width, heads, context and vocabulary; GPT-3's XL and 13B are misprinted in the paper."""
 COUNTS = {
-    "nano": 141_056, "tiny": 544_256, "mini": 4_240_896, "medium": 29_676_544,
-    "gpt1": 116_534_784, "gpt2": 124_439_808, "gpt2-medium": 354_823_168,
+    "medium": 29_676_544, "gpt1": 116_534_784, "gpt2": 124_439_808, "gpt2-medium": 354_823_168,
     "gpt2-large": 774_030_080, "gpt2-xl": 1_557_611_200, "gpt3-175b": 174_604_259_328,
 }  # fmt: skip
 """Parameters by hand: (V + C) D + L (12 D^2 + 13 D) + 2 D, without the 2 D for GPT-1."""

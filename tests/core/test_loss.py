@@ -101,13 +101,6 @@ def test_dropout_in_a_head_is_the_same_when_recomputed(tiny, ids):
     assert first not in again
 
 
-def test_without_gradients_only_the_value_is_computed(tiny, ids):
-    with torch.no_grad():
-        value = tiny.loss(ids, ids)
-    assert not value.requires_grad
-    torch.testing.assert_close(value, tiny.loss(ids, ids).detach())
-
-
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_half_precision_weights_train_too(tiny, ids, dtype):
     tiny.to(dtype).loss(ids, ids).backward()
