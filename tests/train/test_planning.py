@@ -521,8 +521,8 @@ def test_few_examples_are_tuned_on_for_at_least_300_steps(examples, steps, says)
 )
 def test_a_step_of_tuning_has_8192_tokens_or_a_sixteenth_of_the_rows(row_tokens, rows, batch_size):
     facts = Facts(row_tokens=row_tokens, epoch_rows=rows, n_examples=rows, n_held_out=50)
-    _, made = plan(TuneOptions(data=("x",), start="m"), config=SMALL, facts=facts)
-    assert made.batch_size == batch_size
+    _, planned = plan(TuneOptions(data=("x",), start="m"), config=SMALL, facts=facts)
+    assert planned.batch_size == batch_size
 
 
 @pytest.mark.parametrize(
