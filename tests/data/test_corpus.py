@@ -128,9 +128,6 @@ def test_fields_of_a_text_record_that_are_not_read_are_counted_in_one_note(
     for _ in range(2):
         assert len(list(corpus)) == 2
         assert corpus.remarks.notes() == [note]
-    plan = plan_preparation([path], text_field=text_field)
-    prepared = prepare_data(plan, tmp_path / "prepared", "char")
-    assert prepared is not None and note in prepared.notes
 
 
 def test_blank_documents_are_dropped(write):
@@ -283,16 +280,30 @@ def test_other_texts_are_not_taken_for_records(write, content):
     assert corpus.remarks.notes() == []
 
 
-def test_a_binary_file_in_a_folder_is_counted_in_a_note(write, tmp_path):
-    write("f/a.txt", "text")
+def test_every_remark_on_files_is_a_note_of_their_corpus_and_of_their_preparation(write, tmp_path):
+    write("f/a.txt", "text<|endoftext|>more")
     write("f/b.bin", b"\0\1")
     write("f/c.o", b"ELF\0")
     write("f/d.txt", b"\xff\xfd")
-    corpus = documents([str(tmp_path / "f")])
-    assert [document.text for document in corpus] == ["text"]
-    notes = " ".join(corpus.remarks.notes())
-    assert "left out 2 files, binary: " in notes and "b.bin" in notes and "c.o" in notes
-    assert "left out 1 file, not text in UTF-8: " in notes and "d.txt" in notes
+    write("f/e.zip", "packed")
+    write("f/g.txt", '{"text": "x"}\n')
+    write("f/h.csv", 'text,n\n"one\ntwo",1\n')
+    sources = [str(tmp_path / "f"), write("i.txt", "Un café.".encode("cp1252"))]
+    corpus = documents(sources)
+    assert [document.text[:4] for document in corpus] == ["text", "more", '{"te', "one\n", "Un c"]
+    plan = plan_preparation([*sources, write("j.jsonl", '{"text": "<|endoftext|>"}\n')])
+    prepared = prepare_data(plan, tmp_path / "out", "char", workers=1)
+    assert any("ordinary text: <|endoftext|> (1)" in note for note in prepared.notes)
+    for notes, n_notes in ((corpus.remarks.notes(), 8), (prepared.notes, 9)):
+        for remark, names in {
+            "left out 2 files, binary: ": ["b.bin", "c.o"], "not text in UTF-8: ": ["d.txt"],
+            "as .zip is not read: ": ["e.zip"], "2 documents, separated by": ["a.txt"],
+            "is read as text; ": ["g.txt"], "1 row of several lines": ["h.csv", "line 2)"],
+            "is read as cp1252": ["i.txt"], "1 field was not read: n (1 line)": [],
+        }.items():  # fmt: skip
+            (note,) = [note for note in notes if remark in note]
+            assert all(name in note for name in names)
+        assert len(notes) == n_notes
 
 
 def test_no_sources_are_an_error():
