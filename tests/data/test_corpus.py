@@ -264,7 +264,9 @@ def test_records_of_standard_input_have_a_remedy_without_a_name(case, monkeypatc
     assert "in a .jsonl file" in note and "<stdin>.jsonl" not in note
 
 
-def test_a_missing_file_is_answered_with_the_most_similar_name(write, tmp_path):
+def test_no_source_is_an_error_and_a_missing_one_is_answered_with_a_similar_name(write, tmp_path):
+    with pytest.raises(UserError, match="no data was named"):
+        documents([])
     write("test.jsonl", "{}")
     with pytest.raises(UserError) as error:
         documents([str(tmp_path / "tset.jsonl")])
@@ -304,11 +306,6 @@ def test_every_remark_on_files_is_a_note_of_their_corpus_and_of_their_preparatio
             (note,) = [note for note in notes if remark in note]
             assert all(name in note for name in names)
         assert len(notes) == n_notes
-
-
-def test_no_sources_are_an_error():
-    with pytest.raises(UserError, match="no data was named"):
-        documents([])
 
 
 @pytest.mark.parametrize("name", ["a.txt", "a.jsonl"])
@@ -360,14 +357,9 @@ def test_an_encoded_surrogate_is_named_with_its_byte_and_no_encoding_is_guessed(
 
 
 @pytest.mark.parametrize("suffix", [".json", ".xlsx", ".npy", ".zip", ".json.gz"])
-def test_non_text_files_are_refused_by_name_and_skipped_in_folders(write, tmp_path, suffix):
-    path = write(f"f/a{suffix}", '{"text": "a, b"}\n')
+def test_non_text_files_are_refused_by_name(write, suffix):
     with pytest.raises(UserError, match=rf"a{suffix} .*\.jsonl"):
-        texts(path)
-    write("f/b.txt", "text")
-    corpus = documents([str(tmp_path / "f")])
-    assert [document.text for document in corpus] == ["text"]
-    assert f"a{suffix}" in corpus.remarks.notes()[0]
+        texts(write(f"a{suffix}", '{"text": "a, b"}\n'))
 
 
 def test_an_encoding_can_be_named(write, tmp_path):

@@ -130,10 +130,12 @@ def test_many_windows_are_ordered_without_a_table(monkeypatch):
     assert sorted(first) == list(range(100))
 
 
-def test_a_ragged_end_is_aligned_and_its_overlap_is_ignored():
+def test_a_ragged_end_is_aligned_its_overlap_ignored_and_a_short_text_is_one_window():
     ((ids, targets),) = in_order(Stream(8), batch_size=9, n_positions=3)
     assert ids.tolist() == [[0, 1, 2], [3, 4, 5], [4, 5, 6]]
     assert targets.tolist() == [[1, 2, 3], [4, 5, 6], [IGNORED, IGNORED, 7]]
+    ((ids, targets),) = in_order(Stream(3), batch_size=2, n_positions=100)
+    assert (ids.tolist(), targets.tolist()) == ([[0, 1]], [[1, 2]])
 
 
 @given(shapes())
@@ -151,11 +153,6 @@ def test_a_sample_of_windows_is_evenly_spread_and_deterministic():
     assert [ids[:, 0].tolist() for ids, _ in found] == [[0, 250, 500], [750]]
     whole = in_order(Stream(41), batch_size=4, n_positions=10, at_most=9)
     assert [ids[:, 0].tolist() for ids, _ in whole] == [[0, 10, 20, 30]]
-
-
-def test_evaluation_takes_a_text_shorter_than_the_context():
-    ((ids, targets),) = in_order(Stream(3), batch_size=2, n_positions=100)
-    assert (ids.tolist(), targets.tolist()) == ([[0, 1]], [[1, 2]])
 
 
 def test_text_shorter_than_the_context_is_refused_with_both_numbers_and_the_remedy():

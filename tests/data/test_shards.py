@@ -116,11 +116,6 @@ def test_a_callers_error_leaves_no_partial_file_and_is_no_disk_error(tmp_path, e
     assert list(tmp_path.iterdir()) == []
 
 
-def test_a_directory_that_is_missing_is_an_error(tmp_path):
-    with pytest.raises(UserError, match=r"cannot write .*train_000000\.bin: No such file"):
-        shard(tmp_path / "missing", [1])
-
-
 @pytest.mark.parametrize(
     "damage",
     [
@@ -162,7 +157,9 @@ def test_a_shard_that_changes_while_training_is_noticed_before_it_is_read(tmp_pa
         shards.read(1, 3)
 
 
-def test_missing_shards_are_an_error(tmp_path):
+def test_a_missing_directory_and_missing_shards_are_an_error(tmp_path):
+    with pytest.raises(UserError, match=r"cannot write .*train_000000\.bin: No such file"):
+        shard(tmp_path / "missing", [1])
     with pytest.raises(UserError, match=r"no val_\*\.bin in"):
         Shards.in_directory(tmp_path, "val")
     with pytest.raises(UserError, match=r"cannot read .*gone\.bin: No such file"):
