@@ -118,8 +118,11 @@ def test_an_empty_context_is_the_start_token(directory, engine):
             list(score_examples(other, [ChoiceExample("", ("the cat",))]))
 
 
-def read(path):
-    return read_examples(documents([str(path)]))
+def read(path, notes=()):
+    corpus = documents([str(path)])
+    examples = read_examples(corpus)
+    assert corpus.remarks.notes() == [*notes]
+    return examples
 
 
 def write(path, lines):
@@ -128,11 +131,11 @@ def write(path, lines):
 
 
 def test_files_of_each_kind_are_read(tmp_path):
-    path = tmp_path / "a.jsonl"
-    choice = {"question": "q", "choices": ["a", "b"], "answer": 1}
-    assert read(write(path, [choice])) == [ChoiceExample("q", ("a", "b"), 1)]
+    path, unread = tmp_path / "a.jsonl", ["1 field was not read: id (1 line)"]
+    choice = {"id": 3, "question": "q", "choices": ["a", "b"], "answer": 1}
+    assert read(write(path, [choice]), unread) == [ChoiceExample("q", ("a", "b"), 1)]
     cloze = {"prompt": "p", "completion": "c"}
-    assert read(write(path, [cloze, cloze])) == [ChoiceExample("p", ("c",))] * 2
+    assert read(write(path, [cloze, cloze | {"id": 3}]), unread) == [ChoiceExample("p", ("c",))] * 2
     assert read(write(path, [{"text": "t"}])) == ["t"]
     path.write_text('\n{"text": "t"}\n\n')
     assert read(path) == ["t"]

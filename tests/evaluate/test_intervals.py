@@ -53,16 +53,6 @@ def test_intervals_over_one_text_cover_the_truth(n, correlation):
     assert coverage(one_text, n, correlation, 64) >= 0.91
 
 
-def test_intervals_are_no_wider_than_students_where_documents_are_alike():
-    generator = np.random.default_rng(0)
-    values = generator.normal(TRUTH, 0.5, 10)
-    scores = [WindowScore(10 * value, 10, 1, n) for n, value in enumerate(values)]
-    low, high = TextScore(Windows(128, 128, False), scores).interval
-    error = values.std(ddof=1) / math.sqrt(10)
-    assert low == pytest.approx(values.mean() - 2.262 * error)
-    assert high == pytest.approx(values.mean() + 2.262 * error)
-
-
 @pytest.mark.parametrize(
     ("scores", "basis"),
     [
@@ -87,11 +77,33 @@ def test_intervals_of_shares_cover_the_truth():
 
 
 def test_intervals_of_a_mean_are_students():
-    low, high = ratio_interval([0.1, 0.0, 0.2], [1] * 3)  # deviation 0.1, t of 2 degrees 4.303
-    assert low == pytest.approx(0.1 - 4.303 * 0.1 / 3**0.5, rel=1e-3)
-    assert high == pytest.approx(0.1 + 4.303 * 0.1 / 3**0.5, rel=1e-3)
-    low, high = ratio_interval([n % 2 for n in range(40)], [1] * 40)  # t of 39 degrees: 2.0227
-    assert high - 0.5 == pytest.approx(2.0227 * 0.50637 / 40**0.5, rel=1e-3)
+    for n, student in ((21, 2.086), (40, 2.0227)):  # t of 20 degrees, and of 39
+        values = np.arange(n) % 2
+        low, high = ratio_interval(values, [1] * n)
+        reach = student * values.std(ddof=1) / n**0.5
+        expected = values.mean() + np.array([-reach, reach])
+        assert (low, high) == pytest.approx(expected, rel=1e-3)
     low, high = ratio_interval([0.1, 0.3], [1, 1])  # deviation 0.1414, t of 1 degree 12.706
     assert (low, high) == pytest.approx((0.2 - 12.706 * 0.1, 0.2 + 12.706 * 0.1), rel=1e-3)
     assert np.isnan(ratio_interval([1.0], [1])).all()
+
+
+@pytest.mark.parametrize(
+    ("counts", "student"),
+    [
+        ((3, 5, 7, 13, 19), 12.706), ((3, 13, 17, 19), 4.303), ((5, 7, 11, 13, 19, 23), 3.182),
+        ((10,) * 3, 4.303), ((10,) * 10, 2.262),
+    ],
+)  # fmt: skip
+def test_documents_of_any_lengths_have_the_degrees_of_the_quadratic_form(counts, student):
+    """Of unequal documents these are 1.998, 2.002 and 3.003."""
+    ratios = np.random.default_rng(0).normal(TRUTH, 0.5, len(counts))
+    scores = [WindowScore(ratios[n] * count, count, 1, n) for n, count in enumerate(counts)]
+    weights = np.divide(counts, sum(counts))
+    centring = np.eye(len(counts)) - weights
+    form = centring.T @ np.diag(weights**2) @ centring
+    reach = student * math.sqrt(ratios @ form @ ratios * (weights @ weights) / np.trace(form))
+    expected = np.maximum(0, weights @ ratios + np.array([-reach, reach]))
+    told = TextScore(Windows(128, 128, False), scores).to_json()
+    assert told["nats_interval"] == pytest.approx(expected)
+    assert told["perplexity_interval"] == pytest.approx(np.exp(expected))
