@@ -214,10 +214,13 @@ def test_targets_have_the_log_p_and_the_rank_of_a_sort(seed, size, ties):
     logprobs, ranks = score_targets(pool, logits, targets)
     n = 1 + seed % size
     beyond = score_targets(pool, logits, targets, n)
-    assert beyond[0] == logprobs and beyond[1] == filters.score_targets(logits, targets, n)[1]
-    for row, target, logprob, rank in zip(logits, targets, logprobs, ranks, strict=True):
+    assert beyond == (logprobs, (numpys := filters.score_targets(logits, targets, n))[1])
+    expected = torch.from_numpy(logits).double().log_softmax(1)[torch.arange(3), targets].tolist()
+    assert logprobs == pytest.approx(expected, abs=1e-5) == numpys[0]
+    for row, target, rank in zip(logits, targets, ranks, strict=True):
         assert rank == 1 + np.argsort(-row, kind="stable").tolist().index(target)
-        assert logprob == pytest.approx(float(row[target]) - log_normalizer(row), abs=1e-5)
+        likeliest = [float(row[id]) for id, _ in filters.likeliest(row, 3, n)]
+        assert likeliest == sorted(row[:n].tolist(), reverse=True)[:3]
 
 
 def test_at_an_enormous_temperature_the_remaining_tokens_are_equally_likely():
