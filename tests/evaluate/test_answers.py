@@ -120,10 +120,10 @@ def test_several_labels_at_once_are_right_if_all_are(save, tokenizer, tmp_path, 
 def test_a_regression_has_its_errors(save, tokenizer, tmp_path, capsys):
     model, path = save(SequenceClassifier, labels=["stars"], problem_type="regression")
     (answer,) = predict(model, tokenizer, [{"text": TEXTS[0]}])
-    records = [{"text": TEXTS[0], "label": answer["predicted"] + error} for error in (1, -2)]
+    records = [{"text": TEXTS[0], "label": answer["predicted"] + error} for error in (1, -2, 5)]
     numbers, printed = evaluate(path, records, tmp_path, capsys)
-    assert numbers["loss"] == pytest.approx(2.5) and "2.5000" in printed
-    assert numbers["absolute_error"] == pytest.approx(1.5) and "1.5000" in printed
+    assert numbers["loss"] == pytest.approx(10) and "10.0000" in printed
+    assert numbers["absolute_error"] == pytest.approx(8 / 3) and "2.6667" in printed
 
 
 def test_choices_are_counted_by_the_index_of_the_answer(save, tokenizer, tmp_path, capsys):
