@@ -96,7 +96,7 @@ def open_histories(runs: Sequence[str]) -> list[History]:
 
 def _runs_at(path: Path) -> list[Path]:
     """Return the run at a path, or those in it."""
-    inside = sorted(file.parent for file in path.glob("*/metrics.jsonl"))
+    inside = sorted(file.parent for file in path.glob("*/metrics.jsonl") if file.exists())
     return [path] if (path / "metrics.jsonl").exists() else inside or [path]
 
 

@@ -107,8 +107,8 @@ def list_runs(folder: Path, skip: Callable[[TiedGPTError], None]) -> Iterator[Ru
 
     `skip` is called with the error of a run that cannot be read.
     """
-    metrics = [(path.stat().st_mtime, path.parent) for path in folder.glob("*/metrics.jsonl")]
-    for changed, path in sorted(metrics):
+    files = [file for file in folder.glob("*/metrics.jsonl") if file.exists()]  # no dangling link
+    for changed, path in sorted((file.stat().st_mtime, file.parent) for file in files):
         try:
             tables, history = RunDirectory(path).read_record(), read_history(path)
         except TiedGPTError as error:
