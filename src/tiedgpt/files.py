@@ -32,6 +32,19 @@ JSON_LINES = (".jsonl", ".ndjson")
 """Endings of files with a JSON object in each line."""
 
 
+def exists(path: Path) -> bool:
+    """Return whether a path exists.
+
+    Raises `OSError` for a name that is too long or a folder that may not be read, which
+    `Path.exists` reports as missing from Python 3.14 on.
+    """
+    try:
+        path.stat()
+    except (FileNotFoundError, NotADirectoryError):
+        return False
+    return True
+
+
 def model_directory(path: Path) -> Path:
     """Return the directory of the model in a run's directory; any other path is returned as is."""
     is_run = path.is_dir() and not (path / "config.json").exists() and (path / "model").is_dir()

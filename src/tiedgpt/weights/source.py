@@ -23,7 +23,15 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from tiedgpt.errors import CorruptInputError, TiedGPTError, UserError
-from tiedgpt.files import missing_run, model_directory, read_json, reading, suggest, suggest_path
+from tiedgpt.files import (
+    exists,
+    missing_run,
+    model_directory,
+    read_json,
+    reading,
+    suggest,
+    suggest_path,
+)
 from tiedgpt.weights.checkpoint import (
     EMBEDDING,
     HEAD,
@@ -101,7 +109,7 @@ class Source(os.PathLike[str]):
         name = str(self.source)
         try:
             path = Path(self.source).expanduser()
-            if path.exists():
+            if exists(path):
                 return model_directory(path)
             no_run = missing_run(path)
         except (OSError, RuntimeError, ValueError) as error:  # too long, no such user, a NUL in it
