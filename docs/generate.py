@@ -12,12 +12,14 @@ from __future__ import annotations
 import contextlib
 import io
 import os
+import re
 import sys
 from functools import partial
 from pathlib import Path
 
 import tiedgpt.heads
 from tiedgpt.cli.data import PARTS as DATA_VERBS
+from tiedgpt.cli.options import HELP_COLUMN
 from tiedgpt.inspect.registry import INSPECTIONS
 
 DOCS = Path(__file__).parent
@@ -78,7 +80,17 @@ def _help(*arguments: str) -> str:
     finally:
         os.environ.clear()
         os.environ.update(before)
-    return out.getvalue()
+    return re.sub(r"(?m)^  (-\w), (--\S+) (\S+)(?: +(.+))?$", _repeat_value, out.getvalue())
+
+
+def _repeat_value(option: re.Match[str]) -> str:
+    """Return `-s SIZE, --size SIZE` for the `-s, --size SIZE` of Python 3.13 and later."""
+    short, long, value, text = option.groups()
+    names = f"  {short} {value}, {long} {value}"
+    if not text:
+        return names
+    fits = len(names) <= HELP_COLUMN - 2
+    return f"{names:<{HELP_COLUMN}}{text}" if fits else f"{names}\n{'':{HELP_COLUMN}}{text}"
 
 
 def _block(text: str) -> str:
