@@ -140,7 +140,7 @@ def test_the_log_has_a_line_for_each_request_without_prompt_or_key(locked, caplo
     assert "secret" not in caplog.text and KEY not in caplog.text
 
 
-DEEP = b'{"prompt": ' + b"[" * 5000 + b"]" * 5000 + b"}"
+DEEP = b'{"prompt": ' + b"[" * 99_000 + b"]" * 99_000 + b"}"
 
 
 @pytest.mark.parametrize(
