@@ -152,14 +152,16 @@ def test_a_cache_in_the_working_directory_is_used(kernel, tmp_path, monkeypatch)
     assert weigh(kernel()) == EXPECTED
 
 
-@pytest.mark.parametrize("change", [None, "another CPU", "a setting of Numba", "the source"])
+@pytest.mark.parametrize(
+    "change", [None, "another CPU", "a longer name", "a setting of Numba", "the source"]
+)
 def test_the_wheel_s_machine_code_is_loaded_by_the_cpus_that_it_is_for(
     kernel, cache, monkeypatch, tmp_path, change
 ):
     weigh(kernel())
     (file,) = cache.iterdir()
     name, types, _, checksum = file.stem.split("-")
-    target = "avx2" if change == "another CPU" else "zx81"
+    target = {"another CPU": "avx2", "a longer name": "zx81-bf16"}.get(change, "zx81")
     digest = code_files.source_digest("weigh_kernel") + (change == "the source")
     wheel = tmp_path / "wheel"
     wheel.mkdir()

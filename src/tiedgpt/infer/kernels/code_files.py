@@ -33,6 +33,8 @@ LINKER = "cc"
 """The program that links shared libraries, if it is installed."""
 IN_WHEEL = Path(__file__).parent / "machine_code"
 """The directory of a wheel's files; a checkout does not have it."""
+CHECKSUM = "?" * 8
+"""The pattern of a checksum: one class's name may begin with another's."""
 CPU_LINES = ("model name", "flags", "CPU ", "Features")
 """The lines of /proc/cpuinfo that name a CPU and its features."""
 NOT_COMPILED_IN = ("NUMBA_CACHE_DIR", "NUMBA_DISABLE_JIT")
@@ -62,7 +64,8 @@ def find(module: str, name: str) -> list[Path]:
     cached = [path for folder in cache_directories() for path in folder.glob(key)]
     if _settings():
         return cached
-    return cached + list(IN_WHEEL.glob(f"{name}-{source_digest(module):08x}-{this_target()}-*"))
+    shipped = f"{name}-{source_digest(module):08x}-{this_target()}-{CHECKSUM}.*"
+    return cached + list(IN_WHEEL.glob(shipped))
 
 
 def load(module: str, name: str) -> Function | None:
