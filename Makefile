@@ -70,10 +70,10 @@ build/demo.html: | $(RUN)  # about 2 MB, trained for three minutes on the docume
 	$(BIN)/tiedgpt train --minutes 3 --out build/demo
 	$(BIN)/tiedgpt export build/demo $@ --text "Return a new dictionary"
 
-package: $(DEV)  # sdist and wheels in dist/, and a check of what is in them; on Linux, x86-64, kernels compile for minutes
+package: $(DEV)  # sdist and wheels in dist/, and a check of what is in them; on Linux, kernels compile for minutes
 	rm -rf dist $(MACHINE_CODE)
 	$(BIN)/python -m build
-	if [ "$$(uname -sm)" = "Linux x86_64" ]; then $(BIN)/python .ci/compile_kernels.py && $(BIN)/python -m build --wheel; fi
+	if uname -sm | grep -qE "^Linux (x86_64|aarch64)$$"; then $(BIN)/python .ci/compile_kernels.py && $(BIN)/python -m build --wheel; fi
 	rm -rf $(MACHINE_CODE)
 	$(BIN)/python .ci/check_package.py dist
 

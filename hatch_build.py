@@ -1,11 +1,12 @@
-"""Mark a wheel that holds machine code (`make package`) as one for Linux on x86-64."""
+"""Mark a wheel that holds machine code (`make package`) as one for Linux on this CPU."""
 
+import platform
 from pathlib import Path
 from typing import Any
 
 from hatchling.builders.hooks.plugin.interface import BuildHookInterface
 
-TAG = "py3-none-manylinux_2_29_x86_64"
+TAG = f"py3-none-manylinux_2_29_{platform.machine()}"
 """The machine code takes `exp` and `log` from glibc 2.29, and nothing from Python."""
 
 

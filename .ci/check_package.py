@@ -18,6 +18,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).parents[1]
 MACHINE_CODE = "tiedgpt/infer/kernels/machine_code/*.so"
+ELF_MACHINES = {"x86_64": 62, "aarch64": 183}
 WITHOUT_TORCH = """
 import sys
 sys.modules["torch"] = None  # an import of it fails
@@ -47,8 +48,10 @@ def check_wheel(path: Path) -> None:
     with zipfile.ZipFile(path) as wheel:
         code = {name for name in wheel.namelist() if fnmatch(name, MACHINE_CODE)}
         glibc = [int(n) for x in code for n in re.findall(rb"GLIBC_2\.(\d+)", wheel.read(x))]
-        tag = re.search(r"manylinux_2_(\d+)_x86_64", path.name)
+        tag = re.search(r"manylinux_2_(\d+)_(x86_64|aarch64)", path.name)
         assert max(glibc, default=0) == int(tag[1] if tag else 0), f"{path.name} needs {glibc}"
+        machines = {wheel.read(x)[18] for x in code}
+        assert machines == ({ELF_MACHINES[tag[2]]} if tag else set()), f"{path.name}: {machines}"
         names = sorted(set(wheel.namelist()) - code)
         held = {f"src/{name}" for name in names if ".dist-info/" not in name}
         unlike = held ^ tracked("src/tiedgpt")

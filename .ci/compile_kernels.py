@@ -2,15 +2,16 @@
 
     python .ci/compile_kernels.py [DIRECTORY]
 
-`make package` calls this; it takes some minutes. Small models are run and trained to learn which
-kernels there are, for which types of arguments; what they need is compiled for each class of
-`cpu_targets.py`, by Numba's settings for another CPU. The files go where `code_files.py` looks for
-those of a wheel: the same source finds them there, too.
+`make package` calls this on Linux; it takes some minutes. Small models are run and trained to learn
+which kernels there are, for which types of arguments; what they need is compiled for each class of
+`cpu_targets.py` of this machine, x86-64 or aarch64, by Numba's settings for another CPU. The files
+go where `code_files.py` looks for those of a wheel: the same source finds them there, too.
 """
 
 from __future__ import annotations
 
 import os
+import platform
 import sys
 import tempfile
 from collections import Counter
@@ -22,11 +23,11 @@ from unittest.mock import patch
 from tiedgpt import GPT, GPTConfig
 from tiedgpt.cli.main import main as tiedgpt
 from tiedgpt.infer import Engine, GenerationConfig
-from tiedgpt.infer.kernels import code_files, compile_cache
+from tiedgpt.infer.kernels import code_files, compile_cache, cpu_targets
 from tiedgpt.infer.kernels.arguments import Record
-from tiedgpt.infer.kernels.cpu_targets import TARGETS
 from tiedgpt.infer.packed_session import ACTIVATION_DTYPES
 
+TARGETS = cpu_targets.TARGETS[platform.machine()]
 Request = tuple[str, str, Any]
 """A kernel's module, its name, and an example of its arguments."""
 TYPES = {"forward": 4, "fill_rows": 1, "attention": 2, "attention_gradient": 2, "dropout": 2}
@@ -87,7 +88,7 @@ def compile_for(target: str, file: str, request: Request, directory: Path) -> in
         raise SystemExit(f"{name} was not compiled for {target}")
     key = f"{file}-{code_files.source_digest(module):08x}-{target}"
     code_files.write(directory, key, data)
-    (written,) = directory.glob(f"{key}-*.so")
+    (written,) = directory.glob(f"{key}-{code_files.CHECKSUM}.so")
     return written.stat().st_size
 
 

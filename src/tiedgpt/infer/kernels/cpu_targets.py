@@ -1,4 +1,4 @@
-"""The classes of CPUs for which a wheel for Linux on x86-64 carries machine code."""
+"""The classes of CPUs for which a wheel for Linux on x86-64 or aarch64 carries machine code."""
 
 from __future__ import annotations
 
@@ -13,6 +13,8 @@ LEVEL_4 = LEVEL_3 | {"avx512f", "avx512bw", "avx512cd", "avx512dq", "avx512vl"}
 """The features of LLVM's x86-64-v3 and x86-64-v4, by their names in Linux."""
 LLVM_3, LLVM_4 = "+avx2,+fma", "+avx2,+fma,+avx512f,+avx512vl,+avx512vnni"
 """The features by which kernels choose instructions, by their names in LLVM."""
+ARM_8_2 = {"asimd", "asimddp", "asimdhp", "fphp", "asimdrdm", "atomics", "lrcpc", "crc32"}
+"""The features of LLVM's neoverse-n1 that code may use, by their names in Linux."""
 
 
 class Target(NamedTuple):
@@ -23,12 +25,12 @@ class Target(NamedTuple):
     features: str
     """NUMBA_CPU_FEATURES; `simd.py` chooses instructions by them."""
     flags: set[str]
-    """The vendor and flags of /proc/cpuinfo that its CPUs have."""
+    """The vendor and flags (ARM: features) of /proc/cpuinfo that its CPUs have."""
     others: set[str]
     """Those that its CPUs lack; CPUs that have one are of a better class, or of none."""
 
 
-TARGETS = {
+X86_64 = {
     "avx2": Target("x86-64-v3", LLVM_3, LEVEL_3, {ZEN, "avx_vnni", "avx512f"}),
     "avx2-zen": Target("znver1", LLVM_3, LEVEL_3 | {ZEN}, {"avx_vnni", "avx512f"}),
     "avx-vnni": Target("x86-64-v3", f"{LLVM_3},+avxvnni", LEVEL_3 | {"avx_vnni"}, {ZEN, "avx512f"}),
@@ -40,20 +42,31 @@ TARGETS = {
         "znver4", f"{LLVM_4},+avx512bf16", LEVEL_4 | {"avx512_vnni", "avx512_bf16", ZEN}, set()
     ),
 }
+AARCH64 = {
+    "neon": Target("generic", "+neon", {"asimd"}, {"asimddp", "i8mm", "bf16"}),
+    "dotprod": Target("neoverse-n1", "+neon,+dotprod", ARM_8_2, {"i8mm", "bf16"}),
+    "i8mm-bf16": Target(
+        "neoverse-n1", "+neon,+dotprod,+i8mm,+bf16", ARM_8_2 | {"i8mm", "bf16"}, set()
+    ),
+}
+TARGETS = {"x86_64": X86_64, "aarch64": AARCH64}
+"""The classes by the name of the machine in Linux (`uname -m`)."""
 
 
 @cache
 def this_target() -> str | None:
-    """Return the class of this CPU: a key of `TARGETS`, or None."""
+    """Return the name of this CPU's class, or None."""
     return find_target(read_cpu())
 
 
 def find_target(about: str) -> str | None:
-    """Return the class of a CPU by its part of /proc/cpuinfo: a key of `TARGETS`, or None."""
+    """Return the name of a CPU's class by its part of /proc/cpuinfo, or None."""
     lines = (line.partition(":") for line in about.split("\n"))
     fields = {name.strip(): value for name, _, value in lines}
-    flags = {*fields.get("vendor_id", "").split(), *fields.get("flags", "").split()}
-    for name, target in TARGETS.items():
+    flags = {
+        flag for name in ("vendor_id", "flags", "Features") for flag in fields.get(name, "").split()
+    }
+    for name, target in (X86_64 | AARCH64).items():
         if target.flags <= flags and not target.others & flags:
             return name
     return None
