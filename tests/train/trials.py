@@ -1,6 +1,6 @@
 """Whole commands in processes that cost little to start, to be killed or to have a failing disk.
 
-A server that has imported everything and computed nothing is forked for each command.
+A server that has imported everything and measured the machine is forked for each command.
 """
 
 import builtins
@@ -23,12 +23,16 @@ import tiedgpt.cli.show_training
 import tiedgpt.cli.train
 import tiedgpt.train.run
 import tiedgpt.train.tasks.texts
-from tests.train.conftest import metrics, reopen_trial
+from tests.train.conftest import CPU, metrics, reopen_trial
+from tiedgpt.train.step.measures import peak_flops
 from tiedgpt.train.store.checkpoint import list_checkpoints, verify
 from tiedgpt.train.store.directory import RunDirectory
 
+peak_flops(CPU, "fp32")  # which a process measures once, here with the one thread of conftest.py
 SERVER = multiprocessing.get_context("forkserver")
-SERVER.set_forkserver_preload(["pytest", "tests.train.trials"])
+SERVER.set_forkserver_preload(
+    ["pytest", "huggingface_hub.repocard", "tests.conftest", "tests.train.trials"]
+)
 
 
 KILLED = -9
