@@ -1,6 +1,6 @@
 """Put one small fault at a time into the source, and see whether a test fails.
 
-    python bench/mutants.py core [--number 20] [--seed 1] [--out core.jsonl]
+    python bench/mutants.py core [--number 20] [--seed 1] > core.jsonl
 
 The argument names a folder of `src/tiedgpt`, or a pattern of files (`infer/sampling*.py`). Each
 fault (a "mutant") is put into a temporary copy of `src`. The tests of the folder run until one

@@ -26,7 +26,7 @@ from rich.text import Text
 from tests.serve.browsing import CHROMIUM, OPTIONS, serving, settled
 
 TEXT = "Return a new dictionary with the same"
-HEIGHTS = {"start": 1170, "dot": 760, "layers": 880, "heads": 1400, "learn": 1120}
+HEIGHTS = {"dot": 760, "layers": 880, "heads": 1400, "learn": 1120}
 """The views, and the pixels from the top that are shown."""
 IMAGES = Path(__file__).parent / "images"
 STATE = {"learn": {"train": "head", "steps": 1}}
