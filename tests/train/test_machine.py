@@ -8,6 +8,7 @@ import re
 import sys
 import tomllib
 from contextlib import nullcontext
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -28,7 +29,13 @@ from tiedgpt.train.machine import cpu_threads, measure_load, used_memory
 from tiedgpt.train.plan.memory import estimate_memory
 from tiedgpt.train.plan.options import TrainOptions
 from tiedgpt.train.plan.values import Machine
-from tiedgpt.train.speed import Measurement, SpeedMeasurement, measure_machine, take_part
+from tiedgpt.train.speed import (
+    Measurement,
+    SpeedMeasurement,
+    measure_machine,
+    measure_speed,
+    take_part,
+)
 from tiedgpt.train.step.blocks import keep_memory
 from tiedgpt.train.step.measures import GradientNorms, model_flops, peak_flops, peak_memory
 from tiedgpt.train.step.optim.groups import make_optimizers
@@ -96,6 +103,20 @@ def test_a_busy_machine_trains_with_the_faster_number_of_threads():
     assert "1 thread, which is 3.0 times as fast as 2; --threads" in speed.notes[0]
     another = dataclasses.replace(PLAN, seed=PLAN.seed + 1)
     assert speed(CONFIG, another) == 900.0, "measured with the chosen threads"
+
+
+def test_a_first_step_that_compiles_kernels_is_not_the_speed(trial, monkeypatch):
+    calls, run = itertools.count(), trial()
+
+    def perf_counter():
+        """The first step takes 20 seconds, later ones 0.01."""
+        call = next(calls)
+        return 20 + (call - 2) // 2 * 0.01 if call >= 2 else 0.0
+
+    monkeypatch.setattr("tiedgpt.train.speed.time", SimpleNamespace(perf_counter=perf_counter))
+    result = measure_speed(run.task, run.config, run.data, run.plan, Processes(CPU), 0.1)
+    tokens = run.plan.batch_size * run.data.row_units
+    assert result.tokens_per_second == pytest.approx(tokens / 0.01)
 
 
 def test_the_speed_of_a_plan_is_measured_once():

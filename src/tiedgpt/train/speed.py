@@ -42,11 +42,9 @@ MEASURE_TIME_SHARE = 0.005
 """Share of --minutes that one measurement of the speed takes, if its steps are not longer."""
 MAX_MEASURE_SECONDS = 4.0
 SLOW_FACTOR = 10
-"""With slow steps, a measurement takes at most this multiple of its duration, and one step."""
+"""With slow steps, a measurement takes at most this multiple of its duration, and two steps."""
 MAX_SLOW_SECONDS = 5.0
 """Seconds after which no further slow step is measured."""
-COMPILE_SECONDS = 2.0
-"""Seconds for which the first step may load libraries and compile kernels."""
 EXPECTED_COMPILE_SECONDS = 30.0
 """Seconds that torch.compile takes for the blocks, before it has been measured."""
 MIN_MEASURED_STEPS, MAX_MEASURED_STEPS = 4, 60
@@ -194,8 +192,8 @@ def measure_speed(
     slow = min(SLOW_FACTOR * seconds, MAX_SLOW_SECONDS)
 
     def is_enough() -> bool:
-        if len(spent) == 1:
-            return spent[0] > slow + COMPILE_SECONDS
+        if len(spent) == 1:  # it may have loaded libraries and compiled kernels
+            return False
         is_typical = sum(spent[1:]) >= seconds and len(spent) >= MIN_MEASURED_STEPS
         return is_typical or sum(spent[1:]) > slow or len(spent) >= MAX_MEASURED_STEPS
 
