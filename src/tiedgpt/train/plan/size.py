@@ -35,7 +35,7 @@ GPU_CANDIDATE_SIZES = (*CANDIDATE_SIZES, "gpt2", "gpt2-medium", "gpt2-large", "g
 FIRST_CANDIDATE = "tiny"
 LOSS_A, LOSS_ALPHA = 62.0, 0.5
 LOSS_B, LOSS_BETA = 108.0, 0.39
-REPEAT_DECAY_EPOCHS = 4.0
+REPEAT_DECAY_EPOCHS = 3.0
 """R of the law; Muennighoff et al. measured 15.4 on larger models. With 6, `little` was
 chosen for 17 epochs of 1 MB and ended at 1.503 nats a character; `slim` ends at 1.469 after 7."""
 MAX_AUTO_EPOCHS = 16
