@@ -119,7 +119,8 @@ def test_a_plan_on_a_gpu_follows_time_text_and_size(case):
 
 RECIPES = {
     "nano": (1 << 11, 1.6e-2), "tiny": (1 << 11, 1.2e-2), "little": (1 << 11, 1e-2),
-    "mini": (1 << 10, 3e-3), "small": (1 << 12, 2e-3), "medium": (1 << 13, 1e-3),
+    "slim": (1 << 10, 3.5e-3), "mini": (1 << 10, 3e-3), "small": (1 << 12, 2e-3),
+    "medium": (1 << 13, 1e-3),
     "gpt1": (1 << 15, 2.5e-4), "gpt2": (1 << 19, 6e-4), "gpt2-medium": (1 << 19, 3e-4),
     "gpt2-large": (1 << 19, 2.5e-4), "gpt2-xl": (1 << 20, 2e-4), "gpt3-small": (1 << 19, 6e-4),
     "gpt3-medium": (1 << 19, 3e-4), "gpt3-large": (1 << 19, 2.5e-4), "gpt3-xl": (1 << 20, 2e-4),
@@ -133,7 +134,7 @@ RECIPES = {
 def test_a_named_size_has_its_published_recipe_on_a_gpu(size):
     config, planned = plan(steps=3, size=size, tokens=10**9, on=h100(free_bytes=math.inf))
     assert (planned.batch_size * config.n_positions, planned.lr) == RECIPES[size]
-    assert planned.weight_decay == (0.3 if size in ("nano", "tiny", "little") else 0.1)
+    assert planned.weight_decay == (0.3 if size in ("nano", "tiny", "little", "slim") else 0.1)
 
 
 @pytest.mark.parametrize(("size", "dropout"), [("auto", 0.0), ("gpt2", 0.1)])
