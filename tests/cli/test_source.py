@@ -23,10 +23,10 @@ def runs(tmp_path, monkeypatch) -> Path:
 @pytest.mark.parametrize(
     "command",
     [
-        "generate {}", "chat {}", "classify {} my.txt", "eval {} my.txt", "plot {}", "serve {}",
-        "inspect positions {} --text a", "export {} page.html --text a", "explain tie {}",
-        "convert {} out.gguf", "push {} owner/name", "tie show {}", "tie audit {}",
-        "tie fix {} out", "train my.txt --start {}", "tune my.txt --from {}",
+        "generate {}", "chat {}", "classify {} my.txt", "eval {} my.txt", "plot {}",
+        "serve {} --port 0", "inspect positions {} --text a", "export {} page.html --text a",
+        "explain tie {}", "convert {} out.gguf", "push {} owner/name", "tie show {}",
+        "tie audit {}", "tie fix {} out", "train my.txt --start {}", "tune my.txt --from {}",
     ],
 )  # fmt: skip
 def test_a_misspelt_run_names_the_nearest_one(runs, capfd, command):
