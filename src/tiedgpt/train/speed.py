@@ -192,8 +192,7 @@ def measure_speed(
     slow = min(SLOW_FACTOR * seconds, MAX_SLOW_SECONDS)
 
     def is_enough() -> bool:
-        if len(spent) == 1:  # it may have loaded libraries and compiled kernels
-            return False
+        # The first step may have loaded libraries and compiled kernels: it is not counted.
         is_typical = sum(spent[1:]) >= seconds and len(spent) >= MIN_MEASURED_STEPS
         return is_typical or sum(spent[1:]) > slow or len(spent) >= MAX_MEASURED_STEPS
 

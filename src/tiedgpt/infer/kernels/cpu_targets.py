@@ -27,7 +27,7 @@ class Target(NamedTuple):
     flags: set[str]
     """The vendor and flags (ARM: features) of /proc/cpuinfo that its CPUs have."""
     others: set[str]
-    """Those that its CPUs lack; CPUs that have one are of a better class, or of none."""
+    """The vendor and flags that its CPUs lack: with one, a CPU is of a better class or of none."""
 
 
 X86_64 = {

@@ -11,9 +11,10 @@ et al. 2023, arXiv 2305.16264, equation 5).
 
     D' = U + U R (1 - exp(-(D/U - 1) / R))
 
-The constants are fitted to runs on 2.4 MB of Python's documentation (nano to mini, 0.3 to 4.5
-million tokens, half an epoch to seven): with a constant of 1.203 the law is within 2 % of their
-final scores. `bench/auto_size.py` measures what the choice is worth.
+A and B are fitted to runs on 2.4 MB of Python's documentation (nano to mini, 0.3 to 4.5 million
+tokens, half an epoch to seven), with R = 6. With R = 3 and a constant of 1.183 the law is within
+1 % of the six in `bench/results/auto_size-2026-11-22.jsonl`. `bench/auto_size.py` measures what the
+choice is worth.
 """
 
 from __future__ import annotations
