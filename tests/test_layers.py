@@ -137,6 +137,10 @@ QUICK = {
     "the server": "import tiedgpt.serve.app, tiedgpt.serve.server, tiedgpt.cli.serve",
     "options": "import tiedgpt.cli.train, tiedgpt.cli.generate, tiedgpt.cli.doctor",
     "inspections": "import tiedgpt.inspect.registry, tiedgpt.cli.inspect",
+    "compilers of kernels": (
+        "import tiedgpt.infer.kernels.compilation, tiedgpt.infer.kernels.forward\n"
+        "import tiedgpt.infer.kernels.sampling_kernels, tiedgpt.train.step.kernels.attention"
+    ),
 }
 
 

@@ -1,8 +1,8 @@
 """Causal attention on a CPU: of short sequences by our kernels, else in bf16 by batched matmuls.
 
-The kernels (`attention_kernels.py`) read Q, K and V where c_attn wrote them, skip hidden positions,
-and write the gradient in the same layout. No scores are kept: the backward pass computes them
-again.
+The kernels (`train/step/kernels/attention.py`) read Q, K and V where c_attn wrote them, skip hidden
+positions, and write the gradient in the same layout. No scores are kept: the backward pass computes
+them again.
 
 Gain of the kernels in CPU time on one core of Zen 4, 128 to 512 positions: forward and backward of
 attention take 0.50x to 0.60x the time of torch's kernel in fp32 and 0.60x to 0.71x that of the
@@ -35,8 +35,8 @@ from tiedgpt.infer.kernels.compile_cache import Kernel
 from tiedgpt.train.step.fast.threads import can_run, run
 from tiedgpt.train.step.substitute import Substitute
 
-FORWARD = Kernel("tiedgpt.train.step.fast.attention_kernels", "attention")
-GRADIENT = Kernel("tiedgpt.train.step.fast.attention_kernels", "attention_gradient")
+FORWARD = Kernel("tiedgpt.train.step.kernels.attention", "attention")
+GRADIENT = Kernel("tiedgpt.train.step.kernels.attention", "attention_gradient")
 TILE = 32
 """Number that must divide the number of positions and the size of a head for the kernels."""
 MAX_KERNEL_POSITIONS = 512

@@ -24,7 +24,7 @@ from tiedgpt.infer.kernels.compile_cache import Kernel
 from tiedgpt.train.step.fast.threads import run, suits_kernels
 from tiedgpt.train.step.substitute import Substitute
 
-KERNEL = Kernel("tiedgpt.train.step.fast.kernels", "dropout")
+KERNEL = Kernel("tiedgpt.train.step.kernels.elementwise", "dropout")
 
 
 class HashedDropout(Substitute, nn.Dropout):

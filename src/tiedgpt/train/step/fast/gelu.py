@@ -23,8 +23,8 @@ from tiedgpt.train.step.fast.threads import can_run, run
 from tiedgpt.train.step.substitute import Substitute
 
 GELU = ACTIVATION_FUNCTIONS["gelu_new"]
-VALUE = Kernel("tiedgpt.train.step.fast.kernels", "gelu")
-GRADIENT = Kernel("tiedgpt.train.step.fast.kernels", "gelu_gradient")
+VALUE = Kernel("tiedgpt.train.step.kernels.elementwise", "gelu")
+GRADIENT = Kernel("tiedgpt.train.step.kernels.elementwise", "gelu_gradient")
 
 
 class VectorMLP(Substitute, MLP):

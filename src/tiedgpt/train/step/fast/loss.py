@@ -37,7 +37,7 @@ from tiedgpt.train.step.fast.threads import run, suits_kernels
 from tiedgpt.train.step.substitute import Substitute
 from tiedgpt.weights.parameters import head_matrix
 
-KERNEL = Kernel("tiedgpt.train.step.fast.kernels", "softmax_gradient")
+KERNEL = Kernel("tiedgpt.train.step.kernels.elementwise", "softmax_gradient")
 CACHED_BYTES = 3 << 20
 """Bytes of fp32 logits that fit a CPU's cache: 16 rows of V = 50,257."""
 BLOCK = 2048

@@ -20,7 +20,7 @@ from tiedgpt.infer.kernels.arguments import LANES, LINE
 from tiedgpt.infer.kernels.microkernels import add_products, add_scaled, load_sums, zero_sums
 from tiedgpt.infer.kernels.simd import ARRAY, f32, i64, instructions
 from tiedgpt.infer.kernels.work_stealing import add
-from tiedgpt.train.step.fast.kernels import write
+from tiedgpt.train.step.kernels.elementwise import write
 
 ROWS, COLUMNS = 8, 32
 """Size of a tile."""
