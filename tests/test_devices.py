@@ -8,7 +8,7 @@ import pytest
 import torch
 
 import tiedgpt
-from tests.conftest import TEXT, opinionated
+from tests.models import TEXT, opinionated
 from tiedgpt import GPT, GPTConfig, KVCache, Tokenizer
 from tiedgpt.heads import MultipleChoice, SequenceClassifier
 from tiedgpt.heads.predictions import predict

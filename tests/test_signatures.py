@@ -13,7 +13,7 @@ import pytest
 import torch
 
 import tiedgpt
-from tests.conftest import TEXT, opinionated, random_gpt, save_model
+from tests.models import TEXT, opinionated, random_gpt, save_model
 from tiedgpt import GPT, Engine, KVCache, Tokenizer, explain
 from tiedgpt.data import documents, encode_corpus, plan_preparation, prepare_data
 from tiedgpt.errors import TiedGPTError, UserError

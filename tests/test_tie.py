@@ -18,7 +18,7 @@ from safetensors.torch import load_file
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-from tests.conftest import TINY, random_gpt
+from tests.models import TINY, random_gpt
 from tests.train.trials import SERVER
 from tiedgpt import GPT, GPTConfig
 from tiedgpt.errors import CorruptInputError

@@ -9,7 +9,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from tests.conftest import TEXT
+from tests.models import TEXT
 from tiedgpt import GPT
 from tiedgpt.cli.main import main
 from tiedgpt.evaluate.texts import score_text

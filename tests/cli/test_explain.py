@@ -7,8 +7,8 @@ import pytest
 import torch
 from rich.cells import cell_len
 
-from tests.conftest import save_model
 from tests.inspect.conftest import TEXT, random_model
+from tests.models import save_model
 from tiedgpt import GPT, Tokenizer, explain
 from tiedgpt.cli.main import main
 from tiedgpt.data import Document, encode_corpus, plan_split

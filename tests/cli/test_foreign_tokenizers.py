@@ -7,7 +7,7 @@ import pytest
 import tokenizers
 import torch
 
-from tests.conftest import opinionated, save_model
+from tests.models import opinionated, save_model
 from tiedgpt import Tokenizer
 from tiedgpt.cli.main import main
 from tiedgpt.data.corpus import documents

@@ -14,7 +14,7 @@ from dataclasses import replace
 import pytest
 
 import tiedgpt
-from tests.conftest import TEXT, opinionated, save_model
+from tests.models import TEXT, opinionated, save_model
 from tiedgpt import GPT, Tokenizer
 from tiedgpt.cli.main import main
 from tiedgpt.data.templates import TEMPLATES, write_template

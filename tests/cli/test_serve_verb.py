@@ -12,7 +12,7 @@ import urllib.request
 
 import pytest
 
-from tests.conftest import TEXT, opinionated, save_model
+from tests.models import TEXT, opinionated, save_model
 from tiedgpt import Tokenizer
 from tiedgpt.cli.main import main
 from tiedgpt.data.templates import TEMPLATES, write_template

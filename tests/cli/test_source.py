@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.conftest import opinionated, save_model
+from tests.models import opinionated, save_model
 from tiedgpt.cli.main import main
 
 

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from tests.conftest import opinionated, save_model
+from tests.models import opinionated, save_model
 from tiedgpt import Tokenizer
 from tiedgpt.cli.main import main
 from tiedgpt.data.templates import TEMPLATES, write_template

@@ -21,7 +21,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.nn.utils import parametrize
 from torch.utils.checkpoint import checkpoint
 
-from tests.conftest import kept_for_backward, random_gpt
+from tests.models import kept_for_backward, random_gpt
 from tiedgpt import GPT, GPTConfig
 from tiedgpt.core import loss as loss_module
 from tiedgpt.core.embedding import TiedEmbedding

@@ -6,7 +6,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from tests.conftest import TEXT, opinionated
+from tests.models import TEXT, opinionated
 from tiedgpt import GPT, Tokenizer
 from tiedgpt.data import documents
 from tiedgpt.errors import CorruptInputError, UserError

@@ -12,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from transformers import AutoTokenizer, GPT2LMHeadModel
 
-from tests.conftest import TEXT
+from tests.models import TEXT
 from tiedgpt.cli.main import main
 from tiedgpt.errors import UserError
 from tiedgpt.evaluate.texts import Windows, score_text

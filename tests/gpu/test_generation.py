@@ -7,8 +7,8 @@ from dataclasses import replace
 import pytest
 import torch
 
-from tests.conftest import TEXT, opinionated
 from tests.infer.option_values import SAMPLING
+from tests.models import TEXT, opinionated
 from tiedgpt import GPT, Tokenizer
 from tiedgpt.heads import SequenceClassifier
 from tiedgpt.heads.predictions import predict

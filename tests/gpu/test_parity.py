@@ -5,7 +5,7 @@ import copy
 import pytest
 import torch
 
-from tests.conftest import random_gpt
+from tests.models import random_gpt
 
 SHAPE = {"vocab_size": 331, "n_positions": 67, "n_embd": 96, "n_layer": 3, "n_head": 3}
 TOLERANCES = {torch.float32: 2e-5, torch.bfloat16: 4e-2}

@@ -11,7 +11,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from tests.conftest import TEXT
+from tests.models import TEXT
 from tiedgpt import GPT
 from tiedgpt.train import TrainOptions, train
 from tiedgpt.train.events import Ended, Planned, Replanned, Stepped

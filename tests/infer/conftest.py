@@ -4,7 +4,7 @@ from functools import partial
 
 import pytest
 
-from tests.conftest import TEXT, opinionated
+from tests.models import TEXT, opinionated
 from tiedgpt import Tokenizer
 from tiedgpt.infer import Engine, GenerationConfig
 from tiedgpt.infer.beam import beam_search

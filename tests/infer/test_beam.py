@@ -5,8 +5,8 @@ import pytest
 import torch
 import transformers
 
-from tests.conftest import random_gpt
 from tests.infer.conftest import beams
+from tests.models import random_gpt
 from tiedgpt import GPT, GPTConfig
 from tiedgpt.infer.torch_session import TorchRunner
 

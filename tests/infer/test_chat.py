@@ -4,7 +4,7 @@ from dataclasses import replace
 
 import pytest
 
-from tests.conftest import TEXT, opinionated, save_model
+from tests.models import TEXT, opinionated, save_model
 from tiedgpt import Tokenizer
 from tiedgpt.data import TEMPLATES, write_template
 from tiedgpt.errors import UserError

@@ -6,8 +6,8 @@ import re
 import pytest
 import torch
 
-from tests.conftest import opinionated
 from tests.infer.conftest import beams
+from tests.models import opinionated
 from tiedgpt import Tokenizer
 from tiedgpt.errors import UserError
 from tiedgpt.infer import Engine

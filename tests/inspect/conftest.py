@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from tests.conftest import random_gpt, save_model
+from tests.models import random_gpt, save_model
 from tiedgpt import GPT, Tokenizer
 
 TEXT = "the cat sat on the mat, and the cat sat"

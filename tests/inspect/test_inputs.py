@@ -9,8 +9,8 @@ import pytest
 import torch
 from torch import nn
 
-from tests.conftest import save_model
 from tests.inspect.conftest import TEXT, random_model
+from tests.models import save_model
 from tests.tie.checkpoints import their_gpt2
 from tiedgpt import GPT, Tokenizer
 from tiedgpt.data import ShardWriter

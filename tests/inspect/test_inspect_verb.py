@@ -11,8 +11,8 @@ import numpy as np
 import pytest
 from rich.cells import cell_len
 
-from tests.conftest import save_model
 from tests.inspect.conftest import TEXT, random_model
+from tests.models import save_model
 from tiedgpt.cli.main import main
 from tiedgpt.data import ShardWriter
 from tiedgpt.inspect import vocabulary

@@ -11,8 +11,8 @@ import torch.nn.functional as F
 from torch import nn
 from transformers import GPT2Config, GPT2LMHeadModel
 
-from tests.conftest import save_model
 from tests.inspect.conftest import TEXT, random_ids, random_model
+from tests.models import save_model
 from tiedgpt.cli.main import main
 from tiedgpt.core.model import GPT
 from tiedgpt.errors import NoRoomError, UserError

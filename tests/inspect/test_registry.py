@@ -9,8 +9,8 @@ from inspect import Parameter, signature
 
 import pytest
 
-from tests.conftest import save_model
 from tests.inspect.toy_inspection import LETTERS
+from tests.models import save_model
 from tiedgpt import inspect
 from tiedgpt.cli.main import main
 from tiedgpt.inspect.registry import INSPECTIONS

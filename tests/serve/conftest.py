@@ -8,7 +8,7 @@ import pytest
 pytest.importorskip("fastapi")
 from starlette.testclient import TestClient
 
-from tests.conftest import TEXT, opinionated
+from tests.models import TEXT, opinionated
 from tiedgpt import Tokenizer
 from tiedgpt.infer import Engine
 from tiedgpt.serve.app import create_app

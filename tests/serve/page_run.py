@@ -2,7 +2,7 @@
 
 import json
 
-from tests.conftest import TEXT, opinionated
+from tests.models import TEXT, opinionated
 from tiedgpt import Tokenizer
 from tiedgpt.data import ShardWriter
 

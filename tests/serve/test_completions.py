@@ -7,8 +7,8 @@ import threading
 import pytest
 from starlette.testclient import TestClient
 
-from tests.conftest import opinionated
 from tests.infer.option_values import BAD_VALUES, SAMPLING
+from tests.models import opinionated
 from tiedgpt.cli.options import option_fields
 from tiedgpt.infer import Engine, GenerationConfig
 from tiedgpt.serve.app import create_app

@@ -9,7 +9,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from tests.conftest import TEXT, opinionated
+from tests.models import TEXT, opinionated
 from tests.serve.conftest import Running
 from tests.serve.test_completions import BODIES, HOSTILE
 from tiedgpt import Tokenizer

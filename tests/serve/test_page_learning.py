@@ -7,7 +7,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from tests.conftest import TEXT, random_gpt
+from tests.models import TEXT, random_gpt
 from tests.serve.test_page_model import COUNTS, INFO, InNode, ask, close, needs_node
 from tiedgpt import Tokenizer, inspect
 from tiedgpt.inspect.vocab_matrices import vocab_matrices

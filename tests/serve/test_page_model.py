@@ -16,7 +16,7 @@ import pytest
 import torch
 
 import tiedgpt
-from tests.conftest import TEXT, opinionated, random_gpt
+from tests.models import TEXT, opinionated, random_gpt
 from tests.serve.page_run import HOSTILE
 from tiedgpt import Tokenizer, inspect
 from tiedgpt.data.templates import TEMPLATES, encode_pieces

@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from tests.conftest import TEXT, opinionated
 from tests.evaluate.test_harness import tasks
+from tests.models import TEXT, opinionated
 from tests.serve.conftest import Running
 from tiedgpt import Tokenizer
 from tiedgpt.data import TEMPLATES

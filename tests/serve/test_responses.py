@@ -5,7 +5,7 @@ import json
 
 import pytest
 
-from tests.conftest import TEXT, opinionated
+from tests.models import TEXT, opinionated
 from tests.serve.conftest import LIMITS, Running
 from tiedgpt import Tokenizer
 from tiedgpt.data import TEMPLATES

@@ -5,7 +5,7 @@ import tokenizers
 import transformers
 from starlette.testclient import TestClient
 
-from tests.conftest import TEXT, opinionated
+from tests.models import TEXT, opinionated
 from tests.serve.conftest import LIMITS
 from tests.serve.test_completions import complete
 from tests.serve.test_extensions import texts

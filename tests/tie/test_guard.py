@@ -14,7 +14,7 @@ import pytest
 import torch
 from torch import nn
 
-from tests.conftest import TINY
+from tests.models import TINY
 from tiedgpt import GPT, GPTConfig
 from tiedgpt.errors import CheckFailedError, UserError
 from tiedgpt.tie import replace_head, resize_vocab, tie, untie

@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
 
-from tests.conftest import TINY
+from tests.models import TINY
 from tiedgpt import GPT, GPTConfig
 from tiedgpt.errors import NoRoomError, UserError
 from tiedgpt.heads import SequenceClassifier

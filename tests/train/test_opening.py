@@ -5,7 +5,7 @@ import json
 import pytest
 import torch
 
-from tests.conftest import opinionated
+from tests.models import opinionated
 from tiedgpt import Tokenizer
 from tiedgpt.data import ShardWriter
 from tiedgpt.files import OPENING

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import nn
 
-from tests.conftest import kept_for_backward
+from tests.models import kept_for_backward
 from tests.train.conftest import CPU, DROPOUT, PLAN, assert_same, gradients, true_gradients
 from tiedgpt import GPT, GPTConfig
 from tiedgpt.core.layers import Block

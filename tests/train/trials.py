@@ -30,7 +30,7 @@ from tiedgpt.train.store.directory import RunDirectory
 
 peak_flops(CPU, "fp32")  # which a process measures once, here with the one thread of conftest.py
 SERVER = multiprocessing.get_context("forkserver")
-SERVER.set_forkserver_preload(["pytest", "huggingface_hub.repocard", "tests.conftest", __name__])
+SERVER.set_forkserver_preload(["pytest", "huggingface_hub.repocard", "tests.models", __name__])
 
 
 KILLED = -9

@@ -5,7 +5,7 @@ import json
 import pytest
 import torch
 
-from tests.conftest import random_gpt
+from tests.models import random_gpt
 from tests.tune.test_adapters import drawn
 from tiedgpt import GPT
 from tiedgpt.errors import UserError

@@ -15,7 +15,7 @@ import torch
 import torch.nn.functional as F
 from tokenizers import models, normalizers, pre_tokenizers
 
-from tests.conftest import random_gpt
+from tests.models import random_gpt
 from tests.tie.checkpoints import GGUF_SIZES, gguf_tensors, write_gguf
 from tests.weights.conftest import TEXTS
 from tests.weights.raw_files import gguf_file, gguf_pair, gguf_tensor, gguf_text

@@ -12,7 +12,7 @@ import onnxruntime
 import pytest
 import torch
 
-from tests.conftest import random_gpt
+from tests.models import random_gpt
 from tests.tie.checkpoints import D, V, matrix
 from tests.tie.checkpoints import write_onnx as write_theirs
 from tests.weights.raw_files import onnx_model

@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 from safetensors import safe_open
 from transformers import AutoConfig
 
-from tests.conftest import random_gpt
+from tests.models import random_gpt
 from tiedgpt.errors import CorruptInputError, UserError
 from tiedgpt.weights.containers import read_safetensors
 from tiedgpt.weights.file import OpenFile

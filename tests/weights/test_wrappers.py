@@ -8,7 +8,7 @@ from safetensors.torch import save_file
 from torch import nn
 from torch.optim.swa_utils import AveragedModel
 
-from tests.conftest import random_gpt
+from tests.models import random_gpt
 from tests.tie.checkpoints import nanogpt_state, their_gpt2
 from tests.weights.conftest import assert_same_logits
 from tiedgpt import GPT

@@ -14,7 +14,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.nn.utils import parametrizations, prune
 from transformers import AutoModelForCausalLM
 
-from tests.conftest import random_gpt
+from tests.models import random_gpt
 from tiedgpt import GPT, GPTConfig
 from tiedgpt.errors import NoRoomError, UserError
 from tiedgpt.serve.page_model import PAGE

@@ -13,7 +13,7 @@ import shlex
 import textwrap
 from collections.abc import Collection, Mapping, Sequence
 from difflib import get_close_matches
-from functools import partial
+from functools import cache, partial
 from inspect import get_annotations
 from pathlib import Path
 from typing import Any, NoReturn, TypeVar, get_args, get_origin, get_type_hints
@@ -81,6 +81,7 @@ def _build(options: Any, values: dict[str, Any]) -> Any:
     return built
 
 
+@cache
 def _list_parts(options: type) -> dict[str, type]:
     """Return the nested dataclasses of one, by field name."""
     hints = get_type_hints(options).items()

@@ -2,7 +2,7 @@
 
 import torch
 
-from tests.conftest import random_gpt
+from tests.models import random_gpt
 from tiedgpt import GPT
 from tiedgpt.weights.formats.packed import STACKS, PackedModel, stack_sizes
 from tiedgpt.weights.formats.packed.panels import Panels, unpack

@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch import nn
 
-from tests.conftest import kept_for_backward
+from tests.models import kept_for_backward
 from tiedgpt.train.step.fast.linear import LeanLinear
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from functools import cache
 from typing import TYPE_CHECKING, Any, Literal, Self, get_args, get_type_hints
 
 from tiedgpt.core.config import GPTConfig
@@ -76,7 +77,7 @@ class Plan:
     """Number of steps done by an earlier plan."""
 
     def __post_init__(self) -> None:
-        kinds = get_type_hints(Plan)
+        kinds = _read_types(Plan)
         sound = all(_fits(getattr(self, name), kind) for name, kind in kinds.items())
         numbers = [value for value in vars(self).values() if isinstance(value, (int, float))]
         sound = sound and all(0 <= number < math.inf for number in numbers) and self.minutes != 0
@@ -108,6 +109,12 @@ class Plan:
         import torch  # not for `--help`
 
         return None if self.dtype == "fp32" else torch.bfloat16
+
+
+@cache
+def _read_types(cls: type) -> dict[str, Any]:
+    """Return the types of a class's fields."""
+    return get_type_hints(cls)
 
 
 def _fits(value: Any, kind: Any) -> bool:
