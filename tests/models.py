@@ -11,6 +11,7 @@ from hypothesis import settings
 from tokenizers import pre_tokenizers
 
 from tiedgpt import GPT, GPTConfig, Tokenizer
+from tiedgpt.train import speed
 from tiedgpt.train.tasks import published_text
 
 # Speed is bench/'s business; on a build machine every run draws the same examples.
@@ -19,6 +20,7 @@ settings.load_profile("tiedgpt")
 torch.set_num_threads(1)  # tiny models are slower in parallel, and other work shares the cores
 os.fsync = os.fstat  # what a killed process has written stays; a run syncs hundreds of times
 published_text.ACCURACY_TOKENS = 100  # each training of a test ends with scoring them
+speed.MAX_MEASURE_SECONDS = 0.1  # before a training by the clock; four steps at least
 TINY = {"vocab_size": 97, "n_positions": 24, "n_embd": 32, "n_layer": 3, "n_head": 4}
 
 

@@ -42,7 +42,7 @@ def test_a_training_yields_its_plan_its_steps_and_its_end_and_leaves_a_model(tmp
     assert planned.plan.steps == 8 == sum(isinstance(event, Stepped) for event in events)
     assert isinstance(events[-1], Ended) and events[-1].finished
     assert kinds(events).index(Planned) + 1 == kinds(events).index(Started)
-    assert Engine(tmp_path / "run/model").generate("line", max_new_tokens=3).text
+    assert Engine(tmp_path / "run/model").generate("line", max_new_tokens=3, ignore_eos=True).text
     assert kinds(train(options, tmp_path / "run")) == [AlreadyFinished]
 
 
@@ -72,7 +72,7 @@ def test_a_stopped_training_leaves_a_model_and_resumes_to_the_same_bytes(
         batches.extend([event] if isinstance(event, Scored) else [])
     assert isinstance(event, Ended) and not event.finished and event.step == n_steps
     assert len(batches) == n_scored and not RunDirectory(parts).is_finished()
-    assert Engine(parts / "model").generate("line", max_new_tokens=3).text
+    assert Engine(parts / "model").generate("line", max_new_tokens=3, ignore_eos=True).text
     torch.manual_seed(99)
     (started,) = (event for event in train(options, parts) if isinstance(event, Started))
     assert started.step == n_steps
