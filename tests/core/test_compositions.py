@@ -414,13 +414,12 @@ def test_a_backward_pass_through_vmap_is_exact(model, head):
     assert_equal(gradients(model, losses(own)), gradients(model, theirs))
 
 
-@pytest.mark.parametrize("backend", ["eager", "aot_eager"])
-def test_a_compiled_loss_and_forward_match(model, backend):
+def test_a_compiled_loss_and_forward_match(model):
     torch.compiler.reset()  # torch compiles a function a limited number of times
     theirs = gradients(model, plain(model)(*A))
-    compiled = torch.compile(lambda ids, targets: model.loss(ids, targets), backend=backend)
+    compiled = torch.compile(lambda ids, targets: model.loss(ids, targets), backend="aot_eager")
     assert_equal(gradients(model, compiled(*A)), theirs)
-    forward = torch.compile(model, backend=backend, fullgraph=True)
+    forward = torch.compile(model, backend="aot_eager", fullgraph=True)
     torch.testing.assert_close(forward(A[0]), model(A[0]), rtol=1e-9, atol=1e-12)
 
 
