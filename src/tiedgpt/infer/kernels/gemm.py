@@ -73,7 +73,7 @@ def _multiply6(matrix, panel, x, first, n, width, widened, out):
     )
 
 
-@jit
+@jit(inline="always")
 def multiply(matrix, panel, x, first, n, widened, out):
     """Multiply a panel with vectors first .. first + 5 (at most, up to n); return how many."""
     remaining, width = n - first, x.values.shape[1]
