@@ -206,8 +206,12 @@ def test_dot_products_and_cosines_disagree_and_norms_move_freely():
 
 def test_a_tokenizer_and_a_text_give_words(tokenizer):
     model = random_model(vocab_size=len(tokenizer))
-    lesson = explain("positions", model, tokenizer=tokenizer, text=TEXT)
+    lesson = explain("positions", model, tokenizer=tokenizer, text="the cat é文字" * 6)
     assert "' cat'" in str(lesson) and not lesson.partial
+    begin = (
+        "the cat é文字the cat é文字the cat é文"  # the 32nd token is a part of the next character
+    )
+    assert lesson.text == f"'{begin}'" and begin in lesson.to_json()
 
 
 def test_missing_parts_of_a_module_are_skipped_with_the_reason():

@@ -105,11 +105,13 @@ class LessonInput:
         does = [f"{' = '.join(m.names)} {' and '.join(m.roles)}" for m in self.audit.matrices]
         no_words = "the tokenizer cannot encode the text" if self.tokenizer else "no tokenizer"
         random = f"{no_words}: the text is random ids, so probabilities and losses mean little"
-        has_words = self.tokenizer is not None and not self.is_random
+        text = ""
+        if self.tokenizer is not None and not self.is_random:  # without a last half of a character
+            text = visible("".join(map(self.tokenizer.stream().push, self.ids)), LINE_WIDTH)
         return {
             "model": self.about,
             "matrices": f"{'; '.join(does)} ({size})",
-            "text": visible("".join(map(self.piece, self.ids)), LINE_WIDTH) if has_words else "",
+            "text": text,
             "partial": [random] if self.is_random else [],
         }
 
