@@ -25,7 +25,8 @@ def here(tmp_path, monkeypatch):
 def test_without_a_topic_each_question_has_its_command(capfd):
     assert main(["explain"]) == 0
     out = capfd.readouterr().out
-    assert all(f"{n}. " in out for n in range(1, 7))
+    assert all(f"{n}. " in out for n in range(1, len(TOPICS) + 1))
+    assert "the newest run in runs/" in " ".join(out.split())
     assert all(f"tiedgpt explain {topic}\n" in out for topic in TOPICS)
 
 
@@ -34,7 +35,7 @@ def test_a_lesson_is_printed_and_its_numbers_are_json(topic, capfd):
     assert main(["explain", topic, "model", "--text", TEXT]) == 0
     out = capfd.readouterr().out
     assert out.startswith(f"{topic}: ") and "model: " in out
-    assert max(map(cell_len, out.splitlines())) <= 80 and len(out.splitlines()) <= 60
+    assert max(map(cell_len, out.splitlines())) <= 79 and len(out.splitlines()) <= 60
     assert main(["explain", topic, "model", "--format", "json"]) == 0
     found = json.loads(capfd.readouterr().out, parse_constant=pytest.fail)
     assert found["topic"] == topic and found["numbers"]

@@ -1,22 +1,24 @@
 """The numbers of the lessons are measured on any model, and each fits a screen and a half."""
 
 import json
+import math
+import re
 from importlib import import_module
 from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
+import torch.nn.functional as F
 from rich.cells import cell_len
 from torch import nn
 from transformers import GPT2Config, GPT2LMHeadModel
 
 import tiedgpt
-from tests.inspect.conftest import TEXT, random_model
+from tests.inspect.conftest import TEXT, random_ids, random_model
 from tiedgpt import Tokenizer, explain
 from tiedgpt.data import ShardWriter
 from tiedgpt.errors import UserError
-from tiedgpt.inspect import gradient_split
 from tiedgpt.lessons import TOPICS
 from tiedgpt.lessons.inputs import tiny_model
 from tiedgpt.tie import ledger
@@ -51,6 +53,8 @@ class OtherModel(nn.Module):
         return self.lm_head(self.mix(self.tok_emb(ids))[0])
 
 
+RANDOM_IDS = random_ids(32)[None]
+"""The ids that a lesson reads without a tokenizer."""
 MODELS = {
     "ours": random_model,
     "ours, untied": lambda: random_model(tied=False),
@@ -80,7 +84,7 @@ def test_a_lesson_fits_a_screen_and_a_half_and_does_not_change_the_model(topic, 
     parameters, stream = list(model.parameters()), torch.get_rng_state()
     lesson = explain(topic, model)
     lines = str(lesson).splitlines()
-    assert len(lines) <= 60 and max(map(cell_len, lines)) <= 80
+    assert len(lines) <= 60 and max(map(cell_len, lines)) <= 79
     assert TOPICS[topic].question.split()[0] in lines[0]
     assert "Radford et al. 2018, eq. 2" in str(lesson)
     assert "no tokenizer" in str(lesson)
@@ -94,9 +98,12 @@ def test_a_lesson_fits_a_screen_and_a_half_and_does_not_change_the_model(topic, 
 
 def test_a_doubled_row_moves_its_own_logit_if_and_only_if_the_model_is_tied():
     for name, make in MODELS.items():
-        numbers = explain("tie", make()).numbers
+        lesson = explain("tie", make())
+        words, numbers = " ".join(str(lesson).split()), lesson.numbers
+        is_untied = "untied" in name
+        assert ("this matrix only reads" in words) is is_untied
         before, after = numbers["logit_before"], numbers["logit_after"]
-        assert after == pytest.approx(before if "untied" in name else 2 * before, rel=1e-5)
+        assert after == pytest.approx(before if is_untied else 2 * before, rel=1e-5)
         assert numbers["others_moved"] == 0
         assert numbers["read_difference"] == 0
         assert name == "another" or numbers["predict_difference"] < 1e-5
@@ -118,23 +125,39 @@ def test_a_replaced_head_of_a_transformers_model_is_detected():
     assert explain("parameters", model).numbers["tied"] == ledger(transformers_gpt2()).total
 
 
-def test_the_gradient_has_the_two_parts_that_inspect_finds():
-    model = transformers_gpt2()
+def test_the_gradient_has_a_part_from_each_use_of_the_matrix():
+    model, ids = random_model(), RANDOM_IDS[0]
+    weight, h = model.wte.weight, model.body(RANDOM_IDS)[0, :-1].detach()
+    (both,) = torch.autograd.grad(model.loss(ids[None, :-1], ids[None, 1:]), weight)
+    (predict,) = torch.autograd.grad(F.cross_entropy(h @ weight.T, ids[1:]), weight)
+    read = both - predict
+    expected = {
+        "norm_read": float(read.norm()), "norm_predict": float(predict.norm()), "rows_predict": 97,
+        "rows_read": len(ids[:-1].unique()),
+        "cosine": float(F.cosine_similarity(read.flatten(), predict.flatten(), dim=0)),
+    }  # fmt: skip
     numbers = explain("head", model).numbers
-    ids = torch.randint(97, (32,), generator=torch.Generator().manual_seed(0))
-    split = gradient_split(model, None, ids)
-    assert numbers["norm_predict"] == pytest.approx(split.norm_predict)
-    assert numbers["rows_read"] == len(set(ids[:-1].tolist())) and numbers["rows_predict"] == 97
+    assert {name: numbers[name] for name in expected} == pytest.approx(expected, rel=1e-4)
+    drift = 0.1 * float((read - predict).abs().max())
+    assert explain("tie", model).numbers["drift"] == pytest.approx(drift, rel=1e-4)
 
 
 @pytest.mark.parametrize("tied", [True, False])
 def test_training_the_head_changes_the_embedding_if_and_only_if_tied(tied):
     model = random_model(tied=tied)
     lesson = explain("tuning", model)
-    ids = torch.randint(97, (1, 32), generator=torch.Generator().manual_seed(0))
+    ids = RANDOM_IDS
     head = model.wte.weight if tied else model.head.weight
     (gradient,) = torch.autograd.grad(model.loss(ids[:, :-1], ids[:, 1:]), [head])
-    assert lesson.numbers["largest_move"] == pytest.approx(0.1 * float(gradient.norm(dim=1).max()))
+    moves, seen = 0.1 * gradient.norm(dim=1), torch.isin(torch.arange(97), ids)
+    squares = torch.linalg.svdvals(gradient) ** 2
+    expected = {
+        "largest_move": float(moves.max()), "seen_moved": float(moves[seen].mean()),
+        "others_moved": float(moves[~seen].mean()), "n_moved": 97,
+        "kept": float(squares[:8].sum() / squares.sum()),
+    }  # fmt: skip
+    numbers = {name: lesson.numbers[name] for name in expected}
+    assert numbers == pytest.approx(expected, rel=1e-4)
     with torch.no_grad():
         head -= 0.1 * gradient
         after = float(model.loss(ids[:, :-1], ids[:, 1:]))
@@ -183,16 +206,15 @@ def test_untying_adds_v_times_d_and_tying_takes_it_away(make):
 
 
 def test_no_position_sees_ahead_and_the_loss_is_torchs():
-    model = transformers_gpt2()
-    ids = torch.randint(97, (1, 32), generator=torch.Generator().manual_seed(0))
-    logits = model(ids).logits.detach()[0, :-1]
-    expected = float(nn.functional.cross_entropy(logits, ids[0, 1:]))
+    model, answers = transformers_gpt2(), RANDOM_IDS[0, 1:]
+    loss = float(F.cross_entropy(model(RANDOM_IDS).logits.detach()[0, :-1], answers))
     numbers = explain("positions", model).numbers
     assert numbers["moved_before"] == 0 < numbers["moved_after"]
-    assert numbers["loss"] == pytest.approx(expected, rel=1e-5)
-    numbers = explain("loss", model).numbers
-    assert numbers["loss"] == pytest.approx(numbers["by_hand"], rel=1e-5)
-    assert numbers["loss"] == pytest.approx(expected, rel=1e-5)
+    assert (numbers["loss"], numbers["targets"]) == (pytest.approx(loss, rel=1e-5), 31)
+    numbers, perplexity = explain("loss", model).numbers, math.exp(loss)
+    expected = {"loss": loss, "by_hand": loss, "perplexity": perplexity, "uniform": math.log(97)}
+    assert {name: numbers[name] for name in expected} == pytest.approx(expected, rel=1e-5)
+    assert (numbers["targets"], numbers["n_right"]) == (31, len(answers.unique()))
     assert numbers["gradient_apart"] < 1e-6 and numbers["rows_reached"] == 97
 
 
@@ -208,10 +230,15 @@ def test_a_tokenizer_and_a_text_give_words(tokenizer):
     model = random_model(vocab_size=len(tokenizer))
     lesson = explain("positions", model, tokenizer=tokenizer, text="the cat é文字" * 6)
     assert "' cat'" in str(lesson) and not lesson.partial
-    begin = (
-        "the cat é文字the cat é文字the cat é文"  # the 32nd token is a part of the next character
-    )
+    begin = "the cat é文字the cat é文字the cat é文"  # then part of a character
     assert lesson.text == f"'{begin}'" and begin in lesson.to_json()
+
+
+def test_heads_on_the_body_have_their_outputs_and_parameters(tiny):
+    lesson = explain("body", tiny)
+    assert lesson.numbers["states"] == (1, 24, 32)
+    table = re.findall(r"  (\(.*\)) +(\d+)$", str(lesson), re.M)
+    assert table == [("(1, 24, 97)", "0"), ("(1, 3)", "96"), ("(1, 2)", "33"), ("(1, 32)", "0")]
 
 
 def test_missing_parts_of_a_module_are_skipped_with_the_reason():
@@ -252,3 +279,11 @@ def test_norms_tell_why_one_matrix_can_do_both(tiny):
     assert numbers["repeats_states"] == sum((h @ weight.T).argmax(-1) == torch.tensor(ids))
     cosine = (rows * h).sum(-1) / rows.norm(dim=-1) / h.norm(dim=-1)
     assert numbers["cosine_read"] == pytest.approx(float(cosine.mean()), rel=1e-4)
+    logits = h[-1] @ weight.T
+    before, best = logits.softmax(-1), int(logits.argmax())
+    with tiny.wte.register_forward_hook(lambda *x: x[-1] * torch.tensor([[1]] * 6 + [[2]])):
+        moved = (tiny(torch.tensor([ids]))[0, -1].softmax(-1) - before).abs().sum() / 2
+    logits[best] *= 2
+    assert numbers["read_moved"] == pytest.approx(float(moved.detach()), rel=1e-4)
+    assert numbers["best_before"] == pytest.approx(float(before[best]), rel=1e-4)
+    assert numbers["best_after"] == pytest.approx(float(logits.softmax(-1)[best]), rel=1e-4)
