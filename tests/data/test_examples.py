@@ -79,17 +79,19 @@ def test_every_token_of_a_text_is_trained(tokenizer, text):
 @pytest.mark.parametrize("field", ["messages", "conversations"])
 @given(messages=MESSAGES)
 def test_replies_of_a_conversation_and_their_ends_are_trained(tokenizer, template, field, messages):
-    messages = [*messages, {"role": "assistant", "content": "b"}]
+    messages = listed = [*messages, {"role": "assistant", "content": "b"}]
     if field == "conversations":
         names = {"user": "human", "assistant": "gpt", "system": "system"}
         listed = [
             {"from": names[m["role"]], "value": m["content"], "train": m.get("train")}
             for m in messages
         ]
-    else:
-        listed = messages
     reader = read([{"messages": None, field: listed}], tokenizer, template)
+    assert (reader.max_turns, reader.default_system) == (0, None)
     (example,) = reader
+    system = messages[0]["content"] if messages[0]["role"] == "system" else None
+    turns = sum(message["role"] == "assistant" for message in messages)
+    assert (reader.max_turns, reader.default_system) == (turns, system)
     mark, end = {"chatml": ("", "<|im_end|>"), "plain": (" ", "<|endoftext|>")}[template]
     replies = [m for m in messages if m["role"] == "assistant" and m.get("train") is not False]
     expected = "".join(mark + m["content"] + end for m in replies)

@@ -33,11 +33,24 @@ def test_names_are_unique_and_no_text_comes_twice(corpus):
     assert len(set(corpus.values())) == len(corpus)
 
 
+@pytest.mark.parametrize(
+    ("name", "begins"),
+    [
+        (
+            "heapq",
+            "heapq - Heap queue algorithm (a.k.a. priority queue).\n\nDESCRIPTION\n    Heaps ",
+        ),
+        ("collections", "collections\n\nDESCRIPTION\n    This module implements specialized "),
+        ("textwrap", "textwrap - Text wrapping and filling.\n\nclass TextWrapper\n    Object for "),
+    ],
+)
+def test_a_module_begins_with_its_name_synopsis_and_description_as_in_help(corpus, name, begins):
+    text = corpus[f"python module {name}"]
+    assert text.startswith(f"Help on module {name}:\n\nNAME\n    {begins}")
+
+
 def test_a_module_reads_like_help(corpus):
     text = corpus["python module textwrap"]
-    assert text.startswith(
-        "Help on module textwrap:\n\nNAME\n    textwrap - Text wrapping and filling.\n\n"
-    )
     assert "\n\ndedent(text)\n    Remove any common leading whitespace from every line" in text
     assert "\n\n    wrap(self, text)\n        " in text
     assert "_wrap_chunks(self" not in text
