@@ -2,6 +2,7 @@
 
 import json
 import warnings
+from itertools import product
 from pathlib import Path
 
 import pytest
@@ -49,7 +50,8 @@ def ids_and_texts(source: Path, texts: list[str]) -> tuple[list, list, int]:
             stream = ours.stream(row[start - 1] if start else None)
             pieces = [ours.decode(row[:start]), *map(stream.push, row[start:]), stream.finish()]
             assert "\ufffd" in pieces[0] or "".join(pieces) == ours.decode(row)
-    return [*zip(ids, map(ours.encode, texts), strict=True)], [*map(ours.decode, ids)], len(ours)
+    decoded = [ours.decode(part) for row in ids for part in (row, row[1:])]
+    return [*zip(ids, map(ours.encode, texts), strict=True)], decoded, len(ours)
 
 
 def check(folder: Path, texts: list[str], read=transformers.AutoTokenizer) -> None:
@@ -62,13 +64,14 @@ def check(folder: Path, texts: list[str], read=transformers.AutoTokenizer) -> No
         )
         for text in texts
     ]
-    expected = pairs, [peer.decode(ids) for ids, _ in pairs], len(peer)
+    decoded = [peer.decode(part) for ids, _ in pairs for part in (ids, ids[1:])]
+    expected = pairs, decoded, len(peer)
     assert ids_and_texts(folder, texts) == expected
     Tokenizer.from_pretrained(folder).save_pretrained(folder / "again")
     assert ids_and_texts(folder / "again", texts) == expected
     again = transformers.AutoTokenizer.from_pretrained(folder / "again")
     ids = [again(text, add_special_tokens=False)["input_ids"] for text in texts]
-    assert (ids, [*map(again.decode, ids)]) == ([ids for ids, _ in pairs], expected[1])
+    assert (ids, [*map(again.decode, ids)]) == ([ids for ids, _ in pairs], decoded[::2])
 
 
 def write_added(folder: Path, bpe: Tokenizer, token: dict, settings: dict) -> None:
@@ -157,16 +160,17 @@ def test_wordpiece_counts_as_in_transformers(tmp_path, layout, file_name):
         check(folder, CHINESE)
 
 
-@pytest.fixture(scope="module")
-def chinese(tmp_path_factory) -> Path:
+@pytest.fixture(scope="module", params=[True, False])
+def chinese(request, tmp_path_factory) -> Path:
     folder = tmp_path_factory.mktemp("chinese")
     (folder / "vocab.txt").write_text("\n".join(VOCABULARY), encoding="utf-8")
     write(folder / "config.json", model_type="gpt2", tokenizer_class="BertTokenizer")
+    write(folder / "tokenizer_config.json", tokenize_chinese_chars=request.param)
     return folder
 
 
 @settings(max_examples=100, deadline=None)
-@given(text=st.text(st.sampled_from("aé\u0301山水, .'\n[SEP]的##b")))
+@given(text=st.text(st.sampled_from("aé\u0301山水日本, .'\n[SEP]的##b")))
 def test_any_text_of_wordpiece_has_transformers_ids_in_one_part_or_in_many(chinese, text):
     ours = Tokenizer.from_pretrained(chinese)
     peer = transformers.AutoTokenizer.from_pretrained(chinese)
@@ -188,34 +192,40 @@ SPECIAL_TOKENS = ["<s>", "</s>", "<usr>", "<pad>", "<sys>", "<unk>", "<mask>"]
 
 
 @pytest.mark.parametrize("model", ["BPE", "Unigram"])
-@pytest.mark.parametrize("is_named", [True, False])
+@pytest.mark.parametrize(("is_named", "has_bytes"), [(True, False), (False, False), (True, True)])
 def test_sentencepiece_in_a_tokenizer_json_counts_as_in_transformers(
-    corpus, tmp_path, model, is_named
+    corpus, tmp_path, model, is_named, has_bytes
 ):
     """KoGPT2 has a BPE and its own special tokens; Japanese GPT-2s have a unigram."""
+    tokens = [*SPECIAL_TOKENS, *(f"<0x{byte:02X}>" for byte in range(256 if has_bytes else 0))]
+    options = {"vocab_size": 500 + len(tokens), "special_tokens": tokens, "show_progress": False}
     if model == "BPE":
         rust = tokenizers.Tokenizer(models.BPE(unk_token="<unk>", fuse_unk=True))
-        trainer = trainers.BpeTrainer(
-            vocab_size=500, special_tokens=SPECIAL_TOKENS, show_progress=False
-        )
+        trainer = trainers.BpeTrainer(**options)
     else:
         rust = tokenizers.Tokenizer(models.Unigram())
-        trainer = trainers.UnigramTrainer(
-            vocab_size=500, special_tokens=SPECIAL_TOKENS, unk_token="<unk>", show_progress=False
-        )
+        trainer = trainers.UnigramTrainer(**options, unk_token="<unk>")
     rust.normalizer = normalizers.NFKC()
     rust.pre_tokenizer, rust.decoder = pre_tokenizers.Metaspace(), decoders.Metaspace()
     rust.train_from_iterator(
         [corpus[:50_000], "안녕하세요 한국어 입니다 日本の山。 " * 50], trainer
     )
     rust.save(str(tmp_path / "tokenizer.json"))
+    if has_bytes:  # as Llama's: a character that is no token is its bytes
+        stored = json.loads((tmp_path / "tokenizer.json").read_text())
+        stored["added_tokens"] = stored["added_tokens"][: len(SPECIAL_TOKENS)]
+        stored["model"]["byte_fallback"] = True
+        rust = tokenizers.Tokenizer.from_str(json.dumps(stored))
+        steps = [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse()]
+        rust.decoder = decoders.Sequence([*steps, decoders.Strip(" ", 1, 0)])
+        rust.save(str(tmp_path / "tokenizer.json"))
     if is_named:
         names = {"bos_token": "</s>", "eos_token": "</s>", "unk_token": "<unk>"}
         write(
             tmp_path / "tokenizer_config.json", tokenizer_class="PreTrainedTokenizerFast", **names
         )
         write(tmp_path / "config.json", model_type="gpt2")
-    texts = [*TEXTS, "  안녕하세요 한국어 ☃ ☃☃", "<usr>日本の山。<sys> a<unk>b", "a\nb\n\n c"]
+    texts = [*TEXTS, "  안녕하세요 한국어 ☃ ☃☃", "☃", "<usr>日本の山。<sys> a<unk>b", "a\nb\n\n c"]
     check(tmp_path, texts, transformers.PreTrainedTokenizerFast)
     assert Tokenizer.from_pretrained(tmp_path).eos_token_id == (1 if is_named else None)
 
@@ -328,12 +338,13 @@ def test_a_saved_wordpiece_has_the_same_ids_and_ends(tmp_path, named):
 
 def test_a_tokenizer_that_begins_texts_says_with_which_token(bpe, tmp_path):
     write_pair(rust_of(bpe), tmp_path)
-    for begins in (True, False):
-        write(tmp_path / "tokenizer_config.json", add_bos_token=begins)
+    for begins, ends in product((True, False), repeat=2):
+        write(tmp_path / "tokenizer_config.json", add_bos_token=begins, add_eos_token=ends)
         write(tmp_path / "config.json", model_type="gpt2")
         peer = transformers.AutoTokenizer.from_pretrained(tmp_path)
         Tokenizer.from_pretrained(tmp_path).save_pretrained(tmp_path / "again")
         for source in (tmp_path, tmp_path / "again"):
             ours = Tokenizer.from_pretrained(source)
             assert ours.begin_ids == ([999] if begins else [])
-            assert [*ours.begin_ids, *ours.encode("the cat")] == peer("the cat")["input_ids"]
+            whole = [*ours.begin_ids, *ours.encode("the cat"), *([999] if ends else [])]
+            assert whole == peer("the cat")["input_ids"]
