@@ -103,13 +103,6 @@ def test_long_text_is_cut_where_it_changes_no_id(gpt1, text):
     assert cut == rust_of(gpt1).encode(text).ids
 
 
-def test_bulk_encoding_gives_the_same_ids(gpt1, corpus):
-    text = corpus[:300_000]
-    array = gpt1.encode_array(text)
-    assert array.dtype == "uint16"
-    assert array.tolist() == rust_of(gpt1).encode(text).ids
-
-
 def test_an_added_token_in_text_is_found_across_any_cut(gpt1):
     for rust in (rust_of(gpt1), lower_case_tokenizer(rust_of(gpt1).model)):  # and without specials
         rust.add_tokens(["new york"])

@@ -110,13 +110,9 @@ def write_both(folder: Path, bpe: Tokenizer, token: dict, settings: dict) -> Non
 @pytest.mark.parametrize("flags", FLAG_SETS, ids="+".join)
 def test_added_tokens_and_settings_count_as_in_transformers(bpe, tmp_path, layout, flags):
     token = {"content": "[NAME]"} | {flag: flag in flags for flag in FLAGS}
-    classes = [
-        None,
-        "GPT2TokenizerFast",
-        *(["PreTrainedTokenizerFast"] if layout is write_json_file else []),
-    ]
+    others = ["PreTrainedTokenizerFast"] if layout is write_json_file else []
     for prefix_space in (None, False, True):
-        for class_name in classes:
+        for class_name in (None, "GPT2TokenizerFast", *others):
             folder = tmp_path / f"{prefix_space}{class_name}"
             folder.mkdir()
             settings = {"add_prefix_space": prefix_space, "tokenizer_class": class_name}
@@ -207,9 +203,8 @@ def test_sentencepiece_in_a_tokenizer_json_counts_as_in_transformers(
         trainer = trainers.UnigramTrainer(**options, unk_token="<unk>")
     rust.normalizer = normalizers.NFKC()
     rust.pre_tokenizer, rust.decoder = pre_tokenizers.Metaspace(), decoders.Metaspace()
-    rust.train_from_iterator(
-        [corpus[:50_000], "안녕하세요 한국어 입니다 日本の山。 " * 50], trainer
-    )
+    east = "안녕하세요 한국어 입니다 日本の山。 " * 50
+    rust.train_from_iterator([corpus[:50_000], east], trainer)
     rust.save(str(tmp_path / "tokenizer.json"))
     if has_bytes:  # as Llama's: a character that is no token is its bytes
         stored = json.loads((tmp_path / "tokenizer.json").read_text())
@@ -247,15 +242,10 @@ def test_a_byte_level_bpe_with_its_own_special_tokens_counts_as_in_transformers(
     """The kind of ruGPT-3, AraGPT2 and the German GPT-2 of dbmdz."""
     rust = tokenizers.Tokenizer(models.BPE())
     rust.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    rust.train_from_iterator(
-        [corpus[:50_000]],
-        trainers.BpeTrainer(
-            vocab_size=500,
-            special_tokens=SPECIAL_TOKENS,
-            initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
-            show_progress=False,
-        ),
-    )
+    options = {"vocab_size": 500, "special_tokens": SPECIAL_TOKENS, "show_progress": False}
+    alphabet = pre_tokenizers.ByteLevel.alphabet()
+    trainer = trainers.BpeTrainer(**options, initial_alphabet=alphabet)
+    rust.train_from_iterator([corpus[:50_000]], trainer)
     write_pair(rust, tmp_path)
     write(tmp_path / "special_tokens_map.json", **names)
     write(tmp_path / "config.json", model_type="gpt2")
@@ -324,10 +314,8 @@ def test_a_saved_wordpiece_has_the_same_ids_and_ends(tmp_path, named):
     tokenizer = wordpiece(tmp_path, **named)
     tokenizer.save_pretrained(tmp_path / "again")
     again = Tokenizer.from_pretrained(tmp_path / "again")
-    assert (again.bos_token_id, again.eos_token_id) == (
-        tokenizer.bos_token_id,
-        tokenizer.eos_token_id,
-    )
+    assert again.bos_token_id == tokenizer.bos_token_id
+    assert again.eos_token_id == tokenizer.eos_token_id
     peer = transformers.AutoTokenizer.from_pretrained(tmp_path)
     for text in ("the cat<|endoftext|>the", "[SEP] the [CLS]", "THE the"):
         expected = peer(text, add_special_tokens=False)["input_ids"]
@@ -348,3 +336,22 @@ def test_a_tokenizer_that_begins_texts_says_with_which_token(bpe, tmp_path):
             assert ours.begin_ids == ([999] if begins else [])
             whole = [*ours.begin_ids, *ours.encode("the cat"), *([999] if ends else [])]
             assert whole == peer("the cat")["input_ids"]
+
+
+END, processors = ("<|endoftext|>", 999), tokenizers.processors
+
+
+@pytest.mark.parametrize(
+    "processor",
+    [
+        processors.RobertaProcessing(END, END),
+        processors.Sequence([processors.ByteLevel(), processors.BertProcessing(END, END)]),
+        processors.TemplateProcessing(single=f"{END[0]} $A", special_tokens=[END]),
+        processors.TemplateProcessing(single=f"$A {END[0]}", special_tokens=[END]),
+    ],
+)
+def test_the_token_that_a_post_processor_puts_before_a_text_begins_texts(bpe, processor):
+    rust = rust_of(bpe)
+    rust.post_processor = processor
+    whole, ours = rust.encode("the cat").ids, Tokenizer(rust)
+    assert whole[: whole.index(ours.encode("the cat")[0])] == ours.begin_ids

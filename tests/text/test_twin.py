@@ -43,14 +43,6 @@ def naive_ids(state: dict[str, Any], text: str) -> list[int]:
     return encoding.encode_ordinary(text)
 
 
-def test_plain_vocabulary_has_a_twin():
-    state = stored([("a", "b"), ("ab", "c")])
-    rust = tokenizers.Tokenizer.from_str(json.dumps(state))
-    twin = tiktoken_twin(rust)
-    assert twin is not None
-    assert twin.encode_ordinary("abcab") == rust.encode("abcab").ids == [257, 256]
-
-
 def setting(*path: str, value: Any) -> Callable[[dict[str, Any]], None]:
     def change(state: dict[str, Any]) -> None:
         for key in path[:-1]:
