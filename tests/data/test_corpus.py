@@ -2,6 +2,7 @@ import io
 import json
 import os
 import threading
+from dataclasses import replace
 from types import SimpleNamespace
 
 import pyarrow as pa
@@ -20,6 +21,15 @@ def texts(*sources, **options):
 def test_a_text_file_is_one_document_without_its_byte_order_mark(write):
     path = write("a.txt", b"\xef\xbb\xbfOne.\r\nTwo.\n")
     assert [(d.name, d.text) for d in documents([path])] == [(path, "One.\nTwo.\n")]
+
+
+def test_a_long_text_in_utf16_is_refused_where_files_are_read_in_parts(write, monkeypatch):
+    monkeypatch.setattr("tiedgpt.data.corpus.LARGEST_LINE", 2000)
+    fits, exceeds = (write(f"{n}.txt", ("x" * n).encode("utf-16")) for n in (999, 1000))
+    assert [d.text for d in replace(documents([fits]), in_parts=True)] == ["x" * 999]
+    assert texts(exceeds) == ["x" * 1000]
+    with pytest.raises(CorruptInputError, match=r"1000\.txt is too large for UTF-16.*UTF-8"):
+        list(replace(documents([exceeds]), in_parts=True))
 
 
 def test_a_corpus_can_be_iterated_twice(write):

@@ -36,10 +36,7 @@ def test_names_are_unique_and_no_text_comes_twice(corpus):
 @pytest.mark.parametrize(
     ("name", "begins"),
     [
-        (
-            "heapq",
-            "heapq - Heap queue algorithm (a.k.a. priority queue).\n\nDESCRIPTION\n    Heaps ",
-        ),
+        ("heapq", "heapq - Heap queue algorithm (a.k.a. priority queue).\n\nDESCRIPTION\n    H"),
         ("collections", "collections\n\nDESCRIPTION\n    This module implements specialized "),
         ("textwrap", "textwrap - Text wrapping and filling.\n\nclass TextWrapper\n    Object for "),
     ],
@@ -81,16 +78,9 @@ def test_a_tenth_of_its_documents_is_held_out(corpus):
 
 @pytest.mark.slow
 def test_two_processes_make_the_same_text_without_a_warning_and_import_no_torch():
-    found = [
-        subprocess.run(
-            [sys.executable, "-W", "error", "-c", FINGERPRINT],
-            env={"PYTHONHASHSEED": seed},
-            capture_output=True,
-            text=True,
-            check=True,
-        )
-        for seed in ("1", "2")
-    ]
+    command = [sys.executable, "-W", "error", "-c", FINGERPRINT]
+    options = {"capture_output": True, "text": True, "check": True}
+    found = [subprocess.run(command, env={"PYTHONHASHSEED": seed}, **options) for seed in "12"]
     assert found[0].stdout == found[1].stdout
     assert found[0].stdout.endswith(" []\n")
     assert found[0].stderr == ""
@@ -108,6 +98,7 @@ def test_two_processes_make_the_same_text_without_a_warning_and_import_no_torch(
         ("Kept.\n\nCopyright 1999 by Someone.", "Kept."),
         ("Kept.\n\n0x00 0x01 0x02 0x03 | 17 18 19", "Kept."),
         ("Kept.\n\nnaïve", "Kept."),
+        ("x" * 120 + "\n\n" + "x" * 121, "x" * 120),
         (">>> 1 + 1\n2", ">>> 1 + 1\n2"),
         (".. versionadded:: 3.2", "New in version 3.2."),
     ],
