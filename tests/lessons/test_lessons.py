@@ -3,6 +3,7 @@
 import json
 import math
 import re
+import shutil
 from importlib import import_module
 from pathlib import Path
 
@@ -189,10 +190,14 @@ def test_a_typical_part_of_a_runs_validation_text_is_used(tmp_path):
     model.save_pretrained(tmp_path / "model")
     tokenizer.save_pretrained(tmp_path / "model")
     strange = torch.randint(512, (200,), generator=torch.Generator().manual_seed(0))
-    (tmp_path / "data").mkdir()
-    with ShardWriter(tmp_path / "data", "val", vocab_size=512) as shard:
-        shard.write(np.concatenate([strange, tokenizer.encode(str.__doc__ * 9)]))
-    lesson = explain("head", tmp_path)
+    typical = np.concatenate([strange, tokenizer.encode(str.__doc__ * 9)])
+    for n, ids in enumerate([np.arange(3), np.full(40, 512), typical]):  # short, unknown, good
+        (tmp_path / "data").mkdir(exist_ok=True)
+        with ShardWriter(tmp_path / "data", "val", vocab_size=513) as shard:
+            shard.write(ids)
+        lesson = explain("head", tmp_path)
+        assert ("validation text" in " ".join(str(lesson).split())) is (n == 2)
+        shutil.rmtree(tmp_path / "data")
     losses, uniform = lesson.numbers["losses"], lesson.numbers["uniform"]
     assert losses["W itself"] < uniform - 1 and "not trained, not because" in str(lesson)
 
@@ -253,6 +258,11 @@ def test_bad_requests_are_explained_in_a_sentence(tokenizer):
         explain("tie", random_model(), text="the cat")
     with pytest.raises(UserError, match="must have 4 tokens"):
         explain("tie", random_model(vocab_size=300), tokenizer=tokenizer, text="")
+    letters = Tokenizer.characters(["ab"])
+    with pytest.raises(UserError, match="character 'x'"):
+        explain("tie", random_model(), tokenizer=letters, text="abxab")
+    (why,) = explain("tie", random_model(), tokenizer=letters).partial
+    assert "cannot encode the text" in why
     with pytest.raises(UserError):
         explain("tie", nn.Linear(3, 3))
 
