@@ -65,13 +65,13 @@ def test_views_in_a_torch_file_are_one_storage(tmp_path):
     assert np.array_equal(checkpoint.tensors["b"].rows(0, 4), w.T.numpy())
 
 
-def test_a_torch_file_cut_short_while_it_is_read_is_an_error(tmp_path):
-    path = tmp_path / "a.pt"
-    torch.save({"w": torch.zeros(2000, 1000)}, path)
-    stored = open_checkpoint(path).tensors["w"]
+@pytest.mark.parametrize(("name", "save"), [("a.pt", torch.save), ("a.safetensors", save_file)])
+def test_a_file_cut_short_while_it_is_read_is_an_error(name, save, tmp_path):
+    save({"w": torch.zeros(2000, 1000)}, tmp_path / name)
+    stored = open_checkpoint(tmp_path / name).tensors["w"]
     assert not stored.rows(0, 2).any()
-    path.write_bytes(b"PK")  # in place, as a program that saves again does
-    with pytest.raises(CorruptInputError, match=r"a\.pt was cut off"):
+    (tmp_path / name).write_bytes(b"PK")  # in place, as a program that saves again does
+    with pytest.raises(CorruptInputError, match=f"{name} was cut off"):
         stored.tensor()
 
 

@@ -77,9 +77,9 @@ class OpenFile:
             for row, run in enumerate([block] if is_whole else block, first):
                 missing = run.reshape(-1).view(np.uint8).data
                 self._raw.seek(start + (row * columns + low) * width)
-                while missing.nbytes:  # the system reads at most 2 GB at once
-                    n_bytes = self._raw.readinto(missing)
-                    if not n_bytes:
-                        raise CorruptInputError(f"{self.path} was cut off while it was read")
+                # The system reads at most 2 GB at once.
+                while n_bytes := self._raw.readinto(missing):
                     missing = missing[n_bytes:]
+                if missing.nbytes:
+                    raise CorruptInputError(f"{self.path} was cut off while it was read")
         return block
