@@ -14,7 +14,7 @@ from transformers import AutoTokenizer
 from tests.tie.checkpoints import break_disk, flip_a_bit
 from tiedgpt import GPT, Tokenizer
 from tiedgpt.cli.main import main
-from tiedgpt.errors import CheckFailedError, UserError
+from tiedgpt.errors import CheckFailedError, CorruptInputError, UserError
 from tiedgpt.weights.convert import convert
 from tiedgpt.weights.load import load
 from tiedgpt.weights.registry import writers
@@ -220,6 +220,12 @@ def test_a_tokenizer_of_more_tokens_than_rows_is_refused(saved, tmp_path):
     tokenizer = Tokenizer.train(["the cat sat on the mat"] * 9, vocab_size=260)
     with pytest.raises(UserError, match="do not belong together"):
         convert(load(saved), tmp_path / "d", "transformers", tokenizer=tokenizer)
+
+
+def test_a_chat_template_that_is_no_text_is_named(saved, tmp_path):
+    (saved / "chat_template.jinja").write_bytes(b"\xff")
+    with pytest.raises(CorruptInputError, match=r"saved/chat_template\.jinja .*chat template"):
+        convert(load(saved), tmp_path / "a.gguf", "gguf", tokenizer=None)
 
 
 def test_impossible_output_paths_are_refused_in_one_line(saved, tmp_path, capsys):

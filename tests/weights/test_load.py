@@ -102,6 +102,8 @@ def test_a_directory_of_several_files_is_ambiguous(tmp_path):
     with pytest.raises(UserError, match=r"2 files of weights \(a\.gguf, b\.gguf\): name one"):
         open_checkpoint(tmp_path)
     (tmp_path / "b.gguf").unlink()
+    for magic in (20240327, 20240328, 20240520):  # llm.c's debug states, tokenizers and shards
+        (tmp_path / f"{magic}.bin").write_bytes(magic.to_bytes(4, "little") + bytes(1020))
     assert open_checkpoint(tmp_path).container == "GGUF"
 
 
@@ -291,6 +293,8 @@ def test_a_failed_save_leaves_the_old_files_intact(tiny, saved, monkeypatch):
         if len(block) > 10_000:
             raise OSError(errno.ENOSPC, "No space left on device")
 
+    with pytest.raises(UserError, match=r"config\.json is a file: give a directory"):
+        tiny.save_pretrained(saved / "config.json")
     break_disk(monkeypatch, fill_the_disk)
     with pytest.raises(TiedGPTError) as error:
         tiny.save_pretrained(saved)

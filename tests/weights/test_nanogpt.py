@@ -165,16 +165,22 @@ def test_mingpt_has_two_matrices_and_no_heads_in_its_file(tmp_path):
     assert open_checkpoint(path).format.name == "nanogpt"  # its arguments tell the two apart
 
 
-def test_mingpts_config_gives_the_heads(tmp_path):
-    sizes = {"n_layer": 3, "n_head": 3, "n_embd": 48, "tie_word_embeddings": False}
+MINGPT_HEADS = {
+    "openai-gpt": 12, "gpt2": 12, "gpt2-medium": 16, "gpt2-large": 20, "gpt2-xl": 25,
+    "gopher-44m": 16, "gpt-mini": 6, "gpt-micro": 4, "gpt-nano": 3,
+}  # fmt: skip
+"""minGPT's `model_type`s and their numbers of heads (`mingpt/model.py`)."""
+
+
+@pytest.mark.parametrize(("model_type", "n_head"), MINGPT_HEADS.items())
+def test_mingpts_config_gives_the_heads(model_type, n_head, tmp_path):
+    sizes = {"n_layer": 2, "n_head": n_head, "n_embd": 3 * n_head, "tie_word_embeddings": False}
     peer = peer_of("gelu_new", bias=True, **sizes)
     torch.save(nanogpt_state(peer, bias=True, masks=True), tmp_path / "model.pt")
-    model = {"model_type": "gpt-nano", "n_layer": None, "n_head": None, "n_embd": None}
+    model = {"model_type": model_type, "n_layer": None, "n_head": None, "n_embd": None}
     logged = {"system": {"seed": 3407}, "model": model | {"attn_pdrop": 0.1}}
     (tmp_path / "config.json").write_text(json.dumps(logged))
-    ours = GPT.from_pretrained(tmp_path)
-    assert ours.config.n_head == 3
-    assert_same_logits(ours, peer)
+    assert_same_logits(GPT.from_pretrained(tmp_path), peer)
 
 
 # Written by us
