@@ -420,13 +420,27 @@ def test_the_modelfile_of_a_base_model_sends_the_plain_prompt(tokenizer, tmp_pat
     assert 'TEMPLATE """{{ .Prompt }}"""' in (tmp_path / "a.Modelfile").read_text()
 
 
-def test_non_finite_weights_are_refused_and_leave_no_file(tokenizer, tmp_path):
+@pytest.mark.parametrize(
+    ("precision", "largest"),
+    [
+        (name, factor * 65504)
+        for name, factor in {"q8_0": 127, "q5_0": 16, "q4_0": 8, "q5_1": 1, "q4_1": 1}.items()
+    ],
+)
+def test_weights_that_are_not_finite_or_too_large_for_their_scale_are_refused(
+    precision, largest, tokenizer, tmp_path
+):
+    """A block stores its largest number over 127, 16 or 8, or its least number, as float16."""
     model = gpt(tokenizer)
-    with torch.no_grad():
-        model.h[1].mlp.c_fc.weight[3, 5] = np.nan
-    with pytest.raises(UserError, match=r"blk\.1\.ffn_up\.weight"):
-        write_our_gguf(model, tmp_path / "a.gguf", tokenizer=tokenizer, precision="q8_0")
-    assert not list(tmp_path.iterdir())
+    weight = model.h[1].mlp.c_fc.weight.detach()
+    options = {"tokenizer": tokenizer, "precision": precision}
+    for number in (np.nan, np.nextafter(np.float32(largest), np.float32(np.inf))):
+        weight[3, 5] = float(number)
+        with pytest.raises(UserError, match=r"blk\.1\.ffn_up\.weight"):
+            write_our_gguf(model, tmp_path / "a.gguf", **options)
+        assert not list(tmp_path.iterdir())
+    weight[3, 5] = largest
+    write_our_gguf(model, tmp_path / "a.gguf", **options)
 
 
 def merged(tokenizer: Tokenizer, **changes) -> Tokenizer:
