@@ -9,10 +9,12 @@ import warnings
 from collections.abc import Callable
 from typing import NamedTuple
 
+import numpy as np
 import pytest
 import torch
 from safetensors.torch import save_file
 from torch import nn
+from torch.nn.utils.parametrizations import weight_norm
 from torch.nn.utils.parametrize import register_parametrization as parametrize
 
 from tests.tie.checkpoints import (
@@ -77,7 +79,7 @@ def one_row(w: torch.Tensor, row: int, value: float) -> torch.Tensor:
 UNTIED, ALL_ROWS = {"tie_word_embeddings": False}, {"rows_compared": V, "differing_rows": 0}
 CASES = {
     "claimed untied": Case("contradicts the claim", ("missing",), config=UNTIED),
-    "a misspelt key": Case("tied", ("config",), config={"tie_word_embedding": False}),
+    "a misspelt key": Case("tied", ("one matrix", "config"), config={"tie_word_embedding": False}),
     "a copy": Case(
         "tied, stored twice", ("equal copies",), head(torch.clone), comparison=ALL_ROWS,
         says="Dropping one loses nothing", wasted_bytes=4 * V * D,
@@ -87,16 +89,23 @@ CASES = {
         says=r"Write a copy that loads:\ntiedgpt tie fix \S*/m m-fixed$", wasted_bytes=4 * V * D,
     ),
     "padded with zeros": Case(
-        "broken", ("padded",), head(lambda w: torch.cat([w, torch.zeros(31, D)])),
+        "broken", ("equal copies", "padded"), head(lambda w: torch.cat([w, torch.zeros(31, D)])),
         says=r"31 rows more than the 97 tokens(.|\n)* 0 of them hold", comparison=ALL_ROWS,
         wasted_bytes=4 * 128 * D,
     ),
     "padded with ones": Case(
-        "broken", ("padded",), head(lambda w: torch.cat([w, torch.ones(31, D)])),
+        "broken", ("equal copies", "padded"), head(lambda w: torch.cat([w, torch.ones(31, D)])),
         says=r"31 of them hold numbers other than zero", wasted_bytes=4 * 128 * D,
     ),
+    "padded and drifted": Case(
+        "broken", ("drifted", "padded"), head(lambda w: torch.cat([-w, torch.ones(31, D)])),
+        says="with --keep input or --keep output:",
+    ),
+    "a row too few": Case(
+        "broken", ("drifted", "padded"), head(lambda w: -w[:96]), says="with --keep input:"
+    ),
     "both padded": Case(
-        "tied", ("padded",),
+        "tied", ("one matrix", "padded"),
         lambda state: state.update({WTE: torch.cat([state[WTE], torch.zeros(31, D)])}),
     ),
     "another width": Case("broken", ("shapes",), head(lambda w: torch.randn(V, D + 1))),
@@ -109,7 +118,7 @@ CASES = {
         says="infinite or none", comparison={"first_rows": (7,), "not_finite_rows": 1},
     ),
     "NaN": Case(
-        "broken", ("not finite",), head(lambda w: one_row(w, 7, torch.nan)),
+        "broken", ("drifted", "not finite"), head(lambda w: one_row(w, 7, torch.nan)),
         says="One of them is zero", comparison={"first_rows": (7,), "cosine": None},
     ),
     "one row": Case(
@@ -130,7 +139,7 @@ CASES = {
         says="Rounding to the coarser", comparison={"within_rounding": True},
     ),
     "a bias and a transform": Case(
-        "tied", ("one matrix",),
+        "tied", ("one matrix", "does not load"),
         lambda state: state.update({
             "lm_head.bias": torch.zeros(V), "lm_head.layer_norm.weight": torch.zeros(D),
             "lm_head.dense.weight": torch.zeros(D, D),
@@ -144,7 +153,8 @@ CASES = {
 def test_a_changed_file_is_judged_and_described(tmp_path, name):
     case = CASES[name]
     path = rewrite(save(their_gpt2(), tmp_path / "m"), case.change, **case.config)
-    report = judged(path, case.verdict, *case.findings)
+    report = judged(path, case.verdict)
+    assert {finding.kind for finding in report.findings} - {"claim"} == {*case.findings}
     assert re.search(case.says, report.explain)
     assert report.wasted_bytes == case.wasted_bytes
     assert {key: getattr(report.comparison, key) for key in case.comparison} == case.comparison
@@ -179,6 +189,43 @@ def test_a_model_saved_with_a_replaced_head_is_broken(tmp_path, shards):
     assert "N(0, 0.02)" in fresh[0].explain and "nothing in common" in report.explain
     largest = (model.lm_head.weight - model.transformer.wte.weight).abs().max().item()
     assert report.comparison.largest == pytest.approx(largest, rel=1e-6)
+
+
+def numbers(shape="standard_normal", std=0.02, mean=0.0, power=1.0, rows=0.0) -> torch.Tensor:
+    """A matrix of exact mean and deviation; `power` changes its tails, `rows` its rows' norms."""
+    x = getattr(np.random.default_rng(0), shape)((512, 503)) - 0.5 * (shape == "random")
+    x = np.sign(x) * np.abs(x) ** power
+    if rows:
+        x *= (1 + rows * (-1) ** np.arange(512)[:, None]) / np.linalg.norm(x, axis=1, keepdims=True)
+    return torch.from_numpy(std * ((x - x.mean()) / x.std() + mean)).float()
+
+
+FRESH, LINEAR = "N(0, 0.02)", {"shape": "random", "std": (3 * 503) ** -0.5}
+INITIALIZATIONS = [
+    ({}, FRESH), ({"std": 503**-0.5}, "N(0, 0.045)"), (LINEAR, "uniform in +-0.045"),
+    ({"std": 0.01055}, "N(0, 0.01)"), ({"std": 1.0565}, None), ({"std": 0.945}, "N(0, 1)"),
+    ({"mean": 0.0198}, FRESH), ({"mean": -0.02}, None),
+    ({"rows": 0.078}, FRESH), ({"rows": 0.0796}, None),  # 2.5 times the spread of N's
+    ({"power": 1.0302}, FRESH), ({"power": 1.0306}, None), ({"power": 0.9656}, None),
+    (LINEAR | {"power": 1.131}, "uniform"), (LINEAR | {"power": 1.133}, None),
+    (LINEAR | {"std": 1.049 * 1509**-0.5}, "uniform"), (LINEAR | {"std": 1.051 * 1509**-0.5}, None),
+    ({"cosine": 0.0298}, FRESH), ({"cosine": 0.03}, None),
+]  # fmt: skip
+"""Numbers on both sides of each bound for 512 x 503 of them, and the initialization."""
+
+
+@pytest.mark.parametrize(("changes", "initialization"), INITIALIZATIONS)
+def test_numbers_are_fresh_within_the_spread_of_a_sample(changes, initialization):
+    changes = dict(changes)
+    cosine, w = changes.pop("cosine", 0.0), numbers(rows=0.5).flip(1)
+    x = numbers(**changes).double()
+    along = w.double() / w.double().norm()
+    across = x - (x * along).sum() * along
+    head = across + cosine / (1 - cosine**2) ** 0.5 * across.norm() * along
+    module = nn.ModuleDict({"wte": nn.Embedding(512, 503), "head": nn.Linear(503, 512, bias=False)})
+    module.load_state_dict({"wte.weight": w, "head.weight": head.float()})
+    fresh = [f.explain for f in audit(module).findings if f.kind == "fresh"]
+    assert (initialization or "") in "".join(fresh) and len(fresh) == (initialization is not None)
 
 
 def test_a_merged_adapter_with_a_saved_head_is_broken(tmp_path):
@@ -292,7 +339,9 @@ def test_a_module_with_other_names_is_judged():
             if tied:
                 self.score.weight = self.lookup.weight
 
-    tied = judged(Odd(tied=True), "tied", "same storage")
+    tied = Odd(tied=True)
+    tied.h = nn.ModuleList([nn.ModuleDict({"output": weight_norm(nn.Linear(D, D))})])  # no head
+    tied = judged(tied, "tied", "same storage")
     assert "counts it 2 times" in tied.explain
     untied = judged(Odd(tied=False), "untied as claimed", "drifted")  # it never said it was a GPT
     assert "nothing is claimed\nThe module has no config" in untied.explain
@@ -324,7 +373,7 @@ DERIVED = {
     "buffer": lambda model, name: setattr(model, name, Buffered(torch.ones(V, D))),
     "quantized": lambda model, name: torch.ao.quantization.quantize_dynamic(model, {nn.Linear}),
     "old norm": layer_changed_by(nn.utils.weight_norm),
-    "new norm": layer_changed_by(nn.utils.parametrizations.weight_norm),
+    "new norm": layer_changed_by(weight_norm),
     "twice": layer_changed_by(lambda head: parametrize(head, "weight", Twice())),
     "lora": with_lora,
     "no matrix": lambda model, name: setattr(model, name, nn.Identity()),

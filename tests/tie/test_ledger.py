@@ -73,6 +73,7 @@ def test_our_model_costs_the_same_tied_and_untied(tied):
     counted = ledger(model)
     assert counted.total == model.config.parameter_count()
     assert counted.multiply_adds == 2 * 12 * D * D + V * D
+    assert (f" wte.weight reads and predicts: one matrix of {V} x {D}" in counted.explain) == tied
     rows = {row.names[0]: row.multiply_adds for row in counted.rows}
     assert rows["wte.weight"] == (V * D if tied else 0)
 
