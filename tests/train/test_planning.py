@@ -20,7 +20,7 @@ from tiedgpt.train.plan.size import (
     effective_tokens,
     expected_loss,
 )
-from tiedgpt.train.plan.time import count_final_rows, count_steps, replan
+from tiedgpt.train.plan.time import PaceChecks, count_final_rows, count_steps, replan
 from tiedgpt.train.plan.values import Facts, Machine
 from tiedgpt.train.step.optim import scale_lr_to_width
 
@@ -217,6 +217,8 @@ def test_a_size_with_fewer_than_50_steps_is_not_chosen():
 
     _, chosen = plan(minutes=0.6, on=Machine(tokens_per_second=tokens_per_second))
     assert chosen.size == "nano" and chosen.steps >= 50
+    even = Machine(tokens_per_second=lambda _, draft: 320 * (draft.size in ("nano", "tiny")) or 1)
+    assert plan(minutes=1.0, batch_size=3, context=128, on=even)[1].size == "tiny"  # 50 steps
     asked = {"size": "tiny"}
     assert plan(minutes=0.6, on=Machine(tokens_per_second=tokens_per_second), **asked)[1].steps < 50
 
@@ -320,6 +322,14 @@ def test_vocabulary_and_context_depend_on_the_text():
         ({"steps": 200, "size": "nano"}, 20_000, None),  # the size's own batch holds 10 %
         ({"steps": 200}, 20_000, "parameters per token .* it: give a smaller --size, or more text"),
         ({"steps": 200, "start": "runs/a"}, 20_000, None),  # its size was chosen before
+        ({"steps": 200, "start": "runs/a", "batch_size": 16}, 160 * 128, None),
+        (
+            {"steps": 200, "start": "runs/a", "batch_size": 16},
+            159 * 128,
+            "a batch holds 10% of the",
+        ),
+        ({"steps": 200, "size": "nano"}, 173_824 // 24, "parameters per token"),
+        ({"steps": 200, "size": "nano"}, 173_824 // 24 + 1, None),
         ({"size": "tiny", "steps": 100}, 100_000_000, None),
         ({"size": "tiny", "steps": 99}, 100_000_000, "^99 steps only: .* more --minutes, --steps"),
         ({"size": "tiny", "epochs": 1.0}, 100_000, "^49 steps only"),
@@ -524,6 +534,46 @@ def test_a_step_of_tuning_has_8192_tokens_or_a_sixteenth_of_the_rows(row_tokens,
     facts = Facts(row_tokens=row_tokens, epoch_rows=rows, n_examples=rows, n_held_out=50)
     _, planned = plan(TuneOptions(data=("x",), start="m"), config=SMALL, facts=facts)
     assert planned.batch_size == batch_size
+
+
+@pytest.mark.parametrize(
+    ("asked", "examples", "held_out", "lr", "eval_every"),
+    [
+        ({}, 10**5, 50, 1.25e-4, 195), ({"epochs": 2.0}, 10**5, 1, 1.25e-4, 195),
+        ({"epochs": 0.1}, 10**5, 50, 1.25e-4, 79), ({"lora": 8}, 10**5, 50, 1.25e-3, 195),
+        ({}, 1, 0, 5e-4, 3), ({"lora": 8}, 2, 0, 2.5e-3, 6), ({}, 0, 0, 1.25e-4, 195),
+    ],
+)  # fmt: skip
+def test_tuning_has_a_rate_of_6e_5_at_width_768_and_4_evaluations_an_epoch(
+    asked, examples, held_out, lr, eval_every
+):
+    """Adapters have 10 times the rate of Radford et al. 2018; few examples 4 and 20 times."""
+    sizes = {"epoch_rows": examples or 10**5, "n_examples": examples, "n_held_out": held_out}
+    facts = Facts(row_tokens=64, **sizes)
+    _, planned = plan(TuneOptions(data=("x",), start="m", **asked), config=SMALL, facts=facts)
+    assert (planned.lr, planned.eval_every) == (pytest.approx(lr), eval_every)
+    assert (planned.weight_decay, planned.patience, planned.optimizer) == (0.01, 4, "adamw")
+
+
+@pytest.mark.parametrize(
+    ("begin", "pace", "deadline", "steps"),
+    [
+        (0, 1.0, None, [10, 25, 50, 75, 90]), (30, 1.0, None, [50, 75, 90]),
+        (0, 0.5, None, [10, 25, 50, 75, 90]), (0, 1.9, None, [6, 14, 27, 40, 48]),
+        (30, 1.9, None, [41, 54, 62]), (0, 1.0, 1053.0, [6, 14, 27, 40, 48]),
+    ],
+)  # fmt: skip
+def test_the_pace_is_compared_at_shares_of_the_steps_or_of_the_time(begin, pace, deadline, steps):
+    made = dataclasses.replace(PLAN, steps=100, minutes=100 / 60)
+    checks = PaceChecks(made, begin, 1000.0, deadline)
+    paces = {n: checks.measure(made, n, 1000 + pace * (n - begin)) for n in range(begin, 101)}
+    assert {n: paces[n] for n in paces if paces[n] is not None} == pytest.approx(
+        dict.fromkeys(steps, pace)
+    )
+    checks = PaceChecks(made, 0, 1000.0, None)  # as steps get slower
+    paces = [checks.measure(made, n, 1000 + n**2 / 100) for n in (10, 25, 50)]
+    assert paces == pytest.approx([0.1, 0.35, 0.75])
+    assert PaceChecks(made, 0, 1000.0, None).measure(made, 0, 1090.0) is None
 
 
 @pytest.mark.parametrize(
