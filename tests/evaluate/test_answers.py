@@ -143,10 +143,11 @@ def test_choices_are_counted_by_the_index_of_the_answer(save, tokenizer, tmp_pat
 
 
 def test_numbers_name_the_labels_that_transformers_numbers(save, tmp_path, capsys):
-    _, path = save(SequenceClassifier, labels=["LABEL_0", "LABEL_1"])
-    records = [{"text": text, "label": number % 2} for number, text in enumerate(TEXTS)]
-    numbers, _ = evaluate(path, records, tmp_path, capsys, "--limit", "3")
-    assert {row["label"]: row["examples"] for row in numbers["by_label"]}["LABEL_0"] == 2
+    _, path = save(SequenceClassifier, labels=["LABEL_0", "LABEL_1", "LABEL_2"])
+    records = [{"text": t, "label": x} for t, x in zip(TEXTS, [2, 1, 1, 0, 0, 0], strict=True)]
+    numbers, _ = evaluate(path, records, tmp_path, capsys, "--limit", "4")
+    counts = [(row["label"], row["examples"]) for row in numbers["by_label"]]
+    assert counts == [("LABEL_1", 2), ("LABEL_0", 1), ("LABEL_2", 1)]
 
 
 @pytest.mark.parametrize(
