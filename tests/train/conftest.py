@@ -16,7 +16,7 @@ import torch
 from tiedgpt import GPT
 from tiedgpt.core.config import GPTConfig
 from tiedgpt.data import documents, encode_corpus, plan_split
-from tiedgpt.evaluate.perplexity import totals
+from tiedgpt.evaluate.perplexity import running_totals
 from tiedgpt.text import Tokenizer
 from tiedgpt.train import Trainer
 from tiedgpt.train.distributed import Processes
@@ -90,7 +90,8 @@ class Trial:
         """Return the score of a model on held-out batches, or all."""
         measure = functools.partial(self.task.measure, model, self.data)
         batches = self.data.held_out(batch_size, n_batches)
-        return self.task.score(self.data, totals(model, batches, measure, autocast=None))
+        *_, sums = running_totals(model, batches, measure, autocast=None)
+        return self.task.score(self.data, sums)
 
     def prepared(self, options: TrainOptions) -> Prepared:
         """Return the task by other options, with these data."""

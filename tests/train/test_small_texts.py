@@ -1,6 +1,7 @@
 """Texts that are hardly texts, from the command to the published weights."""
 
 import json
+import math
 import random
 import re
 import tomllib
@@ -19,10 +20,16 @@ from tiedgpt.train.tasks.texts import TextRows
 
 
 @pytest.mark.parametrize(
-    "text", ["a" * 30, "one short line of thirty bytes", "é" * 15, "\n".join("xy" * 40)]
+    ("text", "tokens_per_byte"),
+    [
+        ("a" * 30, 3 / 2),  # of the last three characters two are predicted, and the end
+        ("one short line of thirty bytes", 3 / 2),
+        ("é" * 15, 1),  # only the end, which has no bytes
+        ("\n".join("xy" * 40), 15 / 14),
+    ],
 )
 @pytest.mark.parametrize("options", [(), ("--tokenizer", "char")])
-def test_tiny_texts_are_trained_on(text, options, folder):
+def test_tiny_texts_are_trained_on(text, tokens_per_byte, options, folder):
     Path("text.txt").write_text(text)
     command = ["train", "text.txt", "--out", "run", "--minutes", "0.005", "--dtype", "fp32"]
     assert main([*command, *options]) == 0
@@ -30,6 +37,8 @@ def test_tiny_texts_are_trained_on(text, options, folder):
     lines = map(json.loads, Path("run/metrics.jsonl").read_text().splitlines())
     scored = [line["val_loss"] for line in lines if "val_loss" in line]
     assert last["final"] and last["val_loss"] <= min(scored) + 1e-6
+    bits = tokens_per_byte * last["val_loss"] / math.log(2)
+    assert not options or last["val_bits_per_byte"] == pytest.approx(bits)
     assert tomllib.loads(Path("run/run.toml").read_text())["training"]["reason"]
 
 

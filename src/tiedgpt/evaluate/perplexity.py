@@ -1,11 +1,8 @@
-"""Loss of held-out data: the evaluation loop, and bits per byte of a text."""
+"""Loss of held-out data: the evaluation loop, and the sums for bits per byte of a text."""
 
 from __future__ import annotations
 
-import functools
-import math
 from collections.abc import Callable, Generator, Iterable, Sequence
-from dataclasses import dataclass
 
 import numpy as np
 import torch
@@ -14,16 +11,6 @@ from torch import Tensor, nn
 from tiedgpt.core.loss import IGNORED
 from tiedgpt.core.model import GPT
 from tiedgpt.runtime import eval_mode
-
-
-@dataclass(frozen=True)
-class Score:
-    """Loss of a text."""
-
-    nats: float
-    """Mean cross-entropy a token, in nats."""
-    bits_per_byte: float
-    """Loss of the text in bits per UTF-8 byte; it does not depend on the tokenizer."""
 
 
 def running_totals(
@@ -48,45 +35,15 @@ def running_totals(
             yield [float(value) for value in total]
 
 
-def totals(
-    model: nn.Module,
-    batches: Iterable[Sequence[np.ndarray]],
-    measure: Callable[[tuple[Tensor, ...]], Sequence[float]],
-    *,
-    autocast: torch.dtype | None,
-) -> list[float]:
-    """Return the last of `running_totals`, the sums over all batches; [0.0] without any."""
-    *_, sums = [0.0], *running_totals(model, batches, measure, autocast=autocast)
-    return sums
-
-
 def measure_text(
     model: GPT, batch: tuple[Tensor, ...], byte_lengths: np.ndarray
 ) -> tuple[float, int, int]:
-    """Return the sum of the losses, the tokens and the bytes of a batch (see `score`)."""
+    """Return the sum of the losses in nats, the tokens and the UTF-8 bytes of a batch.
+
+    The batch is (ids, targets), each (B, T), without the targets of -100; one of packed documents
+    also has `document_starts`, as `GPT.loss` does. `byte_lengths` (V,) are those of the tokens.
+    """
     ids, targets, *packed = batch
     counted = targets[targets != IGNORED].cpu().numpy()
     loss = float(model.loss(ids, targets, document_starts=packed[0] if packed else None))
     return loss * len(counted), len(counted), int(byte_lengths[counted].sum())
-
-
-def score_text(sums: Sequence[float]) -> Score:
-    """Return the score of the sums of `measure_text`."""
-    nats, tokens, n_bytes = sums
-    return Score(nats / max(tokens, 1), nats / math.log(2) / max(n_bytes, 1))
-
-
-def score(
-    model: GPT,
-    batches: Iterable[Sequence[np.ndarray]],
-    byte_lengths: np.ndarray,
-    *,
-    autocast: torch.dtype | None = None,
-) -> Score:
-    """Score batches of (ids, targets), each (B, T), without the targets of -100.
-
-    Batches of packed documents also have `document_starts`, as `GPT.loss` does. `byte_lengths` (V,)
-    is the number of UTF-8 bytes of each token.
-    """
-    measure = functools.partial(measure_text, model, byte_lengths=byte_lengths)
-    return score_text(totals(model, batches, measure, autocast=autocast))

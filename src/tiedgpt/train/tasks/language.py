@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -12,7 +13,7 @@ from typing_extensions import override
 
 from tiedgpt.core.config import GPTConfig
 from tiedgpt.core.model import GPT
-from tiedgpt.evaluate.perplexity import measure_text, score_text
+from tiedgpt.evaluate.perplexity import measure_text
 from tiedgpt.infer import Engine
 from tiedgpt.train.plan.groups import RunOptions
 from tiedgpt.train.plan.options import TuneOptions
@@ -32,6 +33,7 @@ class TextScore(Score):
     """The score of a text."""
 
     bits_per_byte: float
+    """Loss in bits per UTF-8 byte; it does not depend on the tokenizer."""
 
 
 class LanguageModelling(Task):
@@ -81,8 +83,8 @@ class LanguageModelling(Task):
     @override
     def score(self, data: Data, sums: Sequence[float]) -> Score:
         """Return nats a token and bits per byte."""
-        text = score_text(sums)
-        return TextScore(text.nats, text.bits_per_byte)
+        nats, tokens, n_bytes = sums
+        return TextScore(nats / max(tokens, 1), nats / math.log(2) / max(n_bytes, 1))
 
     @override
     def sample(self, model: GPT, data: Any, step: int, seed: int) -> str:
