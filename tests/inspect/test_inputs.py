@@ -168,7 +168,7 @@ def test_non_finite_weights_are_reported():
 
 def test_a_head_without_a_matrix_is_refused_where_one_is_needed():
     model = random_model(tied=False)
-    model.head = nn.Sequential(nn.Linear(16, 97), nn.Tanh())
+    model.head = nn.Sequential(nn.Linear(16, 97), nn.Softmax(-1))  # of small numbers
     positions(model, None, [1, 2]), lens(model, None, [1, 2])
     for call in (lambda: dot(model, None, [1, 2]), lambda: vocabulary(model)):
         with pytest.raises(UserError, match="head is not linear"):

@@ -43,11 +43,6 @@ def test_a_record_names_keywords_of_its_function(name):
             assert str(parameter.default) == default
 
 
-def test_results_print_as_tables(model, tokenizer):
-    found = inspect.positions(model, tokenizer, "the cat")
-    assert str(found) == found.table() and "mean loss" in str(found)
-
-
 @pytest.mark.parametrize("name", INSPECTIONS)
 def test_a_result_is_its_table_in_a_notebook(name, model, tokenizer):
     required = {"token": 3, "answer": 3, "corrupted": [1, 5]}
@@ -58,7 +53,7 @@ def test_a_result_is_its_table_in_a_notebook(name, model, tokenizer):
     }
     text = {"text": [1, 2]} if inspection.reads_text else {}
     result = inspection.function(model, tokenizer, **text, **needed)
-    assert repr(result) == result.table() and "array(" not in repr(result)
+    assert repr(result) == str(result) == result.table() and "array(" not in repr(result)
 
 
 def test_a_replaced_token_is_named_with_its_new_text(model, tokenizer):

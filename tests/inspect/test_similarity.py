@@ -41,6 +41,6 @@ def test_a_token_is_an_id_or_its_text(model, tokenizer):
     assert (
         neighbours(model, tokenizer, " cat").to_json() == neighbours(model, tokenizer, id).to_json()
     )
-    assert neighbours(model, tokenizer, id).piece == " cat"
+    assert neighbours(model, tokenizer, id).piece == " cat" and neighbours(model).id == 0
     every = neighbours(model, tokenizer, id, top=10_000).matrices[0]
     assert len(every.dot_ids) == len(tokenizer) - 1

@@ -20,8 +20,7 @@ def test_a_random_head_equals_a_model_with_that_head(tied):
     found = random_head(model, None, ids, top=4, seed=3)
     assert all(torch.equal(x, before[name]) for name, x in model.state_dict().items())
     head = nn.Linear(16, 97, bias=False)
-    drawn = torch.randn(97, 16, generator=torch.Generator().manual_seed(3)) * 0.02
-    head.weight = nn.Parameter(drawn)
+    head.weight.data = torch.randn(97, 16, generator=torch.Generator().manual_seed(3)) * 0.02
     own = positions(model, None, ids, top=4)
     replace_head(model, head)
     other = positions(model, None, ids, top=4)
@@ -33,3 +32,5 @@ def test_a_random_head_equals_a_model_with_that_head(tied):
     assert found.top_ids.tolist() == own.top_ids[-1].tolist()
     assert found.random_top_ids.tolist() == other.top_ids[-1].tolist()
     np.testing.assert_allclose(found.random_top_logprob, other.top_logprob[-1], rtol=1e-5)
+    _, (panel,) = found.figure()
+    assert list(panel.x_names) == list("1234") and all(line.marked for line in panel.lines)

@@ -77,7 +77,7 @@ class GradientSplit(Result):
             f"reading {self.norm_read:.3g}, predicting {self.norm_predict:.3g}, "
             f"cosine {self.cosine:.3f}",
             "token",
-            lines(parts, marked=True, joined=False),
+            lines(parts, joined=False),
             y_label="norm of the row's gradient",
             x_names=[visible(self.pieces[id]) for id in order],
         )

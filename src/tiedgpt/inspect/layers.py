@@ -101,7 +101,7 @@ class Lens(Result):
         watched = Panel(
             f"after token {self.position}, {visible(self.pieces[self.position])}",
             "state after",
-            lines(columns, marked=True),
+            lines(columns),
             y_label="probability",
             x_names=self.layers,
         )
@@ -314,7 +314,7 @@ class Ablation(Result):
         unit, values = "change of the loss, nats", self.heads.tolist()
         heads = Grid("without a head", "head", "layer", unit, values, texts, signed=True)
         layers = [str(layer) for layer in range(len(self.mlp))]
-        parts = lines({"attention": self.attention, "MLP": self.mlp}, marked=True)
+        parts = lines({"attention": self.attention, "MLP": self.mlp})
         layer_parts = Panel(
             "without a layer's attention, or MLP", "layer", parts, y_label=unit, x_names=layers
         )

@@ -159,9 +159,9 @@ class Learning(Result):
         losses = {"this text": self.loss}
         if self.other_loss is not None:
             losses["the other text"] = self.other_loss
-        panels = [Panel("mean loss", "step", lines(losses, marked=True), y_label="nats")]
+        panels = [Panel("mean loss", "step", lines(losses), y_label="nats")]
         changes = {"by reading": self.reading[-1], "by predicting": self.predicting[-1]}
-        points = lines(changes, marked=True, joined=False)
+        points = lines(changes, joined=False)
         names = [visible(self.words[id]) for id in self.rows]
         title = "change of the rows"
         panels.append(Panel(title, "token", points, y_label="length", x_names=names))

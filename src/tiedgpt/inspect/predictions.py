@@ -92,12 +92,12 @@ class Positions(Result):
     @override
     def figure(self) -> Figure:
         bits = {"surprisal of the next token": self.surprisal_bits}
-        curves = lines(bits | {"entropy of the prediction": self.entropy_bits}, marked=True)
+        curves = lines(bits | {"entropy of the prediction": self.entropy_bits})
         axis = token_axis(self.pieces)
         panels = [Panel("the prediction after each token", lines=curves, y_label="bits", **axis)]
         if self.max_abs_change is not None and self.replaced is not None:
             title = f"change of the logits when token {self.replaced[0]} is changed"
-            curves = lines({"largest": self.max_abs_change}, marked=True)
+            curves = lines({"largest": self.max_abs_change})
             panels.append(Panel(title, lines=curves, y_label="largest change of a logit", **axis))
         return f"{len(self.ids)} tokens, loss {self.loss:.3f} nats", [*panels]
 

@@ -51,10 +51,10 @@ class Result(ABC):
     __repr__ = __str__  # in a notebook, too; a subclass is a dataclass(repr=False)
 
 
-def lines(columns: dict[str, Any], **style: Any) -> tuple[Line, ...]:
-    """Return a line for each column, over its index."""
+def lines(columns: dict[str, Any], *, joined: bool = True) -> tuple[Line, ...]:
+    """Return a line for each column, over its index, with a marker at each point."""
     return tuple(
-        Line(name, range(len(column)), np.asarray(column).tolist(), color, **style)
+        Line(name, range(len(column)), np.asarray(column).tolist(), color, True, joined)
         for color, (name, column) in enumerate(columns.items())
     )
 

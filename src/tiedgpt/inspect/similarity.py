@@ -68,7 +68,7 @@ class Neighbours(Result):
         for near in self.matrices:
             columns = {"cos": near.cos, "cos of the centred rows": near.centred_cos}
             names = [visible(self.words[id]) for id in near.centred_cos_ids.tolist()]
-            curves = lines(columns, marked=True)
+            curves = lines(columns)
             label = "neighbour, by the cosine of the centred rows"
             panels.append(Panel(near.name, label, curves, y_label="cosine", x_names=names))
         return f"rows nearest to token {self.id}, {visible(self.piece)}", panels

@@ -69,7 +69,7 @@ class Direction(Result):
     @override
     def figure(self) -> Figure:
         columns = {"toward": np.sort(self.toward), "away": np.sort(self.away)}
-        curves = lines(columns, marked=True)
+        curves = lines(columns)
         panel = Panel("each text", "text, in order", curves, y_label="place along the direction")
         return f"a direction after layer {self.layer}", [panel]
 

@@ -60,7 +60,7 @@ class RandomHead(Result):
     @override
     def figure(self) -> Figure:
         columns = {"own head": self.top_logprob, "random head": self.random_top_logprob}
-        curves = lines({name: np.exp(x) for name, x in columns.items()}, marked=True)
+        curves = lines({name: np.exp(x) for name, x in columns.items()})
         ranks = [str(rank + 1) for rank in range(len(self.top_ids))]
         panel = Panel("after the text", "rank", curves, y_label="probability", x_names=ranks)
         return f"loss {self.loss:.3f} nats, with a random head {self.random_loss:.3f}", [panel]
