@@ -151,12 +151,13 @@ def test_a_classifiers_claim_of_an_untied_head_is_ignored(make, tmp_path):
 
 def test_a_missing_head_is_never_initialised_at_random(make, tmp_path):
     make(MultipleChoice).gpt.save_pretrained(tmp_path / "language")
-    for head_class in OPTIONS:
-        if head_class.head_tensors:
-            with pytest.raises(
-                UserError, match=rf"{head_class.head_tensors[0]}.*{head_class.__name__}\.fresh"
-            ):
-                head_class.from_pretrained(tmp_path / "language")
+    for head_class in filter(lambda head_class: head_class.head_tensors, OPTIONS):
+        says = rf"{head_class.head_tensors[0]}.*{head_class.__name__}\.fresh"
+        with pytest.raises(UserError, match=says):
+            head_class.from_pretrained(tmp_path / "language")
+    change_config(tmp_path / "language", tie_word_embeddings=False)
+    with pytest.raises(CorruptInputError, match=r"tie_word_embeddings: false.*resolve=.tie"):
+        MultipleChoice.fresh(tmp_path / "language")
     make(MultipleChoice).save_pretrained(tmp_path)
     state = load_file(tmp_path / "model.safetensors")
     del state["multiple_choice_head.summary.bias"]

@@ -24,7 +24,8 @@ SEQUENCES = [[5, 17, 80, 3, 9], [44], [1, 2, 3, 4, 5, 6, 7, 8], [90, 91]]
 )
 def test_padding_changes_no_output(make, head_class, options, norm, pad_id):
     model = make(head_class, norm=norm, **options)
-    ids, lengths = pad(SEQUENCES, pad_id=pad_id)
+    ids, lengths = pad(SEQUENCES, **({"pad_id": pad_id} if pad_id else {}))
+    assert ids[1].tolist() == [44] + 7 * [pad_id]
     together = model(ids, lengths)
     assert model(ids[:0], lengths[:0]).shape == together[:0].shape
     for row, sequence in zip(together, SEQUENCES, strict=True):

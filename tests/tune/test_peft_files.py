@@ -159,7 +159,7 @@ def only_head(tensors):
     [
         (None, {"target_modules": ["c_attn", "wte"], "ensure_weight_tying": False}, {"wte"}),
         (only_head, {"target_modules": ["attn.c_attn", "lm_head"]}, {"head"}),
-        (lambda tensors: as_head(tensors, 1.5), {}, {"wte", "head"}),
+        (lambda tensors: as_head(tensors, 1.5), {"init_lora_weights": True}, {"wte", "head"}),
     ],
 )
 def test_an_adapter_of_one_side_of_w_needs_an_untied_model(base, adapter, change, fields, adapted):
