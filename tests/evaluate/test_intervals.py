@@ -51,6 +51,8 @@ def test_intervals_over_documents_cover_the_truth(n, length_spread):
 @pytest.mark.parametrize("correlation", [0, 0.57, 0.8])
 def test_intervals_over_one_text_cover_the_truth(n, correlation):
     assert coverage(one_text, n, correlation, 64) >= 0.91
+    one = one_text(np.random.default_rng(0), n, correlation, 64)
+    assert f"5 stretches of one text, {64 * n // 5:,} tokens each" == one.groups.basis
 
 
 @pytest.mark.parametrize(
@@ -66,14 +68,9 @@ def test_too_few_groups_have_no_interval(scores, basis):
     assert basis in told["interval_basis"]
 
 
-def test_intervals_of_shares_cover_the_truth():
-    generator, hits = np.random.default_rng(0), 0
-    for _ in range(400):
-        low, high = share_interval(int((generator.random(60) < 0.8).sum()), 60)
-        hits += low <= 0.8 <= high
-    assert hits / 400 == pytest.approx(0.95, abs=0.03)
-    assert share_interval(0, 10)[0] == 0
-    assert share_interval(10, 10)[1] == pytest.approx(1)
+def test_intervals_of_shares_are_wilsons():
+    assert share_interval(5, 6) == pytest.approx((0.43650, 0.96995), abs=1e-5)
+    assert share_interval(0, 20)[0] == 0 and share_interval(20, 20)[1] == 1  # both by rounding
 
 
 def test_intervals_of_a_mean_are_students():

@@ -1,6 +1,7 @@
 """The options of generation beyond length and temperature."""
 
 import dataclasses
+import json
 from functools import partial
 
 import numpy as np
@@ -8,19 +9,11 @@ import pytest
 import torch
 import transformers
 
+from tests.conftest import save_model
 from tests.infer.option_values import BAD_PAIRS, BAD_VALUES, SAMPLING
 from tiedgpt.errors import UserError
 from tiedgpt.infer import Engine, GenerationConfig
 from tiedgpt.infer.generation_config import NEUTRAL
-
-
-def test_a_stop_id_ends_the_text_like_the_end_of_text(engine):
-    full = engine.generate([5, 6], max_new_tokens=20, temperature=0)
-    stop = full.ids[3]
-    n = full.ids.index(stop) + 1
-    cut = engine.generate([5, 6], max_new_tokens=20, temperature=0, stop_ids=[stop])
-    assert (cut.ids, cut.finish_reason) == (full.ids[:n], "stop")
-    assert cut.text == engine.tokenizer.decode(full.ids[: n - 1])
 
 
 @pytest.fixture(scope="module")
@@ -54,6 +47,9 @@ def test_a_stop_ids_text_is_shown_if_asked(engine):
     stop = engine.generate([5, 6], **options).ids[3]
     done = engine.generate([5, 6], stop_ids=[stop], **options)
     assert done.text == engine.tokenizer.decode(done.ids) and done.ids[-1] == stop
+    cut = engine.generate([5, 6], stop_ids=[stop], **options | {"include_stop": False})
+    assert (cut.ids, cut.finish_reason) == (done.ids, "stop")
+    assert cut.text == engine.tokenizer.decode(done.ids[:-1])
     streamed = engine.stream([5, 6], stop_ids=[stop], **options)
     assert "".join(token.text for token in streamed) == done.text
     eos = engine.tokenizer.eos_token_id
@@ -83,6 +79,15 @@ def test_ignored_ends_are_ids_without_text(engine):
     assert at_least_two.text == engine.tokenizer.decode([other, other])
 
 
+def test_an_end_beyond_the_vocabulary_ends_no_text(engine, tmp_path):
+    save_model(tmp_path, engine.model, engine.tokenizer)
+    ends = [engine.model.config.vocab_size, 10**8]
+    (tmp_path / "generation_config.json").write_text(json.dumps({"eos_token_id": ends}))
+    options = {"min_new_tokens": 2, "max_new_tokens": 5, "temperature": 0}
+    expected = engine.generate([5, 6], **options)
+    assert Engine(tmp_path, backend="torch").generate([5, 6], **options).ids == expected.ids
+
+
 def test_include_stop_shows_the_stop_string_and_stop_reason_names_it(engine):
     options = {"max_new_tokens": 30, "seed": 4}
     text = engine.generate([5, 6], **options).text
@@ -95,6 +100,9 @@ def test_include_stop_shows_the_stop_string_and_stop_reason_names_it(engine):
         *_, last = stream = list(engine.stream([5, 6], stop=stops, include_stop=include, **options))
         assert "".join(token.text for token in stream) == cut.text
         assert (last.finish_reason, last.stop_reason) == ("stop", stops[0])
+    cut = engine.generate([5, 6], stop=[f"{text[-7:]}~", text[-4:]], **options)
+    assert len(cut.ids) == 30  # till the end, the longer one may begin before the other
+    assert (cut.text, cut.finish_reason, cut.stop_reason) == (text[:-4], "stop", text[-4:])
 
 
 @pytest.mark.parametrize("off", [0, -1])
