@@ -48,15 +48,15 @@ def test_every_name_prints_a_table_json_and_a_figure(name, capfd):
     json.loads(capfd.readouterr().out, parse_constant=pytest.fail)
 
 
-def test_a_single_prediction_has_singular_wording(capfd):
+def test_a_replaced_token_is_reported_and_ids_need_no_tokenizer(tokenizer, capfd):
+    (new,) = tokenizer.encode(" the")
+    replacement = ["--replace-at", "3", "--replace-with", " the"]
+    assert main(["inspect", "positions", "model", "--text", TEXT, *replacement]) == 0
+    out = capfd.readouterr().out
+    assert f"replaced by ' the' (id {new})" in out
+    assert "logits moved by" in out and "stayed the same, bit for bit" in out
     assert main(["inspect", "positions", "model", "--ids", "3", "4"]) == 0
     assert "training learns from 1 prediction," in capfd.readouterr().out
-
-
-def test_a_replaced_token_is_reported_and_ids_need_no_tokenizer(capfd):
-    assert main(["inspect", "positions", "model", "--text", TEXT, "--replace-at", "3"]) == 0
-    out = capfd.readouterr().out
-    assert "logits moved by" in out and "stayed the same, bit for bit" in out
     assert main(["inspect", "lens", "model", "--ids", "3", "4", "--after-attention"]) == 0
     assert "h.1.attn" in capfd.readouterr().out
 
@@ -66,8 +66,6 @@ def test_headings_differ_and_names_may_have_underscores(capfd):
     assert re.search("1st +prob +2nd +prob", capfd.readouterr().out)
     assert main(["inspect", "gradient_split", "model", "--text", TEXT]) == 0
     assert "gradient of the loss" in capfd.readouterr().out
-    assert main(["inspect", "neighbours", "model", "--token", " the"]) == 0
-    assert "the rows e nearest to its own" in capfd.readouterr().out
     assert main(["inspect", "positions", "model"]) == 1
     assert 'tiedgpt inspect positions --text "Once upon' in capfd.readouterr().err
 

@@ -56,12 +56,6 @@ def test_a_result_is_its_table_in_a_notebook(name, model, tokenizer):
     assert repr(result) == str(result) == result.table() and "array(" not in repr(result)
 
 
-def test_a_replaced_token_is_named_with_its_new_text(model, tokenizer):
-    (new,) = tokenizer.encode(" the")
-    result = inspect.positions(model, tokenizer, "the cat", replace_at=1, replace_with=" the")
-    assert f"replaced by ' the' (id {new})" in str(result)
-
-
 @pytest.fixture
 def registered(monkeypatch):
     monkeypatch.setitem(INSPECTIONS, "letters", LETTERS)
