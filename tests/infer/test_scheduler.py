@@ -238,3 +238,6 @@ def test_memory_is_checked_for_a_request_before_it_begins(engine, monkeypatch):
     assert fits.ids == expected.ids and isinstance(does_not.error, NoRoomError)
     with pytest.raises(NoRoomError):
         wide.score([5] * 21)
+    pool = scheduler(engine).pool
+    for token in (1, 2):  # what a sequence has not filled is free again
+        pool.release(pool.take(1, [token, 9], 19)[0])
