@@ -135,17 +135,6 @@ def test_classify_answers_a_text(head_class, arguments, expected, saved, capsys)
     assert expected in capsys.readouterr().out
 
 
-@pytest.mark.parametrize("head_class", RECORDS)
-def test_classify_answers_a_file_line_by_line(head_class, saved, tmp_path, capsys):
-    path = tmp_path / "in.jsonl"
-    path.write_text("".join(json.dumps(record) + "\n" for record in RECORDS[head_class]))
-    assert main(["classify", saved(head_class), str(path), "--format", "json"]) == 0
-    answers = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
-    assert len(answers) == 2
-    for record, answer in zip(RECORDS[head_class], answers, strict=True):
-        assert {**answer, **record} == answer and "probabilities" in answer
-
-
 @pytest.mark.parametrize("name", ["in.txt", "-", "in.jsonl", "in.csv", "in.tsv"])
 def test_classify_ends_lines_at_newlines_only_and_reads_no_byte_order_mark(
     saved, tmp_path, capsys, monkeypatch, name
