@@ -41,15 +41,21 @@ def test_inspection_equals_the_librarys(client, engine, name):
             assert theirs[key] == pytest.approx(value) if isinstance(value, float) else True
 
 
-def test_inspections_of_many_texts_are_not_served(client):
+def test_the_work_of_an_inspection_is_bounded(client):
     body = {"toward": TEXT, "away": "the dog"}
     assert client.post("/inspect/direction", json=body).status_code == 404
+    tops = {"positions": 100, "lens": 50, "dot": 1000, "neighbours": 100, "learn": 100}
+    limits = [("learn", "steps", 100), *((name, "top", most) for name, most in tops.items())]
+    for name, option, most in limits:
+        body = OWN.get(name, {"text": TEXT}) | {option: most + 1}
+        response = client.post(f"/inspect/{name}", json=body)
+        assert response.status_code == 400
+        assert response.json()["error"]["message"].endswith(f" {most}")
 
 
 @pytest.mark.parametrize(
     "body", [{}, {"text": "a", "ids": [1]}, {"text": "a " * 60}, {"ids": [9999]}, {"ids": ["a"]},
-             {"text": "a", "top": 0}, {"text": "a", "replace_at": 99},
-             {"text": "a", "replace_at": 99}, {"text": "a", "what": 1}],
+             {"text": "a", "top": 0}, {"text": "a", "replace_at": 99}, {"text": "a", "what": 1}],
 )  # fmt: skip
 def test_bad_inspections_are_refused(client, body):
     response = client.post("/inspect/positions", json=body)
