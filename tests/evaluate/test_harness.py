@@ -2,6 +2,7 @@
 
 import pytest
 
+from tiedgpt import GPT
 from tiedgpt.cli.main import main
 
 pytestmark = pytest.mark.slow  # lm_eval takes seconds to be imported
@@ -84,6 +85,16 @@ def test_both_models_of_the_harness_agree(directory, engine):
                 else:
                     assert a[0] == pytest.approx(b[0], abs=1e-4)
                     assert a[1] == b[1]
+
+
+@pytest.mark.parametrize(("end", "expected"), [(5, 5), (None, 3)])
+def test_texts_end_with_the_models_end_or_else_its_beginning(directory, engine, end, expected):
+    pytest.importorskip("lm_eval")
+    from tiedgpt.evaluate.harness import HarnessModel
+
+    model = GPT.from_pretrained(directory, bos_token_id=3, eos_token_id=end)
+    ours = HarnessModel(model, tokenizer=engine.tokenizer)
+    assert (ours.prefix_token_id, ours.eot_token_id) == (3, expected)
 
 
 def test_an_unknown_task_is_named(directory, capfd):
