@@ -179,11 +179,11 @@ ALLOWED = {"max_tokens": [0], "seed": [-1]}
 HOSTILE = {
     "prompt": [5, [], [1, "a"], [[-1]], [[True]], {"a": 1}, [["a"]], ["a"] * 129, [9999], [1.5]],
     "max_tokens": [10**9, 10**30], "temperature": [2.1], "n": [9, 10**6], "logprobs": [21, 10**6],
-    "stop": [["a"] * 65, "a" * 300], "seed": [2**200, -(2**64)], "repetition_penalty": [11],
+    "stop": [["a"] * 65, "a" * 257], "seed": [2**200, -(2**64)], "repetition_penalty": [11],
     "logit_bias": [{"1": 101}, {"9999": 1}, {str(n): 1 for n in range(301)}],
     "suffix": ["x"], "echo": [1, "yes"], "stream": ["no"], "presence_penalty": [3],
-    "frequency_penalty": [-3], "regex": ["a" * 70_000], "grammar": ['start: "a" start | start "b"'],
-    "response_format": [{"type": "xml"}, "json", 5], "model": [5], "unknown": [1],
+    "frequency_penalty": [-3], "regex": ["a" * 65_537], "grammar": ['start: "a" start | start "b"'],
+    "response_format": [{"type": "xml"}, "json", 5], "model": [5, "x" * 513], "unknown": [1],
     "stream_options": [5, {"x": 1}], "best_of": [2, True],
 }  # fmt: skip
 for name, values in BAD_VALUES.items():
@@ -273,7 +273,7 @@ BODIES = [
     b"", b"{", b"[]", b'"a"', b"5", b"null", b"\xff\xfe", b'{"prompt": "\\ud800"}',
     b'{"max_tokens": NaN}', b'{"temperature": NaN}', b'{"temperature": Infinity}',
     b'{"max_tokens": 1' + b"0" * 400 + b"}", b'{"seed": 1' + b"0" * 5000 + b"}",
-    b"[" * 10_000, b'{"a":' * 10_000, b"{" + b",".join(b'"%d":1' % n for n in range(50_000)) + b"}",
+    b"[" * 10_000, b'{"a":' * 10_000, b"{" + b",".join(b'"%d":null' % n for n in range(301)) + b"}",
     b'{"prompt": [' + b"[1]," * 50_000 + b"[1]]}", b"\x1f\x8b" + b"\0" * 1000,
     b'{"prompt": "a"} x', b"{'prompt': 'a'}", b'{"prompt": "a",}', b"prompt=a", b"\0", b" " * 1000,
     b'{"prompt": "a", "json_schema": ' + b'{"a":' * 900 + b"1" + b"}" * 901,

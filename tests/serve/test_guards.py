@@ -38,7 +38,8 @@ def test_all_routes_but_health_and_the_pages_files_need_the_key(locked):
         for given in wrong:
             headers = {} if given is None else {"authorization": given.encode("latin-1")}
             response = client.request(method, path.replace("{name}", "x"), headers=headers)
-            assert response.status_code == 401, (path, given)
+            answer = response.status_code, response.headers.get("www-authenticate")
+            assert answer == (401, "Bearer"), (path, given)
             assert response.json()["error"]["code"] == "invalid_api_key"
     twice = [("authorization", f"Bearer {KEY}"), ("authorization", "Bearer x")]
     assert client.get("/v1/models", headers=twice).status_code == 401
