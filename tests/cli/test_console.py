@@ -7,6 +7,7 @@ import re
 import shlex
 import subprocess
 import sys
+import threading
 import time
 from dataclasses import dataclass
 from pathlib import Path
@@ -95,6 +96,14 @@ def test_the_options_of_a_verb_need_no_slow_import():
     code = f"import sys, {verbs}; print({heavy})"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
     assert done.stdout == "set()\n", done.stderr
+
+
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="needs /dev/full")
+def test_output_to_a_full_disk_is_an_error_in_one_line():
+    with open("/dev/full", "w") as full:
+        command = [sys.executable, "-m", "tiedgpt", "--version"]
+        done = subprocess.run(command, stdout=full, stderr=subprocess.PIPE, text=True)
+    assert (done.returncode, done.stderr) == (4, "error: no room on the disk for the output\n")
 
 
 def test_a_training_prints_its_result_on_stdout_and_its_progress_on_stderr(
@@ -255,7 +264,8 @@ def test_slow_steps_are_announced_and_quick_ones_are_not(monkeypatch, capsys):
     assert capsys.readouterr().err == "note: computing ...\n"
     monkeypatch.setattr("tiedgpt.cli.console.PATIENCE_SECONDS", 60)
     with console.waiting("computing"):
-        pass
+        timers = [t for t in threading.enumerate() if isinstance(t, threading.Timer)]
+    assert timers and all(timer.finished.is_set() for timer in timers)
     assert capsys.readouterr().err == ""
 
 

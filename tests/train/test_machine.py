@@ -338,7 +338,7 @@ def test_a_dry_run_prints_the_plan_and_leaves_nothing(text_file, folder, capsys)
     assert said["tokens"] == 7 * said["plan"]["batch_size"] * 16
     assert said["memory_bytes"] == sum(said["memory"].values())
     assert said["seconds"] == pytest.approx(said["tokens"] / said["tokens_per_second"])
-    assert main([*asked, "--batch-size", "800"]) == 0
+    assert main([*asked, "--batch-size", "800", "--parallel", "ddp"]) == 0
     said = capsys.readouterr()
     assert all(part in said.out for part in ("optimizer state", "epochs", "fits in"))
     warned = " ".join(said.err.split())
