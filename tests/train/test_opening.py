@@ -1,6 +1,7 @@
 """The text that a run stores for the page: held-out, and well predicted."""
 
 import json
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -9,6 +10,8 @@ from tests.models import opinionated
 from tiedgpt import Tokenizer
 from tiedgpt.data import ShardWriter
 from tiedgpt.files import OPENING
+from tiedgpt.train.plan.options import TrainOptions
+from tiedgpt.train.tasks.language import LanguageModelling
 from tiedgpt.train.tasks.published_text import write_opening
 
 SENTENCES = (
@@ -44,8 +47,11 @@ def write_held_out(run, tokenizer, text):
         writer.write(tokenizer.encode_array(text))
 
 
-def test_the_opening_breaks_off_before_a_token_that_the_model_predicts(tmp_path, model, tokenizer):
-    write_held_out(tmp_path, tokenizer, TEXT)
+@pytest.mark.parametrize("held_out", [TEXT, f". {SENTENCES[0]}"])
+def test_the_opening_breaks_off_before_a_token_that_the_model_predicts(
+    tmp_path, model, tokenizer, held_out
+):
+    write_held_out(tmp_path, tokenizer, held_out)
     write_opening(model, tokenizer, tmp_path / "model")
     opening = json.loads((tmp_path / "model" / OPENING).read_text())
     text, token = opening["text"], opening["next"]
@@ -62,3 +68,11 @@ def test_without_a_suitable_text_an_older_opening_is_removed(tmp_path, model, to
     (tmp_path / "model" / OPENING).write_text('{"text": "The old"}')
     write_opening(model, tokenizer, tmp_path / "model")
     assert not (tmp_path / "model" / OPENING).exists()
+
+
+@pytest.mark.parametrize("tokenizer", ["bpe"], indirect=True)
+@pytest.mark.parametrize("prompt", ["My sister bought", f"{SENTENCES[0]} My sister bought"])
+def test_a_sample_continues_the_end_of_its_prompt(model, tokenizer, prompt):
+    task = LanguageModelling(TrainOptions(sample_prompt=prompt))
+    sample = task.sample(model, SimpleNamespace(tokenizer=tokenizer), 7, 0)
+    assert sample.startswith(f"{prompt} three red apples")

@@ -344,6 +344,15 @@ def test_bad_lines_can_be_skipped(tmp_path, options):
     assert "bad lines that were skipped: 1" in examples.notes[0]
 
 
+@pytest.mark.parametrize(("n", "held_out"), [(99, 99), (100, 10), (590, 50), (1100, 55)])
+def test_a_share_of_the_examples_validates_unless_they_are_few(tmp_path, options, n, held_out):
+    lines = [{"prompt": f"{k}:", "completion": f" it is {k}"} for k in range(n)]
+    data = (write_lines(tmp_path / "lines.jsonl", lines),)
+    examples = open_task(TuneOptions(data=data, start=options("text").start, steps=1)).read()
+    assert len(examples.held_out) == held_out
+    assert len(examples.train) == (n - held_out if examples.holds_out else n)
+
+
 def test_a_template_of_another_program_is_refused_by_name(place, folder, capsys):
     model = GPT.from_pretrained(place / "base")
     model.save_pretrained("other")
