@@ -26,6 +26,16 @@ def test_a_figures_format_follows_its_file_name(tmp_path, name):
     assert [path.name for path in tmp_path.iterdir()] == [name]
 
 
+def test_axes_have_short_ticks_and_room_and_single_points_are_larger_than_those_of_a_cloud(tmp_path):
+    near = Panel("near", "s", (Line("a", [2, 98], [0.102, 0.198]),), x_limits=(2, 98))
+    cloud = Panel("cloud", "s", (Line("a", [0, 1], [0, 1], joined=False),))
+    far = Panel("far", "s", (Line("a", [0, 5e4], [0, 1]),))
+    save_figure([near, cloud, far, PANELS[2]], tmp_path / "a.svg", "")
+    drawn = (tmp_path / "a.svg").read_text()
+    assert {"50k", "100", "0.20"} <= {*re.findall("<!-- (.*?) -->", drawn)}
+    assert {"1.5", "0.75"} <= {*re.findall(r'<path id="m\w+" d="M 0 ([\d.]+)', drawn)}
+
+
 def test_unknown_suffixes_and_missing_matplotlib_are_reported_before_drawing(tmp_path, monkeypatch):
     with pytest.raises(UserError, match=r"name it \.png"):
         save_figure(PANELS, tmp_path / "curves.gif", "")
