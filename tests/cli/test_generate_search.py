@@ -33,9 +33,8 @@ def shown(capsys, directory, *flags):
 )
 def test_flags_mean_what_the_keywords_mean(directory, capsys, flags, options):
     expected = Engine(directory).generate("the", max_new_tokens=30, **options)
-    assert (
-        json.loads(shown(capsys, directory, *flags, "--format", "json").out)["ids"] == expected.ids
-    )
+    printed = json.loads(shown(capsys, directory, *flags, "--format", "json").out)
+    assert printed["ids"] == expected.ids
     assert shown(capsys, directory, *flags).out == f"the{expected.text}\n"
 
 
@@ -114,10 +113,7 @@ def test_a_bad_value_is_refused_with_its_option(directory, capsys, name):
 
 @pytest.mark.parametrize(
     ("flags", "advice"),
-    [
-        (["--temperature", "0"], "; --context-end slide continues"),
-        (["--num-beams", "2"], ""),
-    ],
+    [(["--temperature", "0"], "; --context-end slide continues"), (["--num-beams", "2"], "")],
     ids=str,
 )
 def test_a_full_context_slides_on_only_where_it_can(directory, capsys, flags, advice):

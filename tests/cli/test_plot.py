@@ -67,11 +67,7 @@ def test_numbers_and_samples_can_be_printed(text, capfd):
 
 @pytest.mark.parametrize(
     ("arguments", "says"),
-    [
-        ([], "train first"),
-        (["nowhere"], r"no metrics.jsonl"),
-        (["empty"], "nothing to plot yet"),
-    ],
+    [([], "train first"), (["nowhere"], r"no metrics.jsonl"), (["empty"], "nothing to plot yet")],
 )
 def test_undrawable_runs_are_refused_in_one_line(text, capfd, arguments, says):
     write_run(Path("run"))

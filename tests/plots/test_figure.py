@@ -26,7 +26,7 @@ def test_a_figures_format_follows_its_file_name(tmp_path, name):
     assert [path.name for path in tmp_path.iterdir()] == [name]
 
 
-def test_axes_have_short_ticks_and_room_and_single_points_are_larger_than_those_of_a_cloud(tmp_path):
+def test_axes_have_short_ticks_and_room_and_a_point_is_larger_than_those_of_a_cloud(tmp_path):
     near = Panel("near", "s", (Line("a", [2, 98], [0.102, 0.198]),), x_limits=(2, 98))
     cloud = Panel("cloud", "s", (Line("a", [0, 1], [0, 1], joined=False),))
     far = Panel("far", "s", (Line("a", [0, 5e4], [0, 1]),))

@@ -61,10 +61,7 @@ def test_the_reason_of_a_stop_is_told(client, engine, path):
     table = [
         ({}, (text, "length", None)),
         ({"stop": ["@@@"] * 63 + [letter]}, (text[:at], "stop", letter)),
-        (
-            {"stop": letter, "include_stop_str_in_output": True},
-            (text[: at + 1], "stop", letter),
-        ),
+        ({"stop": letter, "include_stop_str_in_output": True}, (text[: at + 1], "stop", letter)),
         ({"stop_token_ids": [ids[2]]}, (first, "stop", ids[2])),
         ({"logit_bias": {str(eos): 100}}, ("", "stop", None)),
         ({"logit_bias": {str(eos): 100}, "ignore_eos": True}, ("", "length", None)),

@@ -7,17 +7,7 @@ import numpy as np
 import pytest
 
 from tests.inspect.conftest import random_model
-from tests.serve.browsing import (
-    TEXT,
-    VIEWS,
-    flat,
-    fragment,
-    go,
-    numbers,
-    opened,
-    serving,
-    settled,
-)
+from tests.serve.browsing import TEXT, VIEWS, flat, fragment, go, numbers, opened, serving, settled
 from tests.serve.conftest import Running
 from tests.serve.page_run import HOSTILE, make_run
 from tiedgpt import Tokenizer, inspect
@@ -38,11 +28,7 @@ def url(run):
 
 
 CALLS = {
-    "start": [
-        ("positions", {"text": TEXT}),
-        ("dot", {"text": TEXT}),
-        ("lens", {"text": TEXT}),
-    ],
+    "start": [("positions", {"text": TEXT}), ("dot", {"text": TEXT}), ("lens", {"text": TEXT})],
     "text": [("positions", {"text": TEXT, "top": 10})],
     "dot": [("dot", {"text": TEXT, "top": 10})],
     "matrix": [("random_head", {"text": TEXT}), ("gradient_split", {"text": TEXT})],

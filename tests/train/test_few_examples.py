@@ -84,10 +84,8 @@ def test_thirty_pairs_are_learned_through_adapters_too(folder):
         for n, thing in enumerate(things)
     ]
     assert main(["train", "--size", "tiny", "--steps", "300", "--out", "base"]) == 0
-    assert (
-        main(["tune", write_pairs(folder, pairs), "--from", "base", "--lora", "8", "--out", "run"])
-        == 0
-    )
+    command = ["tune", write_pairs(folder, pairs), "--from", "base", "--lora", "8"]
+    assert main([*command, "--out", "run"]) == 0
     assert count_right(folder / "run", pairs) >= 25
 
 

@@ -39,9 +39,8 @@ def test_the_final_score_is_whole_and_its_curve_point_is_the_sampled_part():
     found = parse_history("run", TEXT)
     assert found.finished and found.last("val_loss") == 3.0
     assert found.series("val_loss", "steps") == ([2, 4], [3.5, 3.25])
-    assert (
-        parse_history("old", '{"step": 9, "final": true, "val_loss": 2.0}').last("val_loss") == 2.0
-    )
+    old = parse_history("old", '{"step": 9, "final": true, "val_loss": 2.0}')
+    assert old.last("val_loss") == 2.0
 
 
 def test_truncated_and_foreign_lines_are_skipped():

@@ -58,8 +58,7 @@ def test_a_prepared_directory_is_trained_on_with_its_own_tokenizer(text, tmp_pat
 
 
 @pytest.mark.parametrize(
-    ("options", "option"),
-    [({"val": "text.jsonl"}, "val"), ({"text_field": "body"}, "text_field")],
+    ("options", "option"), [({"val": "text.jsonl"}, "val"), ({"text_field": "body"}, "text_field")]
 )
 def test_options_decided_by_the_preparation_are_refused(text, options, option):
     prepare_data(plan_preparation([str(text)]), "data", "char")

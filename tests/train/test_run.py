@@ -123,6 +123,8 @@ def test_an_abandoned_training_releases_its_directory(tmp_path, options):
         next(train(options, tmp_path / "run"))
     events.close()
     assert not run.is_in_use()
+    with pytest.raises(UserError, match="--start"):  # only a finished run is prolonged
+        next(train(replace(options, steps=9), tmp_path / "run"))
 
 
 @pytest.mark.parametrize("task", ["lm", "classify"])
