@@ -66,14 +66,6 @@ def test_train_then_generate_then_train_again(text, capfd):
     assert "--vocab-size was 300 and is 301" in capfd.readouterr().err
 
 
-def test_a_changed_text_under_the_same_name_is_noticed(text, capfd):
-    command = ["train", "cats.txt", *QUICK, "--tokenizer", "char", "--out", "run"]
-    assert main(command) == 0
-    text.write_text(text.read_text().replace("mats", "hats"))
-    assert main(command) == 1
-    assert "the text has changed since run began" in capfd.readouterr().err
-
-
 def test_data_may_come_through_a_pipe(text, capfd, monkeypatch):
     reader, writer = os.pipe()
     with open(reader) as stdin:

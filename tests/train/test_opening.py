@@ -48,9 +48,7 @@ def write_held_out(run, tokenizer, text):
 
 
 @pytest.mark.parametrize("held_out", [TEXT, f". {SENTENCES[0]}"])
-def test_the_opening_breaks_off_before_a_token_that_the_model_predicts(
-    tmp_path, model, tokenizer, held_out
-):
+def test_the_opening_breaks_off_before_a_predicted_token(tmp_path, model, tokenizer, held_out):
     write_held_out(tmp_path, tokenizer, held_out)
     write_opening(model, tokenizer, tmp_path / "model")
     opening = json.loads((tmp_path / "model" / OPENING).read_text())
