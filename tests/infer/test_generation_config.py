@@ -9,8 +9,8 @@ import pytest
 import torch
 import transformers
 
-from tests.conftest import save_model
 from tests.infer.option_values import BAD_PAIRS, BAD_VALUES, SAMPLING
+from tests.models import save_model
 from tiedgpt.errors import UserError
 from tiedgpt.infer import Engine, GenerationConfig
 from tiedgpt.infer.generation_config import NEUTRAL
