@@ -537,7 +537,7 @@ def test_a_step_of_tuning_has_8192_tokens_or_a_sixteenth_of_the_rows(row_tokens,
 
 
 @pytest.mark.parametrize(
-    ("asked", "examples", "held_out", "lr", "eval_every"),
+    ("options", "examples", "held_out", "lr", "eval_every"),
     [
         ({}, 10**5, 50, 1.25e-4, 195), ({"epochs": 2.0}, 10**5, 1, 1.25e-4, 195),
         ({"epochs": 0.1}, 10**5, 50, 1.25e-4, 79), ({"lora": 8}, 10**5, 50, 1.25e-3, 195),
@@ -545,12 +545,12 @@ def test_a_step_of_tuning_has_8192_tokens_or_a_sixteenth_of_the_rows(row_tokens,
     ],
 )  # fmt: skip
 def test_tuning_has_a_rate_of_6e_5_at_width_768_and_4_evaluations_an_epoch(
-    asked, examples, held_out, lr, eval_every
+    options, examples, held_out, lr, eval_every
 ):
     """Adapters have 10 times the rate of Radford et al. 2018; few examples 4 and 20 times."""
     sizes = {"epoch_rows": examples or 10**5, "n_examples": examples, "n_held_out": held_out}
     facts = Facts(row_tokens=64, **sizes)
-    _, planned = plan(TuneOptions(data=("x",), start="m", **asked), config=SMALL, facts=facts)
+    _, planned = plan(TuneOptions(data=("x",), start="m", **options), config=SMALL, facts=facts)
     assert (planned.lr, planned.eval_every) == (pytest.approx(lr), eval_every)
     assert (planned.weight_decay, planned.patience, planned.optimizer) == (0.01, 4, "adamw")
 
@@ -564,16 +564,18 @@ def test_tuning_has_a_rate_of_6e_5_at_width_768_and_4_evaluations_an_epoch(
     ],
 )  # fmt: skip
 def test_the_pace_is_compared_at_shares_of_the_steps_or_of_the_time(begin, pace, deadline, steps):
-    made = dataclasses.replace(PLAN, steps=100, minutes=100 / 60)
-    checks = PaceChecks(made, begin, 1000.0, deadline)
-    paces = {n: checks.measure(made, n, 1000 + pace * (n - begin)) for n in range(begin, 101)}
+    minutes_plan = dataclasses.replace(PLAN, steps=100, minutes=100 / 60)
+    checks = PaceChecks(minutes_plan, begin, 1000.0, deadline)
+    paces = {
+        n: checks.measure(minutes_plan, n, 1000 + pace * (n - begin)) for n in range(begin, 101)
+    }
     assert {n: paces[n] for n in paces if paces[n] is not None} == pytest.approx(
         dict.fromkeys(steps, pace)
     )
-    checks = PaceChecks(made, 0, 1000.0, None)  # as steps get slower
-    paces = [checks.measure(made, n, 1000 + n**2 / 100) for n in (10, 25, 50)]
+    checks = PaceChecks(minutes_plan, 0, 1000.0, None)  # as steps get slower
+    paces = [checks.measure(minutes_plan, n, 1000 + n**2 / 100) for n in (10, 25, 50)]
     assert paces == pytest.approx([0.1, 0.35, 0.75])
-    assert PaceChecks(made, 0, 1000.0, None).measure(made, 0, 1090.0) is None
+    assert PaceChecks(minutes_plan, 0, 1000.0, None).measure(minutes_plan, 0, 1090.0) is None
 
 
 @pytest.mark.parametrize(

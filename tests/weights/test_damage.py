@@ -419,11 +419,13 @@ FALSE_CONFIGS = [
     ("safetensors", {"activation_function": "mish"}, USERS, "mish"),
     ("safetensors", {"model_type": {}}, USERS, "{} model"),
     ("safetensors", {"model_type": "llama"}, USERS, "llama"),
+    ("safetensors", {"quantization_config": {"bits": 8}}, USERS, "quantization_config"),
+    ("safetensors", {"pruned_heads": {"0": [1]}}, USERS, "pruned_heads"),
     *(
-        ("safetensors", values, USERS, next(iter(values)))
-        for values in (
-            {"add_cross_attention": True}, {"scale_attn_by_inverse_layer_idx": 1},
-            {"scale_attn_weights": 0.5}, {"quantization_config": {"bits": 8}},
+        ("safetensors", {name: value}, USERS, f"{name}={value}")
+        for name, value in (
+            ("add_cross_attention", True), ("scale_attn_by_inverse_layer_idx", 1),
+            ("scale_attn_weights", 0.5), ("is_encoder_decoder", True),
         )
     ),
     *(

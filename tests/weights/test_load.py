@@ -189,30 +189,8 @@ def assert_is(model: GPT, tiny: GPT) -> None:
         assert torch.equal(parameter, model.state_dict()[name]), name
 
 
-def with_masks(state):
-    for layer in range(3):
-        state[f"transformer.h.{layer}.attn.bias"] = torch.ones(1, 1, 24, 24).tril()
-        state[f"transformer.h.{layer}.attn.masked_bias"] = torch.tensor(-1e4)
-
-
 def renamed(pattern: str, by: str):
     return lambda state: {re.sub(pattern, by, name): t for name, t in state.items()}
-
-
-NAMES = {
-    "no prefix": renamed(r"^transformer\.", ""),
-    "mask buffers of old files": with_masks,
-    "torch.compile": renamed("^", "_orig_mod."),
-    "DDP": renamed("^", "module."),
-    "DDP of torch.compile": renamed("^", "module._orig_mod."),
-    "regional compilation": renamed(r"\.h\.1\.", ".h.1._orig_mod."),
-    "the head's name alone": renamed(r"transformer\.wte", "lm_head"),
-}
-
-
-@pytest.mark.parametrize("name", NAMES)
-def test_a_tied_model_is_read_under_other_names(rewrite, tiny, name):
-    assert_is(GPT.from_pretrained(rewrite(tensors=NAMES[name])), tiny)
 
 
 def test_a_lone_file_uses_the_adjacent_config_or_needs_n_head(saved, tiny, tmp_path):

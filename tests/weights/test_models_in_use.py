@@ -297,25 +297,6 @@ def test_its_tokenizer_and_its_gguf_are_the_same(name, tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("entries", "words"),
-    [
-        ({"add_cross_attention": True}, "add_cross_attention=True"),
-        ({"is_encoder_decoder": True}, "is_encoder_decoder=True"),
-        ({"pruned_heads": {"0": [1]}}, "pruned_heads"),
-        ({"quantization_config": {"quant_method": "gptq"}}, "quantization_config"),
-        ({"scale_attn_weights": 0.5}, "scale_attn_weights=0.5"),
-        ({"activation_function": "quick_gelu"}, "quick_gelu"),
-        ({"activation_function": ["gelu_new"]}, "gelu_new"),
-        ({"model_type": "gpt_neo"}, "gpt_neo"),
-    ],
-)
-def test_what_cannot_be_computed_is_refused_by_name(entries, words, tmp_path):
-    write(tmp_path / "m", Row(config=entries))
-    with pytest.raises(UserError, match=words):
-        GPT.from_pretrained(tmp_path / "m")
-
-
-@pytest.mark.parametrize(
     "key",
     [
         "n_head", "n_layer", "n_embd", "n_positions", "vocab_size", "activation_function",
