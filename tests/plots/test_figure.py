@@ -68,3 +68,4 @@ def test_texts_are_drawn_as_they_are_and_many_points_as_pixels(tmp_path):
     assert len(drawn) < 400_000  # a point each would be more
     for text in ("$x", "文 $b$".encode("ascii", "backslashreplace").decode(), "' $c'", "p$"):
         assert f"<!-- {text} -->" in drawn
+    assert "Oblique" not in drawn  # the font of mathematics
