@@ -1,5 +1,7 @@
 """lm-evaluation-harness through our adapter and through its own transformers model."""
 
+from dataclasses import replace
+
 import pytest
 
 from tiedgpt import GPT
@@ -92,7 +94,8 @@ def test_texts_end_with_the_models_end_or_else_its_beginning(directory, engine, 
     pytest.importorskip("lm_eval")
     from tiedgpt.evaluate.harness import HarnessModel
 
-    model = GPT.from_pretrained(directory, bos_token_id=3, eos_token_id=end)
+    model = GPT.from_pretrained(directory)
+    model.config = replace(model.config, bos_token_id=3, eos_token_id=end)
     ours = HarnessModel(model, tokenizer=engine.tokenizer)
     assert (ours.prefix_token_id, ours.eot_token_id) == (3, expected)
 
