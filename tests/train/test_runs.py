@@ -60,17 +60,19 @@ def test_runs_are_numbered_and_more_steps_prolong_them(folder, capfd):
     assert Path("runs/cats-tiny-4").is_dir()
 
     capfd.readouterr()
+    assert main(["runs"]) == 0
+    out = capfd.readouterr().out
+    assert out.count("bits/byte") == 4 and "cats-tiny-3" in out
+    assert main(["runs", "--format", "json"]) == 0
+    listed = json.loads(capfd.readouterr().out)
+    assert [run["run"] for run in listed][-1] == "runs/cats-tiny-4"
+    assert listed[-1]["finished"] and listed[-1]["val_loss"] > 0
     stopped = Path("runs/cats-tiny-1/metrics.jsonl")
     lines = stopped.read_text().splitlines(keepends=True)
     stopped.write_text("".join(line for line in lines if json.loads(line)["step"] <= 7))
     assert main(["runs"]) == 0
     out = capfd.readouterr().out
-    assert out.count("bits/byte") == 4 and "cats-tiny-3" in out
     assert [line.split()[2:5] for line in out.splitlines() if " of " in line] == [["7", "of", "10"]]
-    assert main(["runs", "--format", "json"]) == 0
-    listed = json.loads(capfd.readouterr().out)
-    assert [run["run"] for run in listed][-1] == "runs/cats-tiny-4"
-    assert listed[-1]["finished"] and listed[-1]["val_loss"] > 0
     assert main(["runs", "nowhere"]) == 1
 
 
