@@ -12,7 +12,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 TORCH_INDEX := $(if $(filter cpu,$(TORCH)),--extra-index-url https://download.pytorch.org/whl/cpu)
 SEED ?= 1
-UV_INDEX ?= --torch-backend cpu
+UV_FLAGS ?= --torch-backend cpu
 RUN := $(VENV)/.installed
 DEV := $(VENV)/.installed-dev
 PEERS := $(VENV)/.installed-peers
@@ -42,9 +42,9 @@ gpu-wheels:  # what bench/gpu_check.py brings along to a machine with torch and 
 
 test-oldest:  # the oldest packages that pyproject.toml allows, in .venv-oldest; needs uv
 	uv venv --quiet --clear --python 3.11 .venv-oldest
-	uv pip compile --quiet --extra dev --resolution lowest-direct --python-version 3.11 $(UV_INDEX) \
+	uv pip compile --quiet --extra dev --resolution lowest-direct --python-version 3.11 $(UV_FLAGS) \
 		pyproject.toml -o .venv-oldest/requirements.txt
-	uv pip install --quiet --python .venv-oldest $(UV_INDEX) -r .venv-oldest/requirements.txt -e .
+	uv pip install --quiet --python .venv-oldest $(UV_FLAGS) -r .venv-oldest/requirements.txt -e .
 	.venv-oldest/bin/python -m pytest tests/core tests/text tests/weights tests/tie tests/infer
 
 test-all: $(PEERS) $(PAGE)
