@@ -124,7 +124,7 @@ def main() -> None:
     """Write the object file of the kernel that standard input describes to standard output.
 
     Garbage is not collected, because Numba's objects stay to the end. SciPy is not imported: Numba
-    takes matmuls from it, which kernels do not call. Compiling takes 0.86 of the time.
+    takes matmuls from it, which kernels do not call. Compiling takes 0.9 of the time.
     """
     gc.disable()
     sys.modules["scipy"] = None  # type: ignore[assignment]

@@ -23,6 +23,7 @@ COUNTS = "steps", "batch_size", "micro_batch", "eval_every", "eval_batches", "sa
 COSINE_FLOOR = 0.1
 """Share of the peak at which cosine ends: Brown et al. 2020, appendix B; Hoffmann et al. 2022."""
 MIN_TEXT_BYTES = 16
+_read_types = cache(get_type_hints)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -109,12 +110,6 @@ class Plan:
         import torch  # not for `--help`
 
         return None if self.dtype == "fp32" else torch.bfloat16
-
-
-@cache
-def _read_types(cls: type) -> dict[str, Any]:
-    """Return the types of a class's fields."""
-    return get_type_hints(cls)
 
 
 def _fits(value: Any, kind: Any) -> bool:
