@@ -6,10 +6,13 @@ import torch.nn.functional as F
 
 from tests.train.fast.conftest import value_and_gradients
 from tiedgpt import GPT, GPTConfig
+from tiedgpt.infer.kernels.compile_cache import Kernel
 from tiedgpt.train import fast_training
 from tiedgpt.train.machine import cpu_threads
 from tiedgpt.train.step.fast import attention as module
+from tiedgpt.train.step.fast import gelu as gelu_module
 from tiedgpt.train.step.fast.attention import attention
+from tiedgpt.train.step.fast.gelu import gelu
 
 TOLERANCES = {torch.float32: 1e-5, torch.bfloat16: 3e-2}
 
@@ -37,6 +40,20 @@ def test_value_and_gradient_are_torchs(dtype, length, n_head, size, scale):
     for mine, right in zip(ours, exact, strict=True):
         assert mine.dtype == dtype and mine.shape == right.shape
         assert (mine.double() - right).norm() <= TOLERANCES[dtype] * right.norm()
+
+
+@pytest.mark.parametrize(
+    ("its_module", "compute"), [(module, lambda x: attention(x, 2)), (gelu_module, gelu)]
+)
+def test_a_gradients_kernel_is_prepared_while_that_of_the_value_runs(
+    monkeypatch, its_module, compute
+):
+    qkv, grad = drawn(32)
+    value_and_gradients(compute, grad if its_module is module else qkv, qkv)  # it is compiled now
+    unused = Kernel(its_module.GRADIENT.module, its_module.GRADIENT.name)
+    monkeypatch.setattr(its_module, "GRADIENT", unused)
+    compute(qkv)
+    assert unused.functions
 
 
 def test_later_tokens_change_no_bit():

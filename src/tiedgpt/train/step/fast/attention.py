@@ -32,7 +32,7 @@ from tiedgpt.core.cache import KVCache
 from tiedgpt.core.layers import Attention
 from tiedgpt.core.loss import is_plain_autograd
 from tiedgpt.infer.kernels.compile_cache import Kernel
-from tiedgpt.train.step.fast.threads import can_run, run
+from tiedgpt.train.step.fast.threads import can_run, prepare, run
 from tiedgpt.train.step.substitute import Substitute
 
 FORWARD = Kernel("tiedgpt.train.step.kernels.attention", "attention")
@@ -91,6 +91,7 @@ class _Attention(torch.autograd.Function):
         normalizers = _new_floats(qkv, n_sequences, n_head, n_positions, 2)
         scratch = _new_floats(qkv, torch.get_num_threads(), n_positions, 8 + 4 * size)
         y = qkv.new_empty(n_sequences, n_positions, n_head * size)
+        prepare(GRADIENT, *shape, size, qkv, normalizers, y, scratch, qkv)
         run(FORWARD, *shape, size, qkv, normalizers, scratch, y)
         ctx.save_for_backward(qkv, normalizers)
         ctx.shape, ctx.size = shape, size

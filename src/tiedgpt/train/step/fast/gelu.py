@@ -19,7 +19,7 @@ from torch import Tensor
 from tiedgpt.core.layers import ACTIVATION_FUNCTIONS, MLP
 from tiedgpt.core.loss import is_plain_autograd
 from tiedgpt.infer.kernels.compile_cache import Kernel
-from tiedgpt.train.step.fast.threads import can_run, run
+from tiedgpt.train.step.fast.threads import can_run, prepare, run
 from tiedgpt.train.step.substitute import Substitute
 
 GELU = ACTIVATION_FUNCTIONS["gelu_new"]
@@ -44,6 +44,7 @@ class _GELU(torch.autograd.Function):
     def forward(ctx: Any, z: Tensor) -> Tensor:
         ctx.save_for_backward(z)
         y = torch.empty_like(z)
+        prepare(GRADIENT, z, y, y)
         run(VALUE, z, y)
         return y
 
