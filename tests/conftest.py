@@ -22,12 +22,16 @@ def pytest_configure(config: pytest.Config) -> None:
 
 @pytest.hookimpl(wrapper=True)
 def pytest_collection() -> Generator[None, object, object]:
-    """Leave the modules and the tests, which stay to the end, out of later garbage collections."""
+    """Leave the modules and the tests, which stay to the end, out of later garbage collections.
+
+    These are rare: by Python's limits they take 4 % of the time of the tests.
+    """
     try:
         return (yield)
     finally:
         gc.collect()
         gc.freeze()
+        gc.set_threshold(50_000, 20, 100)
         gc.enable()
 
 
