@@ -61,7 +61,7 @@ def number_cell(value: float) -> str:
 
 def number_cells(column: Iterable[Any]) -> list[str]:
     """Return a column's numbers with as many decimals as its largest leaves room for; "-": none."""
-    values = [x if x is None or isinstance(x, str) or x == x else None for x in column]
+    values = [x if x == x else None for x in column]  # NaN is none
     sizes = [abs(x) for x in values if not isinstance(x, (str, type(None)))]
     size = max(sizes, default=0)
     is_whole = not any(isinstance(x, (float, np.floating)) for x in sizes)
