@@ -15,6 +15,7 @@ import torch
 from tests.heads.conftest import enlarge
 from tiedgpt import GPT, GPTConfig, Tokenizer
 from tiedgpt.cli.main import main
+from tiedgpt.evaluate.answers import AnswerScore, LabelsScore
 from tiedgpt.heads import MultipleChoice, SequenceClassifier, predict
 
 with warnings.catch_warnings():
@@ -106,6 +107,22 @@ def test_the_loss_of_every_problem_is_that_of_transformers(save, tokenizer, tmp_
         assert ("accuracy" in numbers) == (problem != "regression")
 
 
+def test_labels_are_counted_by_line_and_by_name():
+    lines = [("ab", "ba"), ("ab", "a"), ("", "b"), ("b", ""), ("", "")]
+    scores = [AnswerScore(n**2, (*x,), (*y,), n % 2 == 1) for n, (x, y) in enumerate(lines)]
+    score = LabelsScore(scores)
+    assert (score.n_right, score.commonest) == (2, ("a, b", 0.4))
+    assert LabelsScore(scores[2:]).commonest == ("none", pytest.approx(2 / 3))
+    assert score.to_json() == {
+        "accuracy": 0.4, "accuracy_interval": pytest.approx((0.11762, 0.76928), abs=1e-5),
+        "commonest": 0.4, "loss": 6, "examples": 5, "texts_cut": 2,
+        "by_label": [
+            {"label": "b", "examples": 3, "predicted": 2, "right": 1},
+            {"label": "a", "examples": 2, "predicted": 2, "right": 2},
+        ],
+    }  # fmt: skip
+
+
 def test_several_labels_at_once_are_right_if_all_are(save, tokenizer, tmp_path, capsys):
     options = {"labels": LABELS, "problem_type": "multi_label_classification"}
     model, path = save(SequenceClassifier, **options)
@@ -185,9 +202,10 @@ def test_options_of_language_models_are_refused_for_a_head(save, tmp_path, capsy
 
 def test_a_head_asked_for_a_text_names_the_lines_that_measure_it(save, tmp_path, capsys):
     _, model = save(SequenceClassifier, labels=LABELS)
-    (tmp_path / "text.txt").write_text("Ada went home")
-    assert main(["eval", model, str(tmp_path / "text.txt")]) == 3
-    assert 'a line is {"text": .., "label": ..}' in " ".join(capsys.readouterr().err.split())
+    for name, text, code in (("text.txt", "Ada went home", 3), ("a.jsonl", "\n", 1)):
+        (tmp_path / name).write_text(text)
+        assert main(["eval", model, str(tmp_path / name)]) == code
+        assert '{"text": .., "label": ..}' in " ".join(capsys.readouterr().err.split())
 
 
 @pytest.mark.parametrize("name", ["a.csv", "a.tsv", "a.parquet", "a.jsonl.gz", "a.json", "-"])

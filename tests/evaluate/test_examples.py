@@ -10,7 +10,13 @@ from tests.models import TEXT, opinionated
 from tiedgpt import GPT, Tokenizer
 from tiedgpt.data import documents
 from tiedgpt.errors import CorruptInputError, UserError
-from tiedgpt.evaluate.examples import ChoiceExample, ExamplesScore, read_examples, score_examples
+from tiedgpt.evaluate.examples import (
+    ChoiceExample,
+    ExampleScore,
+    ExamplesScore,
+    read_examples,
+    score_examples,
+)
 from tiedgpt.infer import Engine
 from tiedgpt.infer.prompts import split_choices
 
@@ -35,6 +41,20 @@ def test_choices_are_scored_as_the_model_scores_them(directory, engine):
     assert score.chosen == max(range(3), key=[logprob for logprob, _ in expected].__getitem__)
     by_length = replace(score, logprobs=[-2.0, -3.0, -9.0], lengths=[1, 2, 3])  # -1.5 is highest
     assert (by_length.chosen, by_length.chosen_by_length) == (0, 1)
+
+
+def test_examples_are_counted_by_the_likeliest_choice_and_by_length():
+    rows = [([-2.0, -3.0, -9.0], [1, 2, 3], 1), ([-4.0, -1.0], [2, 0], 1), ([-1.0], [1], 0)]
+    scores = [ExampleScore(*row[:2], [True], row[2], n == 0) for n, row in enumerate(rows)]
+    told = ExamplesScore(scores[:2]).to_json()
+    assert told == {
+        "accuracy": 0.5, "examples": 2, "answer_nats": 2, "contexts_cut": 1,
+        "accuracy_interval": pytest.approx((0.09453, 0.90547), abs=1e-5),  # Wilson's for 1 of 2
+        "accuracy_by_length_interval": pytest.approx((0.34238, 1), abs=1e-5),  # and for 2 of 2
+        "accuracy_by_length": 1, "chance": pytest.approx(5 / 12),
+    }  # fmt: skip
+    assert ExamplesScore(scores).n_right == 2 and not ExamplesScore(scores).is_cloze
+    assert ExamplesScore(scores[2:]).is_cloze
 
 
 def test_a_cloze_is_right_if_greedy_decoding_writes_it(engine):

@@ -1,6 +1,7 @@
 """95 % intervals cover the true mean in 95 of 100 samples; few groups give no interval."""
 
 import math
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -66,6 +67,18 @@ def test_too_few_groups_have_no_interval(scores, basis):
     told = TextScore(Windows(128, 64, False), scores).to_json()
     assert told["nats_interval"] is None and told["perplexity_interval"] is None
     assert basis in told["interval_basis"]
+
+
+def test_one_text_is_divided_into_five_stretches_by_the_places_of_its_windows():
+    draws = np.random.default_rng(0)
+    scores = [WindowScore(float(draws.normal(64)), n, 1, 0) for n in [100, 28] * 40]
+    nats = [sum(score.nats for score in scores[n : n + 16]) for n in range(0, 80, 16)]
+    for context, length, is_enough in ((64, 28, True), (64, 27, False), (86, 28, False)):
+        scores[-1] = replace(scores[-1], tokens=length)
+        groups = TextScore(Windows(context, 64, False), scores).groups
+        assert groups[0] == pytest.approx(nats if is_enough else [])
+        assert [*groups.tokens] == ([1024] * 5 if is_enough else [])
+    assert groups.basis == "one text of 5,120 tokens: an interval needs 5,160, or 3 documents"
 
 
 def test_intervals_of_shares_are_wilsons():

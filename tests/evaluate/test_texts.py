@@ -1,19 +1,15 @@
 """Perplexity by windows."""
 
-import inspect
-import json
 import math
-from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from transformers import AutoTokenizer, GPT2LMHeadModel
+from transformers import GPT2LMHeadModel
 
 from tests.models import TEXT
-from tiedgpt.cli.main import main
 from tiedgpt.errors import UserError
 from tiedgpt.evaluate.texts import Windows, score_text
 
@@ -89,22 +85,3 @@ def test_impossible_windows_are_refused(engine, options, said):
 def test_a_text_without_a_predicted_token_is_refused(engine, text):
     with pytest.raises(UserError, match="too short"):
         score_text(engine, text)
-
-
-@pytest.mark.slow
-def test_transformers_measures_the_same_perplexity_of_a_trained_run(tmp_path, monkeypatch, capsys):
-    monkeypatch.chdir(tmp_path)
-    text = inspect.getsource(inspect)[:8_000]
-    Path("text.py").write_text(text)
-    train = ["train", "text.py", "--vocab-size", "400", "--size", "tiny", "--steps", "40"]
-    assert main([*train, "--context", "128", "--out", "run"]) == 0
-    capsys.readouterr()
-    arguments = ["eval", "run", "text.py", "--context", "96", "--stride", "40", "--format", "json"]
-    assert main(arguments) == 0
-    scores = json.loads(capsys.readouterr().out)
-    ids = AutoTokenizer.from_pretrained("run/model")(text)["input_ids"]
-    model = GPT2LMHeadModel.from_pretrained("run/model").eval()
-    nats, n = np.sum(transformers_windows(model, ids, 96, 40), 0)
-    assert scores["perplexity"] == pytest.approx(np.exp(nats / n), abs=1e-4)
-    assert scores["tokens"] == n
-    assert np.exp(nats / n) < 0.2 * model.config.vocab_size  # it has learned
