@@ -100,6 +100,18 @@ def test_texts_end_with_the_models_end_or_else_its_beginning(directory, engine, 
     assert (ours.prefix_token_id, ours.eot_token_id) == (3, expected)
 
 
+def test_more_tokens_than_the_context_holds_follow_its_last_token(engine):
+    pytest.importorskip("lm_eval")
+    from lm_eval.api.instance import Instance
+
+    from tiedgpt.evaluate.harness import HarnessModel
+
+    request = Instance("generate_until", {}, ("the cat", {"max_gen_toks": 60, "until": "x"}), 0)
+    last = engine.tokenizer.encode("the cat")[-1:]
+    expected = engine.generate(last, max_new_tokens=47, temperature=0, stop="x").text
+    assert HarnessModel(engine).generate_until([request]) == [expected]
+
+
 def test_an_unknown_task_is_named(directory, capfd):
     pytest.importorskip("lm_eval")
     assert main(["eval", str(directory), "--tasks", "no_such_task"]) == 1

@@ -86,10 +86,10 @@ def test_a_text_as_the_second_argument_is_read_or_named(function, saved, model):
 
 @pytest.mark.parametrize("function", OF_TEXT)
 def test_invalid_texts_are_refused(function, model, tokenizer, saved, tmp_path):
-    long = list(range(81))
+    long, size = list(range(81)), len(tokenizer)
     cases = (
         ("", r"the text is empty"), ([], r"the text is empty"), ("cat " * 200, r"1|2 to 80 tokens"),
-        (long, r"to 80 tokens.* got 81: give a shorter"), ([3, 5000], r"id 5000 is outside"),
+        (long, r"to 80 tokens.* got 81: give a shorter"), ([3, size], rf"id {size} is outside"),
         ([-1, 3], r"id -1 is outside"), ([0.5, 1.5], r"must be integers"),
         ([[1, 2]], r"shape \(T,\)"), ([[1], [2, 3]], r"shape \(T,\)"),
         (None, r"must be a str"), (5, r"shape \(T,\), got int"), ({"input_ids": [1]}, r"got dict"),
@@ -134,6 +134,8 @@ SAME_LENGTH = {"corrupted": [3, 2, 1]}
         (attention, {"layer": 2}, "layer must be from 0 to 1"),
         (ablate, {"mode": "none"}, "mode must be zero or mean"),
         (random_head, {"std": 0.0}, "std must be"),
+        (random_head, {"std": math.inf}, "std must be"),
+        (vocabulary, {"own_rank_rows": -1}, "own_rank_rows must be >= 0, got -1"),
         (neighbours, {"token": " cat sat"}, "one token, got 2"),
         (neighbours, {"token": ""}, "one token, got 0"),
         (neighbours, {"token": 999}, "from 0"),
@@ -176,6 +178,25 @@ def test_a_head_without_a_matrix_is_refused_where_one_is_needed():
     model.head = nn.Sequential(nn.Linear(16, 4), nn.Linear(4, 97))
     with pytest.raises(UserError, match="merge adapters"):
         gradient_split(model, None, [1, 2])
+
+
+def test_a_head_may_forbid_tokens_by_minus_infinity():
+    model = random_model(tied=False)
+    model.head = nn.Linear(16, 97)
+    model.head.bias.data[:3] = -math.inf
+    found, states = positions(model, None, [5, 7, 9], replace_at=1), lens(model, None, [5, 7, 9])
+    assert found.entropy_bits.min() > 0 and found.max_abs_change[0] == 0 < found.max_abs_change[1]
+    assert np.isfinite(states.kl_bits).all() and states.kl_bits[0].min() > 0
+
+
+def test_bits_per_byte_are_those_of_the_tokens_that_have_bytes(tokenizer):
+    model, size = random_model(vocab_size=len(tokenizer) + 5), len(tokenizer)
+    ids = [size + 1, *tokenizer.encode("the é"), size + 4]
+    found = positions(model, tokenizer, ids, replace_at=-1)
+    bits = found.surprisal_bits[:-1].sum()
+    assert found.bits_per_byte == pytest.approx(bits / len("the é".encode()), rel=1e-5)
+    assert found.replaced == (len(ids) - 1, size + 4, 0)
+    assert positions(model, None, [3, 7], replace_at=1).replaced == (1, 7, 8)
 
 
 def test_half_precision_and_frozen_models_are_read():
@@ -236,25 +257,57 @@ def test_without_counts_or_a_tokenizer_other_columns_are_filled(model):
 
 
 def test_frequency_written_into_the_rows_is_recovered():
-    model = random_model(vocab_size=2000)
-    draw = np.random.default_rng(0)
-    counts = np.exp(draw.normal(4, 2, 2000)).astype(int)
+    model, n = random_model(vocab_size=2000), 2000
+    counts = np.exp(np.random.default_rng(0).normal(4, 2, n)).astype(int)
     model.ln_f.bias.data.copy_(torch.eye(16)[3])
     with torch.no_grad():
         model.wte.weight[:, 3] = torch.from_numpy(np.log(np.maximum(counts, 1))).float()
     rows = vocabulary(model, counts=counts).matrices[0]
     assert rows.spearman["prior_logit"] > 0.999 and rows.slope["prior_logit"] == pytest.approx(1)
-    assert rows.interval["norm"][0] < rows.spearman["norm"] < rows.interval["norm"][1]
-    assert rows.r2_heldout > 0.99
-    assert np.abs(rows.direction).argmax() == 3
-    assert rows.pca_share[0] > 0.5 and rows.pca.shape == (2000, 2)
+    assert rows.r2_heldout > 0.99 and np.abs(rows.direction).argmax() == 3
+    weight = model.wte.weight.detach().double().numpy()
+    x, y = np.log(counts[counts > 0]), np.linalg.norm(weight, axis=1)[counts > 0]
+    ranks = [(a[:, None] > a).sum(1) + (a[:, None] == a).sum(1) / 2 for a in (x, y)]
+    rho = np.corrcoef(*ranks)[0, 1]
+    assert rows.spearman["norm"] == pytest.approx(rho, rel=1e-4)
+    half = 1.96 * math.sqrt((1 + rho**2 / 2) / (len(x) - 3))  # Bonett and Wright 2000
+    ends = np.tanh(math.atanh(rho) - half), np.tanh(math.atanh(rho) + half)
+    assert rows.interval["norm"] == pytest.approx(ends, rel=1e-4)
+    assert rows.slope["norm"] == pytest.approx(np.polyfit(x, y, 1)[0], rel=1e-4)
+    centred = weight - weight.mean(0)
+    left, scale, _ = np.linalg.svd(centred, full_matrices=False)
+    assert rows.pca_share == pytest.approx(scale[:2] ** 2 / (scale**2).sum(), rel=1e-4)
+    np.testing.assert_allclose(np.abs(rows.pca), np.abs(left * scale)[:, :2], atol=1e-2)
+
+
+def test_the_direction_is_a_ridge_regression_of_ln_count_on_four_fifths_of_the_tokens():
+    model, counts = random_model(), np.r_[0, 0, np.arange(1, 96)]
+    rows = vocabulary(model, counts=counts).matrices[0]
+    weight = model.wte.weight.detach().double().numpy()
+    centred, y = weight - weight.mean(0), np.log(np.maximum(counts, 1))
+    held_out = torch.rand(97, generator=torch.Generator().manual_seed(0)).numpy() < 0.2
+    train, test = (counts > 0) & ~held_out, (counts > 0) & held_out
+    x, middle, level = centred[train], centred[train].mean(0), y[train].mean()
+    penalty = math.sqrt(1e-3 * np.square(x - middle).sum() / 16) * np.eye(16)
+    sides = np.r_[x - middle, penalty], np.r_[y[train] - level, np.zeros(16)]
+    direction = np.linalg.lstsq(*sides, rcond=None)[0]
+    np.testing.assert_allclose(rows.direction, direction, rtol=1e-3, atol=1e-4)
+    estimates = level + (centred - middle) @ direction
+    np.testing.assert_allclose(rows.ln_count, estimates, rtol=1e-3, atol=1e-3)
+    r2 = 1 - np.square(y - estimates)[test].mean() / y[test].var()
+    assert rows.r2_heldout == pytest.approx(r2, abs=1e-3)
+    few = [vocabulary(model, counts=[1] * n + [0] * (97 - n)).matrices[0] for n in (19, 20)]
+    assert [rows.direction is not None for rows in few] == [False, True]
 
 
 def test_a_row_inside_the_hull_never_wins_and_the_longest_does():
     model = random_model()
     with torch.no_grad():
         model.wte.weight[4] = model.wte.weight[5:9].mean(0)
+    few = vocabulary(model, own_rank_rows=5).matrices[0]
+    assert few.own_rank_ids.tolist() == [0, 24, 48, 72, 96]
     rows = vocabulary(model, own_rank_rows=None).matrices[0]
+    assert few.own_rank.tolist() == rows.own_rank[few.own_rank_ids].tolist()
     assert rows.own_rank_ids.tolist() == list(range(97))
     assert rows.own_rank[4] > 1 and rows.own_rank[rows.norm.argmax()] == 1
     weight = model.wte.weight.detach()

@@ -4,7 +4,6 @@ import io
 import json
 import re
 import sys
-from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -15,7 +14,6 @@ from tests.inspect.conftest import TEXT, random_model
 from tests.models import save_model
 from tiedgpt.cli.main import main
 from tiedgpt.data import ShardWriter
-from tiedgpt.inspect import vocabulary
 from tiedgpt.inspect.registry import INSPECTIONS
 
 HOSTILE = "naïve  café\n\t文字 $x_1$"
@@ -61,13 +59,6 @@ def test_a_replaced_token_is_reported_and_ids_need_no_tokenizer(tokenizer, capfd
     assert "h.1.attn" in capfd.readouterr().out
 
 
-def test_headings_differ_and_names_may_have_underscores(capfd):
-    assert main(["inspect", "lens", "model", "--text", TEXT]) == 0
-    assert re.search("1st +prob +2nd +prob", capfd.readouterr().out)
-    assert main(["inspect", "gradient_split", "model", "--text", TEXT]) == 0
-    assert "gradient of the loss" in capfd.readouterr().out
-
-
 def test_standard_input_is_read(capfd, monkeypatch):
     for data, code, said in ((b"the cat", 0, "loss"), (b"\xff\xfe", 3, "not UTF-8")):
         monkeypatch.setattr("sys.stdin", io.TextIOWrapper(io.BytesIO(data)))
@@ -81,7 +72,7 @@ def test_an_untied_model_shows_both_matrices_by_name(tokenizer, capfd):
     out = capfd.readouterr().out
     assert "wte.weight reads" in out and "head.weight predicts" in out
     assert "no counts" in out and "no tokenizer" in out
-    assert main(["inspect", "gradient-split", "untied", "--ids", "1", "2", "3"]) == 0
+    assert main(["inspect", "gradient_split", "untied", "--ids", "1", "2", "3"]) == 0
     out = capfd.readouterr().out
     assert "wte.weight reads, head.weight predicts: two matrices" in out
     assert "each is its matrix's ordinary gradient" in out
@@ -134,16 +125,6 @@ def test_a_figure_without_matplotlib_is_refused_before_the_model_is_read(monkeyp
     monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
     assert main(["inspect", "dot", "nowhere", "--text", "a", "--plot", "x.png"]) == 1
     assert "pip install 'tiedgpt[plot]'" in capfd.readouterr().err
-
-
-def test_a_table_may_have_the_whole_vocabulary(model):
-    found = vocabulary(model)
-    n = 10_000
-    some = np.random.default_rng(0).random(n, np.float32)
-    rows = replace(found.matrices[0], norm=some, centred_norm=some, prior_logit=some)
-    found = replace(found, matrices=(rows,), pieces=tuple(f" word{i}" for i in range(n)))
-    table = found.table(n)
-    assert table.count("' word") == n and "all of them" in table
 
 
 def test_a_piped_text_has_no_byte_order_mark_and_ends_its_lines_at_newlines(capsys, monkeypatch):

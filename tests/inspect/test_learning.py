@@ -91,6 +91,8 @@ def test_steps_equal_sgd_on_transformers_gpt2(tied, untied, predict, train):
     np.testing.assert_allclose(result.all_reading, read.norm(dim=1), rtol=1e-4, atol=1e-6)
     np.testing.assert_allclose(result.all_predicting, predicted.norm(dim=1), rtol=1e-4, atol=1e-6)
     rows, one_matrix = result.rows, tied and not untied
+    cosine = (read * predicted).sum(1) / (read.norm(dim=1) * predicted.norm(dim=1))
+    np.testing.assert_allclose(result.cosine[-1], cosine[rows], rtol=1e-3, atol=1e-4)
     assert (result.reads == result.predicts) == one_matrix
     np.testing.assert_array_equal(result.reading[-1], result.all_reading[rows])
     both = (peer.transformer.wte.weight, peer.lm_head.weight)
@@ -112,25 +114,6 @@ def test_steps_equal_sgd_on_transformers_gpt2(tied, untied, predict, train):
         np.testing.assert_allclose(result.prob[at], row.softmax(-1)[rows], rtol=1e-4, atol=1e-6)
         top = set(row.topk(10).indices.tolist())
         assert top <= set(result.likely.tolist())
-
-
-@pytest.mark.parametrize("tied", [True, False])
-@pytest.mark.parametrize("predict", ["all", "last"])
-def test_the_change_of_a_step_is_the_gradient_in_two_parts(tied, predict):
-    peer = transformers_gpt2(tied=tied)
-    result = learn(GPT.from_pretrained(peer), None, IDS, lr=0.7, predict=predict, top=61)
-    read, predicted = parts_of(peer, predict)
-    loss_of(peer, IDS, predict).backward()
-    if tied:
-        total = peer.lm_head.weight.grad
-        assert float((total - read - predicted).norm() / total.norm()) <= 1e-6
-        expected = 0.7 * total.norm(dim=1)[result.rows]
-        np.testing.assert_allclose(result.together[1], expected, rtol=1e-5, atol=1e-7)
-        dots = (read * predicted).sum(1) / (read.norm(dim=1) * predicted.norm(dim=1))
-        np.testing.assert_allclose(result.cosine[1], dots[result.rows], rtol=1e-3, atol=1e-5)
-    np.testing.assert_allclose(result.all_reading, 0.7 * read.norm(dim=1), rtol=1e-5, atol=1e-7)
-    expected = 0.7 * predicted.norm(dim=1)
-    np.testing.assert_allclose(result.all_predicting, expected, rtol=1e-5, atol=1e-7)
 
 
 def test_the_pull_is_how_often_a_token_came_less_its_expectation():
@@ -174,23 +157,13 @@ def test_no_step_shows_the_model_as_it_is(model, tokenizer):
     assert result.position == expected.next - 1 and not result.diverged
 
 
-def test_a_step_that_diverges_stops_and_names_a_learning_rate(here, capfd):
-    options = ["--ids", *map(str, IDS.tolist())]
-    assert main(["inspect", "learn", "model", *options, "--lr", "1e30", "--steps", "5"]) == 0
-    out = capfd.readouterr().out
-    assert "diverged" in out and "try 0.1" in out
-    assert main(["inspect", "learn", "model", *options, "--lr", "1e30", "-f", "json"]) == 0
-    result = json.loads(capfd.readouterr().out)
-    assert result["diverged"] and result["try_lr"] == 0.1
-    assert all(map(math.isfinite, result["loss"]))
-
-
 @pytest.mark.parametrize(
     ("options", "message"),
     [
         ({"text": [3]}, "nothing to predict"),
         ({"text": IDS, "lr": 0.0}, "lr must be positive"),
         ({"text": IDS, "lr": math.nan}, "lr must be positive"),
+        ({"text": IDS, "lr": math.inf}, "lr must be positive"),
         ({"text": IDS, "steps": -1}, "steps must be at least 0"),
         ({"text": IDS, "predict": "first"}, "all, last"),
         ({"text": IDS, "train": "wpe"}, "all, head, blocks"),
@@ -204,9 +177,13 @@ def test_requests_that_cannot_be_met_are_refused(options, message):
 
 
 def test_a_model_that_has_no_room_is_refused(monkeypatch):
-    monkeypatch.setattr(learning, "free_memory", lambda device: 1000)
+    model = random_model()
+    size = 4 * (3 * sum(p.numel() for p in model.parameters()) + 4 * model.wte.weight.numel())
+    monkeypatch.setattr(learning, "free_memory", lambda device: size)
+    learn(model, None, IDS)
+    monkeypatch.setattr(learning, "free_memory", lambda device: size - 1)
     with pytest.raises(NoRoomError, match="inspect learn"):
-        learn(random_model(), None, IDS)
+        learn(model, None, IDS)
 
 
 def test_an_adapter_on_w_is_refused():

@@ -73,6 +73,8 @@ def test_lens_normalises_each_state_of_transformers_by_its_own_statistics(case):
         np.testing.assert_allclose(found.kl_bits[layer], apart, **NEAR)
         if not (pre and last):
             np.testing.assert_allclose(found.state_norm[layer], state.norm(dim=-1), **NEAR)
+        watched = logprobs[-1, torch.from_numpy(found.watch)]
+        np.testing.assert_allclose(found.watch_logprob[layer], watched, **NEAR)
     assert found.layers == ("wte + wpe", "h.0", "h.1")
 
 
@@ -81,6 +83,7 @@ def test_dot_equals_transformers_logit_and_its_parts(case):
     found = dot(model, None, IDS, position=40, top=97)
     h, rows = states[-1][40], model.lm_head.weight.detach()
     np.testing.assert_allclose(found.logit, logits[40][found.ids], **NEAR)
+    np.testing.assert_allclose(found.prob, logits[40].softmax(-1)[found.ids], **NEAR)
     np.testing.assert_allclose(found.h_norm * found.row_norm * found.cos, found.logit, **NEAR)
     np.testing.assert_allclose(found.all_norm, rows.norm(dim=1), **NEAR)
     np.testing.assert_allclose(found.all_cos, torch.cosine_similarity(rows, h[None]), **NEAR)

@@ -60,8 +60,10 @@ def test_patching_equals_hooks_on_transformers_model(kind):
 
 
 def test_without_a_wrong_answer_the_score_is_the_logprob():
-    model = random_model()
-    found = patch(model, None, CLEAN, corrupted=CORRUPTED, answer=ANSWER)
+    model, done = random_model(), []
+    options = {"corrupted": CORRUPTED, "progress": lambda *layers: done.append(layers)}
+    found = patch(model, None, CLEAN, answer=ANSWER, **options)
+    assert done == [(1, 2), (2, 2)]
     with torch.no_grad():
         logprobs = model(CLEAN[None])[0, -1].log_softmax(-1)
     assert found.clean == pytest.approx(float(logprobs[ANSWER]), abs=1e-5) and found.wrong == -1

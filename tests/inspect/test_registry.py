@@ -43,19 +43,6 @@ def test_a_record_names_keywords_of_its_function(name):
             assert str(parameter.default) == default
 
 
-@pytest.mark.parametrize("name", INSPECTIONS)
-def test_a_result_is_its_table_in_a_notebook(name, model, tokenizer):
-    required = {"token": 3, "answer": 3, "corrupted": [1, 5]}
-    required |= {"toward": "the cat", "away": "a dog"}
-    inspection = INSPECTIONS[name]
-    needed = {
-        n: required[n] for n, option in inspection.options.items() if option.default is MISSING
-    }
-    text = {"text": [1, 2]} if inspection.reads_text else {}
-    result = inspection.function(model, tokenizer, **text, **needed)
-    assert repr(result) == str(result) == result.table() and "array(" not in repr(result)
-
-
 @pytest.fixture
 def registered(monkeypatch):
     monkeypatch.setitem(INSPECTIONS, "letters", LETTERS)

@@ -21,12 +21,15 @@ TOWARD, AWAY = ["the cat sat", "the cat", "on the cat"], "the mat\n\nand the mat
 def test_a_direction_is_the_difference_of_the_mean_states(model, tokenizer):
     found = direction(model, tokenizer, toward=TOWARD, away=AWAY, layer=0)
 
+    lengths = []
+
     def mean(texts):
         states = []
         for text in texts:
             with torch.no_grad():
                 _, state, *_ = model.states(torch.tensor([tokenizer.encode(text)]))
             states.append(state[0, 1:].mean(0) if state.shape[1] > 1 else state[0, 0])
+            lengths.append(float(states[-1].norm()))
         return torch.stack(states).mean(0)
 
     vector = mean(TOWARD) - mean(["the mat", "and the mat"])
@@ -34,8 +37,11 @@ def test_a_direction_is_the_difference_of_the_mean_states(model, tokenizer):
     assert found.norm == pytest.approx(float(vector.norm()), rel=1e-4)
     assert found.toward.mean() == pytest.approx(1, abs=1e-4) and len(found.toward) == 3
     assert found.away.mean() == pytest.approx(-1, abs=1e-4) and len(found.away) == 2
+    assert found.state_norm == pytest.approx(np.mean(lengths), rel=1e-4)
     pushes = (model.wte.weight.detach() @ vector).numpy()
-    assert found.ids[:, 0].tolist() == [pushes.argmax(), pushes.argmin()]
+    order, pushes = pushes.argsort()[::-1], pushes - pushes.mean()
+    assert found.ids.tolist() == [order[:10].tolist(), order[: -10 - 1 : -1].tolist()]
+    np.testing.assert_allclose(found.push, pushes[found.ids], rtol=1e-3)
     assert direction(model, tokenizer, toward=TOWARD, away=AWAY).layer == 1  # the middle of two
     assert direction(model, tokenizer, toward=TOWARD, away=AWAY, layer=-2).layer == 0
 

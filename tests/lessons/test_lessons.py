@@ -22,6 +22,7 @@ from tiedgpt.data import ShardWriter
 from tiedgpt.errors import UserError
 from tiedgpt.lessons import TOPICS
 from tiedgpt.lessons.inputs import tiny_model
+from tiedgpt.lessons.lesson import Lesson
 from tiedgpt.tie import ledger
 
 
@@ -244,6 +245,13 @@ def test_heads_on_the_body_have_their_outputs_and_parameters(tiny):
     assert lesson.numbers["states"] == (1, 24, 32)
     table = re.findall(r"  (\(.*\)) +(\d+)$", str(lesson), re.M)
     assert table == [("(1, 24, 97)", "0"), ("(1, 3)", "96"), ("(1, 2)", "33"), ("(1, 32)", "0")]
+
+
+def test_a_paragraph_breaks_no_option_and_no_name():
+    lesson = Lesson("tie", "")
+    lesson.say("x" * 71 + " --lora-targets {name}", name="a b")
+    lesson.say("x" * 77 + " {name} {n:.1f}", n=2)
+    assert lesson.blocks == ["x" * 71 + "\n--lora-targets a b", "x" * 77 + "\na b 2.0"]
 
 
 def test_missing_parts_of_a_module_are_skipped_with_the_reason():

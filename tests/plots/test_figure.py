@@ -94,6 +94,8 @@ def test_a_line_has_a_colour_and_a_style_of_its_own_and_markers_where_they_are_n
         (1.4, "o", 3), (1.4, "None", 3),
     ]  # fmt: skip
     assert [curve.get_rasterized() for curve in curves[-2:]] == [False, True]
+    assert curves[7].get_xydata().tolist() == [[0, 7], [1, 8]]
+    assert not any(axes.spines[side].get_visible() for side in ("top", "right"))
     (interval,) = axes.collections
     assert interval.get_paths()[0].get_extents().extents.tolist() == [3, 4, 3, 7]
     assert axes.get_legend().get_texts()[3].get_text() == r"run 3 \$"

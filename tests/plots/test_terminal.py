@@ -84,12 +84,6 @@ def test_lines_that_end_together_have_labels_at_different_places():
     ]  # fmt: skip
 
 
-def test_points_above_the_cut_are_not_drawn():
-    line = Line("", [0, 1, 2, 3], [1e30, 1, 1, 0])
-    plot = cells(drawn(Panel("", "", (line,), most=1.0), width=60, height=6))
-    assert plot[0].strip() and plot[-1].strip()
-
-
 def test_an_empty_plot_says_so():
     panel = Panel("loss", "", (Line("", [1], [math.nan]),))
     assert drawn(panel) == ["loss", "nothing to draw yet"]
