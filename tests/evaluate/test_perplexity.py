@@ -15,6 +15,7 @@ def test_totals_are_sums_over_the_counted_targets_of_all_batches_so_far(autocast
     draws = np.random.default_rng(0)
     batches = [(draws.integers(0, 11, (2, 5)), draws.integers(1, 11, (2, 5))) for _ in range(3)]
     batches[1][1][0, 2:] = -100
+    batches[2] += (np.array([[0, 0, 2, 2, 2]] * 2),)  # two documents in a row
     model.train()
 
     def measure(batch):
@@ -25,9 +26,10 @@ def test_totals_are_sums_over_the_counted_targets_of_all_batches_so_far(autocast
     found = list(running_totals(model, batches, measure, autocast=autocast))
     assert model.training
     expected = np.zeros(3)
-    for (ids, targets), totals in zip(batches, found, strict=True):
+    for (ids, targets, *packed), totals in zip(batches, found, strict=True):
+        parts = torch.from_numpy(ids).split([2, 3] if packed else [5], 1)
         with torch.no_grad():
-            logits = model.eval()(torch.from_numpy(ids)).flatten(0, 1)
+            logits = torch.cat([model.eval()(part) for part in parts], 1).flatten(0, 1)
         answers = torch.from_numpy(targets).flatten()
         counted = targets[targets != -100]
         nats = float(F.cross_entropy(logits, answers, reduction="sum"))
