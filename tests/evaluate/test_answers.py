@@ -59,21 +59,14 @@ def test_the_accuracy_of_a_classifier_has_an_interval_and_a_table_by_label(
 ):
     model, path = save(SequenceClassifier, labels=LABELS)
     answers = [a["predicted"] for a in predict(model, tokenizer, [{"text": t} for t in TEXTS])]
-    first = answers[0]
-    other = next(label for label in LABELS if label != first)
-    labels = [other if number == 0 else answer for number, answer in enumerate(answers)]
+    labels = [next(label for label in LABELS if label != answers[0]), *answers[1:]]
     records = [{"text": t, "label": x} for t, x in zip(TEXTS, labels, strict=True)]
     numbers, printed = evaluate(path, records, tmp_path, capsys)
     assert numbers["accuracy"] == pytest.approx(5 / 6) and "83.33%" in printed
     # Wilson 1927 for 5 of 6, by hand: centre 0.7032, reach 0.2667
     assert numbers["accuracy_interval"] == pytest.approx([0.4365, 0.9699], abs=1e-4)
     assert "43.65% to 96.99%" in printed and f"always {max(labels, key=labels.count)}" in printed
-    rows = {row["label"]: row for row in numbers["by_label"]}
-    for label in {*labels, *answers}:
-        assert rows[label]["examples"] == labels.count(label)
-        assert rows[label]["predicted"] == answers.count(label)
-    assert rows[first]["right"] == answers.count(first) - 1
-    assert "recall" in printed and first in printed
+    assert "recall" in printed and answers[0] in printed
 
 
 def test_the_loss_of_every_problem_is_that_of_transformers(save, tokenizer, tmp_path, capsys):
@@ -159,7 +152,7 @@ def test_numbers_name_the_labels_that_transformers_numbers(save, tmp_path, capsy
         ({"labels": LABELS}, {"text": "a"}, "'label'; the record has 'text'"),
         ({"labels": LABELS}, {"text": "a", "label": None}, "no value in the field 'label'"),
         ({"labels": ["x"], "problem_type": "regression"}, {"text": "a"}, "no value in the field"),
-        ({"labels": LABELS}, {"text": " ", "label": "bad"}, "'text' is empty"),
+        ({"labels": LABELS}, {"text": " ", "label": "bad"}, "jsonl:1: the field 'text' is"),
         ({"labels": ["x"]}, {"text": "a", "label": 1}, '"problem_type": "regression"'),
         ({"labels": ["x"], "problem_type": "regression"}, {"text": "a", "label": "y"}, "a number"),
         ({"labels": LABELS, "problem_type": "regression"}, {"text": "a", "label": 1}, "3 numbers"),

@@ -103,14 +103,8 @@ def test_errors_are_one_sentence_and_name_options_as_typed(arguments, said, capf
 @pytest.mark.parametrize(
     ("arguments", "said"),
     [
-        (
-            ["vocabulary", "model", "--text", "cat"],
-            "`tiedgpt inspect vocabulary` has no option --text",
-        ),
-        (
-            ["vocabulary", "model", "--replace-at", "3"],
-            "`tiedgpt inspect vocabulary` has no option --replace-at",
-        ),
+        (["vocabulary", "model", "--text", "cat"], "inspect vocabulary` has no option --text"),
+        (["vocabulary", "model", "--replace-at", "3"], "vocabulary` has no option --replace-at"),
         (["dot", "model", "--html", "x.html"], "`tiedgpt inspect dot` has no option --html"),
         (["neighbours", "model"], "the following arguments are required: --token"),
         (["everything", "model"], "the name is first: positions, lens"),

@@ -43,6 +43,29 @@ def test_a_record_names_keywords_of_its_function(name):
             assert str(parameter.default) == default
 
 
+MOST = 2**31 - 1
+LIMITS = {
+    "positions": {"top": (1, 100)}, "lens": {"top": (1, 50)}, "dot": {"top": (1, 1000)},
+    "vocabulary": {"top": (1, MOST)}, "neighbours": {"token": (0, MOST), "top": (1, 100)},
+    "gradient_split": {"top": (1, MOST)}, "learn": {"steps": (0, 100), "top": (0, 100)},
+    "patch": {"answer": (0, MOST), "wrong": (0, MOST)}, "direction": {"top": (1, 100)},
+    "random_head": {"top": (1, 50), "seed": (0, MOST)},
+}  # fmt: skip
+"""Least and greatest numbers that the server takes, where they are not those of 32 bits."""
+
+
+def test_one_request_is_bounded_in_numbers_texts_and_time():
+    for name, inspection in INSPECTIONS.items():
+        for option_name, option in inspection.options.items():
+            served, bounds = option.metadata["served"], LIMITS.get(name, {}).get(option_name)
+            assert (served["least"], served["most"]) == (bounds or (-(2**31), MOST)), option_name
+    lengths = {name: each.max_tokens for name, each in INSPECTIONS.items() if each.max_tokens}
+    assert lengths == dict.fromkeys(("lens", "learn", "attention", "ablate"), 256) | {"patch": 64}
+    assert INSPECTIONS["learn"].served_with == {"max_seconds": 20}
+    assert [name for name, each in INSPECTIONS.items() if not each.is_served] == ["direction"]
+    assert not INSPECTIONS["vocabulary"].options["counts"].metadata["is_served"]
+
+
 @pytest.fixture
 def registered(monkeypatch):
     monkeypatch.setitem(INSPECTIONS, "letters", LETTERS)

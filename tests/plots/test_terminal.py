@@ -89,15 +89,6 @@ def test_an_empty_plot_says_so():
     assert drawn(panel) == ["loss", "nothing to draw yet"]
 
 
-def test_a_hundred_thousand_points_are_thinned_and_keep_their_shape():
-    n = 100_000
-    line = Line("", range(n), [math.sin(k / n * math.tau) for k in range(n)])
-    plot = cells(drawn(Panel("", "", (line,)), width=80, height=10))
-    top = next(row for row in plot if row.strip())
-    crest = [column for column, cell in enumerate(top) if cell != " "]
-    assert 15 < sum(crest) / len(crest) < 21, "a quarter of the width"
-
-
 def test_axes_name_round_numbers_or_the_powers_of_ten_within_their_limits():
     panel = Panel("", "rate", (Line("", [1e-5, 1e-3, 1], [3, 2, 1]),), log_x=True)
     assert drawn(panel)[-2].split() == ["1e-05", "0.0001", "0.001", "0.01", "0.1", "1"]

@@ -54,12 +54,6 @@ def test_several_trainings_are_compared_by_their_common_metrics():
     assert [panel.title for panel in panels(both[1:], "")] == ["loss, nats", "validation accuracy"]
 
 
-def test_a_first_validation_among_few_is_not_cut_off():
-    curve = list(range(17, 187, 17)), [0.493, 0.43, *([0.4] * 8)]
-    panel = validation_panel([Training("run", {"val_bits_per_byte": curve})], "steps")
-    assert panel.limits() == (17, 170, 0.4, 0.493)
-
-
 def test_all_panels_have_one_x_axis():
     late = Training("late", {"loss": ([7.0], [1.0]), "val_loss": ([3.0, 5.0], [2.0, 2.0])})
     assert [panel.limits()[:2] for panel in panels([late], "steps")] == [(3.0, 7.0)]
