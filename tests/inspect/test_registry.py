@@ -36,6 +36,7 @@ def test_a_record_names_keywords_of_its_function(name):
             continue
         parameter, about = parameters[option_name], option.metadata["help"]
         assert option.default is MISSING or parameter.kind is Parameter.KEYWORD_ONLY
+        assert option.default is MISSING or parameter.default is not Parameter.empty
         hint = hints[option_name]
         assert kinds_of(option.type) <= kinds_of(hint)
         default = about.rpartition("default: ")[2] if "default: " in about else ""
