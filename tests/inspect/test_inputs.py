@@ -21,6 +21,7 @@ from tiedgpt.inspect import (
     direction,
     dot,
     gradient_split,
+    learn,
     lens,
     neighbours,
     patch,
@@ -28,6 +29,7 @@ from tiedgpt.inspect import (
     random_head,
     vocabulary,
 )
+from tiedgpt.inspect import rows as rows_of_w
 from tiedgpt.inspect.inputs import piece
 from tiedgpt.inspect.registry import INSPECTIONS
 
@@ -160,7 +162,7 @@ def test_wrong_options_are_named(function, options, said, model, tokenizer):
 def test_non_finite_weights_are_reported():
     model = random_model()
     model.wte.weight.data[5, 3] = float("nan")
-    for function in (positions, lens, dot):
+    for function in (positions, lens, dot, learn):
         with pytest.raises(UserError, match="not finite"):
             function(model, None, [1, 2])
     for function in (vocabulary, neighbours):
@@ -226,7 +228,10 @@ def test_json_is_columns_without_nan_and_with_all_digits(model, tokenizer):
     assert "states" not in states and len(states["patterns"]) == 2
 
 
-def test_counts_come_from_a_run_from_shards_from_texts_or_as_numbers(saved, model, tokenizer):
+def test_counts_come_from_a_run_from_shards_from_texts_or_as_numbers(
+    saved, model, tokenizer, monkeypatch
+):
+    monkeypatch.setattr(rows_of_w, "AT_ONCE", 7)
     counts = np.bincount(tokenizer.encode(TEXT * 3), minlength=len(tokenizer))
     (saved / "text.txt").write_text(TEXT * 3)
     for found in (

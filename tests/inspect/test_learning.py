@@ -107,13 +107,14 @@ def test_steps_equal_sgd_on_transformers_gpt2(tied, untied, predict, train):
         apart = (both[0] - both[1]).norm(dim=1).detach()[rows]
         np.testing.assert_allclose(result.twin_distance[-1], apart, rtol=1e-4, atol=1e-5)
         assert result.together is None
+    likely = set()
     with torch.no_grad():
         logits = [model(IDS[None]).logits[0, 5] for model in (before, peer)]
     for at, row in zip((0, -1), logits, strict=True):
         np.testing.assert_allclose(result.logit[at], row[rows], rtol=1e-4, atol=1e-4)
         np.testing.assert_allclose(result.prob[at], row.softmax(-1)[rows], rtol=1e-4, atol=1e-6)
-        top = set(row.topk(10).indices.tolist())
-        assert top <= set(result.likely.tolist())
+        likely |= {*row.topk(10).indices.tolist()}
+    assert set(result.likely.tolist()) == likely
 
 
 def test_the_pull_is_how_often_a_token_came_less_its_expectation():
@@ -150,11 +151,16 @@ def test_half_precision_is_trained_in_fp32():
 
 
 def test_no_step_shows_the_model_as_it_is(model, tokenizer):
-    result = learn(model, tokenizer, TEXT, steps=0)
+    result = learn(model, tokenizer, TEXT, steps=0, max_seconds=0.0)
     expected = positions(model, tokenizer, TEXT)
     assert result.loss.tolist() == [pytest.approx(expected.loss, rel=1e-6)]
     assert set(result.rows.tolist()) == set(result.ids.tolist()) and not result.all_reading.any()
     assert result.position == expected.next - 1 and not result.diverged
+    ids = random_ids(70)  # in two chunks
+    best = np.exp(positions(model, None, ids).top_logprob[:, 0])
+    for at in (0, 63, 64, 69):
+        result = learn(model, None, ids, steps=0, position=at)
+        assert result.likely_prob.max() == pytest.approx(best[at], rel=1e-5)
 
 
 @pytest.mark.parametrize(

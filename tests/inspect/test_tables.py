@@ -314,6 +314,9 @@ def test_the_vocabulary_says_which_tokens_a_text_reaches(model, tokenizer):
 def test_learning_shows_losses_by_step_rows_that_moved_and_the_prediction(untied):
     options = {"steps": 2, "untied": untied, "other": [3, 1, 4], "position": 4, "top": 3}
     found = inspect.learn(MODEL, None, IDS, predict="last" if untied else "all", **options)
+    far = np.hypot(found.all_reading, found.all_predicting)
+    assert {*found.rows} == {*IDS.tolist(), *far.argsort()[:-4:-1]}
+    assert (np.diff(far[found.rows]) <= 0).all()
     text, other = {"this text": found.loss}, {"the other text": found.other_loss}
     last = {"its last prediction": found.learned_loss} if untied else {}
     changes = {"reading": found.reading, "predicting": found.predicting}
