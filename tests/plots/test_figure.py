@@ -82,7 +82,8 @@ def test_a_line_has_a_colour_and_a_style_of_its_own_and_markers_where_they_are_n
     lines = [Line(f"run {n} $", [0, 1], [n, n + 1], n) for n in range(25)]
     looks = {"marked": True}, {"marked": True, "joined": False}, {"joined": False}
     lines += [Line("", [0, 1], [0, 1], **look) for look in looks]
-    lines += [Line("", [3], [5], low=[4], high=[7]), Line("", [*range(2001)], [1] * 2001)]
+    lines += [Line("", [3], [5], low=[4], high=[7])]
+    lines += [Line("", range(n), [1] * n) for n in (2000, 2001)]
     _, (axes,) = drawn([Panel("", "", tuple(lines))])
     curves = axes.get_lines()
     looks = [(curve.get_color(), curve.get_linestyle()) for curve in curves]
@@ -91,7 +92,7 @@ def test_a_line_has_a_colour_and_a_style_of_its_own_and_markers_where_they_are_n
     markers = [(one.get_linewidth(), one.get_marker(), one.get_markersize()) for one in curves[24:]]
     assert markers == [
         (1.4, "None", 3), (1.4, "o", 3), (0, "o", 3), (0, "o", 1.5),
-        (1.4, "o", 3), (1.4, "None", 3),
+        (1.4, "o", 3), (1.4, "None", 3), (1.4, "None", 3),
     ]  # fmt: skip
     assert [curve.get_rasterized() for curve in curves[-2:]] == [False, True]
     assert curves[7].get_xydata().tolist() == [[0, 7], [1, 8]]
