@@ -128,7 +128,7 @@ def test_one_prediction_is_shown_as_products_and_drawn_among_all_rows():
             assert len(line.xs) == pytest.approx(sum(product / places < cos.max()), abs=5)
 
 
-def test_attention_draws_the_heads_of_a_layer_and_the_means_of_all():
+def test_attention_shows_the_heads_of_a_layer_and_the_means_of_all():
     found = inspect.attention(MODEL, None, IDS, layer=1)
     names = {"x_label": "key", "y_label": "query", "x_names": ids(IDS), "y_names": ids(IDS)}
     maps = [
@@ -142,7 +142,13 @@ def test_attention_draws_the_heads_of_a_layer_and_the_means_of_all():
             ("on the token before", "weight", found.previous_share),
         )
     ]  # fmt: skip
-    assert found.figure()[1] == [*maps, *means] and repr(found) == found.table()
+    last = found.patterns[:, -1]
+    check(found, {
+        "head": range(2), "entropy, bits": found.entropy[1], "on the first": found.first_share[1],
+        "on the previous": found.previous_share[1],
+        "last attends to": [f"{key} id:{IDS[key]}" for key in last.argmax(1)],
+        "weight": last.max(1),
+    }, figure=("attention: a layer's maps, and means of every head", *maps, *means))  # fmt: skip
 
 
 @pytest.mark.parametrize(("mode", "instead"), [("zero", "zero"), ("mean", "its mean")])
