@@ -41,16 +41,9 @@ def test_inspection_equals_the_librarys(client, engine, name):
             assert theirs[key] == pytest.approx(value) if isinstance(value, float) else True
 
 
-def test_the_work_of_an_inspection_is_bounded(client):
+def test_an_inspection_that_is_not_served_is_missing(client):
     body = {"toward": TEXT, "away": "the dog"}
     assert client.post("/inspect/direction", json=body).status_code == 404
-    tops = {"positions": 100, "lens": 50, "dot": 1000, "neighbours": 100, "learn": 100}
-    limits = [("learn", "steps", 100), *((name, "top", most) for name, most in tops.items())]
-    for name, option, most in limits:
-        body = OWN.get(name, {"text": TEXT}) | {option: most + 1}
-        response = client.post(f"/inspect/{name}", json=body)
-        assert response.status_code == 400
-        assert response.json()["error"]["message"].endswith(f" {most}")
 
 
 @pytest.mark.parametrize(
