@@ -20,6 +20,7 @@ from typing_extensions import override
 
 from tiedgpt.data import documents
 from tiedgpt.errors import UserError
+from tiedgpt.files import format_count
 from tiedgpt.inspect.distributions import chunks
 from tiedgpt.inspect.inputs import Model, numpy, open_model, piece
 from tiedgpt.inspect.results import NOT_IN_JSON, SHOWN_ROWS, Figure, Result
@@ -129,7 +130,7 @@ class Vocabulary(Result):
         parts = [self._matrix_table(matrix, top) for matrix in self.matrices]
         counts = "no counts: --counts compares the rows with token frequency"
         if self.unseen is not None:
-            counts = f"{len(self.unseen):,} tokens never occur in {self.counted_in}"
+            counts = f"not in {self.counted_in}: {format_count(len(self.unseen), 'token')}"
         unknown = "" if self.reachable is not None else "; no tokenizer: reached is not known"
         return "\n".join(
             [
