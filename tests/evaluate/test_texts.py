@@ -79,6 +79,7 @@ def test_bits_per_byte_count_the_bytes_of_scored_tokens(engine):
 def test_impossible_windows_are_refused(engine, options, said):
     with pytest.raises(UserError, match=said):
         score_text(engine, TEXT, **options)
+    assert [Windows.of(engine, n).stride for n in (None, 20, 3, 2)] == [24, 10, 1, 1]
 
 
 @pytest.mark.parametrize("text", ["", "t"])

@@ -193,7 +193,7 @@ def test_a_head_may_forbid_tokens_by_minus_infinity():
 
 def test_bits_per_byte_are_those_of_the_tokens_that_have_bytes(tokenizer):
     model, size = random_model(vocab_size=len(tokenizer) + 5), len(tokenizer)
-    ids = [size + 1, *tokenizer.encode("the é"), size + 4]
+    ids = [size + 1, *tokenizer.encode("the é"), size, size + 4]
     found = positions(model, tokenizer, ids, replace_at=-1)
     bits = found.surprisal_bits[:-1].sum()
     assert found.bits_per_byte == pytest.approx(bits / len("the é".encode()), rel=1e-5)
