@@ -69,9 +69,9 @@ def test_a_cloze_is_right_if_greedy_decoding_writes_it(engine):
 
 
 def test_a_long_context_is_cut_on_the_left(engine):
-    fits, longer = [3] * 47, [3] * 60
+    fits, longer = [3] * 48, [3] * 49
     text = engine.tokenizer.decode(fits)
-    assert len(engine.tokenizer.encode(text)) == 47
+    assert len(engine.tokenizer.encode(text)) == 48
     examples = [ChoiceExample(engine.tokenizer.decode(ids), ("!",)) for ids in (fits, longer)]
     assert [score.is_cut for score in score_examples(engine, examples)] == [False, True]
 

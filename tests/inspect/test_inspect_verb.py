@@ -6,14 +6,11 @@ import re
 import sys
 from pathlib import Path
 
-import numpy as np
 import pytest
 from rich.cells import cell_len
 
 from tests.inspect.conftest import TEXT, random_model
-from tests.models import save_model
 from tiedgpt.cli.main import main
-from tiedgpt.data import ShardWriter
 from tiedgpt.inspect.registry import INSPECTIONS
 
 HOSTILE = "naïve  café\n\t文字 $x_1$"
@@ -128,15 +125,3 @@ def test_a_piped_text_has_no_byte_order_mark_and_ends_its_lines_at_newlines(caps
         assert main(["inspect", "positions", "model", "--text", "-", "--format", "json"]) == 0
         tokens.append(capsys.readouterr().out)
     assert tokens[0] == tokens[1]
-
-
-def test_tokens_of_a_run_are_counted_by_default(model, tokenizer, tmp_path, capfd):
-    save_model(tmp_path / "run" / "model", model, tokenizer)
-    (tmp_path / "run" / "data").mkdir()
-    ids = tokenizer.encode_array(TEXT * 3)
-    with ShardWriter(tmp_path / "run" / "data", "train", vocab_size=len(tokenizer)) as writer:
-        writer.write(ids)
-    for arguments in ([], ["--counts", str(tmp_path / "run" / "data")]):
-        assert main(["inspect", "vocabulary", "run", *arguments, "--format", "json"]) == 0
-        result = json.loads(capfd.readouterr().out)
-        assert result["count"] == np.bincount(ids, minlength=len(tokenizer)).tolist()

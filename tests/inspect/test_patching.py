@@ -84,12 +84,6 @@ def test_a_single_different_token_is_restored_by_its_state_alone(norm):
     assert np.delete(last, 8) == pytest.approx(np.zeros(8), abs=1e-4)
 
 
-def test_equal_texts_have_nothing_to_restore(model, tokenizer):
-    found = patch(model, tokenizer, TEXT, corrupted=TEXT, answer=3)
-    assert found.clean == pytest.approx(found.corrupted) and "0 of" in found.table()
-    assert np.allclose(found.heads, found.clean, atol=1e-4)
-
-
 def test_patching_does_not_change_the_model(model, tokenizer):
     model.train()
     other = TEXT.replace("cat", "mat")

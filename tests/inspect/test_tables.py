@@ -302,7 +302,9 @@ def test_the_vocabulary_lists_the_longest_and_the_shortest_rows_of_each_matrix(c
     end = "no counts:" if counts is None else "not in the counts given: 1 token;"
     assert end in found.table(48) and "all of them" not in found.table(48)
     assert len(tables(found.table(49))[-1][0]) == 98 and "all of them" in found.table(49)
-    if counts is not None:
+    if counts is None:
+        assert found.count is None and math.isnan(found.matrices[0].r2_heldout)
+    else:
         explained = [replace(matrix, r2_heldout=x).trends() for x in (0.256, -0.5)]
         assert "explains 26% of" in explained[0] and "explains 0% of" in explained[1]
 
