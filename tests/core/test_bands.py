@@ -80,7 +80,7 @@ def test_a_cache_fed_in_chunks_gives_the_logits_of_the_whole(request, ids, piece
     cache = KVCache.allocate(model.config, batch_size=3)
     logits = [model(piece, cache) for piece in torch.split(ids, pieces, dim=1)]
     torch.testing.assert_close(torch.cat(logits, 1), model(ids), rtol=1e-5, atol=2e-6)
-    assert cache.lengths == [24] * 3
+    assert cache.lengths == [24] * 3 and cache.attention_mask(1, 5) == (20, None)
 
 
 @settings(max_examples=15, deadline=None)

@@ -58,7 +58,6 @@ def test_a_head_of_its_own_predicts_and_print_says_so(tiny_config, ids):
     model = GPT(replace(tiny_config, tie_word_embeddings=False)).eval()
     torch.testing.assert_close(model(ids), model.head(model.body(ids)))
     assert "the head predicts" in str(model)
-    assert "(head): Linear" in str(model)
 
 
 def test_print_says_that_the_matrix_reads_and_predicts(tiny):
@@ -162,6 +161,7 @@ def test_a_cache_is_for_inference_and_one_model_shape(tiny, tiny_config, ids):
 @torch.no_grad()
 def test_a_full_cache_is_an_error(tiny, ids):
     cache = KVCache.allocate(tiny.config, batch_size=3, capacity=10)
+    assert cache.attention_mask(7, 5) == (0, None)
     tiny(ids[:, :10], cache)
     with pytest.raises(UserError, match="got 1 after 10"):
         tiny(ids[:, :1], cache)
