@@ -7,6 +7,7 @@ import subprocess
 import sys
 import warnings
 from collections.abc import Callable
+from types import SimpleNamespace as Config
 from typing import NamedTuple
 
 import numpy as np
@@ -403,8 +404,11 @@ def test_a_module_that_contains_the_model_is_judged():
     judged(nn.DataParallel(model), "tied", "same storage")
     judged(nn.DataParallel(model.transformer), "no head")
     model.config.tie_word_embeddings = False
-    judged(nn.DataParallel(model), "contradicts the claim")
     judged(model, "contradicts the claim", "claim")
+    text = Config(tie_word_embeddings=False)
+    for claim in ({}, {"tie_word_embeddings": None}, {"tie_word_embeddings": True}):
+        model.config = Config(**claim, text_config=text)
+        judged(nn.DataParallel(model), "tied" if any(claim.values()) else "contradicts the claim")
 
 
 def test_matrices_that_no_name_tells_apart_are_asked_about(tmp_path):

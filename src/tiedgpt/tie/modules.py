@@ -133,7 +133,8 @@ def _read_config(module: nn.Module) -> tuple[dict[str, Any], bool | None]:
     """Return the vocabulary size and type from a module's config, and its claim about the tie."""
     config = getattr(module, "config", None)
     for inner in ("text_config", "decoder"):
-        config = config if hasattr(config, TIE_KEY) else getattr(config, inner, config)
+        if getattr(config, TIE_KEY, None) is None:
+            config = getattr(config, inner, None) or config
     values = config if isinstance(config, dict) else getattr(config, "__dict__", {})
     claim = values.get(TIE_KEY, getattr(config, TIE_KEY, None))
     described = {
