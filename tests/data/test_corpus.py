@@ -32,12 +32,6 @@ def test_a_long_text_in_utf16_is_refused_where_files_are_read_in_parts(write, mo
         list(replace(documents([exceeds]), in_parts=True))
 
 
-def test_a_corpus_can_be_iterated_twice(write):
-    corpus = documents([write("a.txt", "one"), write("b.jsonl", '{"text": "two"}')])
-    assert list(corpus) == list(corpus)
-    assert [document.text for document in corpus] == ["one", "two"]
-
-
 def test_a_folder_is_read_in_sorted_order_and_counts_skipped_files(write, tmp_path):
     write("f/b/z.txt", "third")
     write("f/b.md", "second")

@@ -5,6 +5,7 @@ import csv
 import errno
 import gzip
 import hashlib
+import io
 import itertools
 import json
 import multiprocessing
@@ -166,6 +167,8 @@ def test_a_training_file_that_is_also_validation_text_has_a_note(tmp_path, eithe
 
 
 def test_long_text_is_divided_at_line_ends(tmp_path, large, monkeypatch):
+    cut = readers.cut_text(io.BytesIO(b"a\n" * (1 << 19) + b"bc"), b"")
+    assert [len(part) for part, _ in cut] == [1 << 20, 2]
     monkeypatch.setattr(preparation, "MIN_PART_BYTES", 4000)
     monkeypatch.setattr(readers, "LARGEST_PART", 1000)
     (tmp_path / "a.txt").write_text(text := "".join(f"line {n} é\n" for n in range(5000)))

@@ -405,9 +405,8 @@ def test_a_module_that_contains_the_model_is_judged():
     judged(nn.DataParallel(model.transformer), "no head")
     model.config.tie_word_embeddings = False
     judged(model, "contradicts the claim", "claim")
-    text = Config(tie_word_embeddings=False)
     for claim in ({}, {"tie_word_embeddings": None}, {"tie_word_embeddings": True}):
-        model.config = Config(**claim, text_config=text)
+        model.config = Config(**claim, text_config=Config(tie_word_embeddings=False))
         judged(nn.DataParallel(model), "tied" if any(claim.values()) else "contradicts the claim")
 
 
