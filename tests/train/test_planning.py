@@ -251,7 +251,7 @@ def test_given_epochs_are_trained():
 
 @pytest.mark.parametrize(
     ("minutes", "tokens", "dropout", "batch_size"),
-    [(1.0, 600_000, 0.0, 16), (3.0, 60_000, 0.1, 16), (0.1, 600_000, 0.0, 7)],
+    [(1, 200_000, 0.0, 16), (6, 600_000, 0.1, 16), (10, 10**6, 0.0, 16), (0.1, 600_000, 0.0, 7)],
 )
 def test_many_epochs_bring_dropout_and_short_runs_small_batches(
     minutes, tokens, dropout, batch_size
@@ -280,8 +280,11 @@ def test_given_options_are_not_changed():
     assert (chosen.batch_size, chosen.lr, chosen.weight_decay) == (3, 0.5, 0.7)
     assert (config.n_positions, config.resid_pdrop) == (32, 0.3)
     assert plan(size="tiny", steps=9, keep="last")[1].keep == "last"
-    scores = [plan(size="tiny", steps=9, score=score)[1].final_batches for score in ("auto", "all")]
-    assert scores == [4, None]  # of 30 batches
+    scores = [
+        plan(size="tiny", steps=steps, score=score, tokens=614_400)[1].final_batches
+        for score, steps in (("auto", 9), ("all", 9), ("auto", 480), ("auto", 490))
+    ]
+    assert scores == [4, None, 29, None]  # of 30 batches
     assert not TrainOptions(size="tiny").chooses and not TrainOptions(steps=5).chooses
 
 
