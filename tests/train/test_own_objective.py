@@ -291,11 +291,7 @@ def with_data(**changes):
 @pytest.mark.parametrize(
     "method, change, says",
     [
-        (
-            "read",
-            with_data(batches=lambda n, seed: lambda step: (torch.ones(n, 2),)),
-            "arrays, not a Tensor",
-        ),
+        ("read", with_data(batches=lambda *_: lambda step: (torch.ones(1, 2),)), "not a Tensor"),
         ("read", with_data(held_out=lambda n, n_batches: []), "held-out batch"),
         ("build", lambda model: None, "None"),
         ("build", lambda model: nn.Linear(2, 2), "Linear"),

@@ -326,11 +326,7 @@ def test_vocabulary_and_context_depend_on_the_text():
         ({"steps": 200}, 20_000, "parameters per token .* it: give a smaller --size, or more text"),
         ({"steps": 200, "start": "runs/a"}, 20_000, None),  # its size was chosen before
         ({"steps": 200, "start": "runs/a", "batch_size": 16}, 160 * 128, None),
-        (
-            {"steps": 200, "start": "runs/a", "batch_size": 16},
-            159 * 128,
-            "a batch holds 10% of the",
-        ),
+        ({"steps": 200, "start": "runs/a", "batch_size": 16}, 159 * 128, "a batch holds 10% of"),
         ({"steps": 200, "size": "nano"}, 173_824 // 24, "parameters per token"),
         ({"steps": 200, "size": "nano"}, 173_824 // 24 + 1, None),
         ({"size": "tiny", "steps": 100}, 100_000_000, None),

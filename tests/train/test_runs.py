@@ -76,13 +76,6 @@ def test_runs_are_numbered_and_more_steps_prolong_them(folder, capfd):
     assert main(["runs", "nowhere"]) == 1
 
 
-def test_changed_options_of_a_run_are_named_with_start(folder, capfd):
-    assert train("--steps", "2", "--out", "one") == 0
-    assert train("--steps", "2", "--seed", "1", "--out", "one") == 1
-    said = capfd.readouterr().err
-    assert "--seed was 0 and is 1" in said and "--start one" in said
-
-
 def write_run(path: Path, options: TrainOptions, architecture="GPT2LMHeadModel") -> None:
     (path / "model").mkdir(parents=True)
     run = RunDirectory(path)
@@ -191,7 +184,6 @@ def test_impossible_options_are_refused_in_one_line(folder, capfd, wrong, says):
 @pytest.mark.parametrize(
     ("content", "code", "says"),
     [
-        (b"only 30 bytes are in this file", 1, "tokens for a context of 64"),
         (b"", 1, "no text in cats.txt"),
         (b"\n\n \n", 1, "no text in cats.txt"),
         (b"\0\1\2" * 99, 3, "cats.txt contains a NUL byte at 0"),

@@ -35,9 +35,8 @@ def test_tiny_texts_are_trained_on(folder, text, tokens_per_byte, options):
     Path("text.txt").write_text(text)
     command = ["train", "text.txt", "--out", "run", "--minutes", "0.005", "--dtype", "fp32"]
     assert main([*command, *options]) == 0
-    last = json.loads(Path("run/metrics.jsonl").read_text().splitlines()[-1])
-    lines = map(json.loads, Path("run/metrics.jsonl").read_text().splitlines())
-    scored = [line["val_loss"] for line in lines if "val_loss" in line]
+    *lines, last = map(json.loads, Path("run/metrics.jsonl").read_text().splitlines())
+    scored = [line["val_loss"] for line in [*lines, last] if "val_loss" in line]
     assert last["final"] and last["val_loss"] <= min(scored) + 1e-6
     if tokens_per_byte:
         bits = tokens_per_byte * last["val_loss"] / math.log(2)

@@ -64,9 +64,10 @@ def test_only_finite_numbers_and_texts_are_logged():
     assert split_line(line) == ({"lr": 1.0}, {"sample": "a"})
 
 
+@pytest.mark.parametrize("package", [None, types.ModuleType("a_folder")], ids=["none", "folder"])
 @pytest.mark.parametrize("name", get_args(TrackerName))
-def test_a_missing_package_is_named(monkeypatch, name):
-    monkeypatch.setitem(sys.modules, name, None)
+def test_a_missing_package_is_named(monkeypatch, name, package):
+    monkeypatch.setitem(sys.modules, name, package)
     with pytest.raises(UserError, match=f"pip install {name}"):
         open_tracker(name)
 

@@ -13,6 +13,7 @@ from safetensors.torch import load_file
 
 from tests.train.conftest import CPU, Trial, assert_resumes, metrics, write_lines
 from tests.train.test_parallel import together
+from tests.tune.test_adapters import drawn
 from tiedgpt import GPT, GPTConfig, Tokenizer
 from tiedgpt.cli.main import main
 from tiedgpt.data import read_template
@@ -212,10 +213,7 @@ def adapter(place, tmp_path):
     """An adapter in PEFT's format, and the base with it."""
     model = GPT.from_pretrained(place / "base")
     lora(model, 2)
-    with torch.no_grad():
-        for name, parameter in model.named_parameters():
-            if "lora_" in name:
-                parameter.normal_(0, 0.1)
+    drawn(model, 0.1)
     save_adapter(model, tmp_path / "adapter")
     return model.eval()
 
@@ -309,11 +307,7 @@ BAD = {
     "packed": ('{"text": "a"}\n{"text": 1}', ["--packing", "on"], "bad.jsonl:2: 'text' must be"),
     "no text": ('{"text": ""}', ["--packing", "on"], "bad.jsonl:1: nothing in it is trained"),
     "two kinds": ('{"text": "a", "messages": []}', [], "several of the kinds: 'text', 'messages'"),
-    "roles": (
-        GOOD.replace('"user"', '"robot"'),
-        [],
-        "bad.jsonl:1: no role 'robot': the roles are system, user",
-    ),
+    "roles": (GOOD.replace('"user"', '"robot"'), [], "bad.jsonl:1: no role 'robot': the roles are"),
     "half a pair": ('{"prompt": "a", "completion": "\\ud800"}', [], "bad.jsonl:1: not a JSON"),
 }
 

@@ -21,13 +21,13 @@ from tiedgpt.tune.adapters import BLOCKS, LoRAEmbedding, adapted_layers
 ALL = (*BLOCKS, "wte")
 
 
-def drawn(model):
+def drawn(model, std=0.2):
     """Give every parameter that moves a value that shows."""
     draw = torch.Generator().manual_seed(1)
     with torch.no_grad():
         for parameter in model.parameters():
             if parameter.requires_grad:
-                parameter.normal_(0.0, 0.2, generator=draw)
+                parameter.normal_(0.0, std, generator=draw)
     return model
 
 
@@ -289,10 +289,8 @@ def test_an_adapted_model_is_not_written_as_a_plain_one(tiny, tmp_path):
 def test_the_engine_computes_adapters_in_torch_and_packs_only_merged_ones(tiny, ids):
     lora(tiny, targets=ALL)
     drawn(tiny)
-    expected = tiny(ids[:1])[0, -1].argmax()
     with Engine(tiny) as engine:
-        assert engine.generate([ids[0].tolist()], max_new_tokens=1, temperature=0)
         got = engine.generate([ids[0, -8:].tolist()], max_new_tokens=1, temperature=0)[0]
-    assert got.ids[-1] == tiny(ids[:1, -8:])[0, -1].argmax() and expected is not None
+    assert got.ids[-1] == tiny(ids[:1, -8:])[0, -1].argmax()
     with pytest.raises(UserError, match=r"tiedgpt\.tune\.merge"):
         Engine(tiny, precision="int8")

@@ -180,12 +180,7 @@ def peer_with(tiny, tmp_path, **config):
 def test_a_large_adapter_merges_as_in_peft(tiny, load_peer, ids, std, tmp_path):
     peft = pytest.importorskip("peft")
     config = peft.LoraConfig(task_type="CAUSAL_LM", r=4, target_modules=["c_attn", "c_fc"])
-    adapted = peft.get_peft_model(load_peer(), config).eval()
-    draw = torch.Generator().manual_seed(2)
-    with torch.no_grad():
-        for parameter in adapted.parameters():
-            if parameter.requires_grad:
-                parameter.normal_(0.0, std, generator=draw)
+    adapted = drawn(peft.get_peft_model(load_peer(), config), std).eval()
     adapted.save_pretrained(tmp_path / "a")
     load_adapter(tiny, tmp_path / "a")
     merge(tiny)

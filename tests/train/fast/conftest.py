@@ -3,8 +3,12 @@
 from collections.abc import Callable
 from types import ModuleType
 
+import numpy as np
 import pytest
 import torch
+
+from tiedgpt.infer.kernels.arguments import LINE
+from tiedgpt.infer.kernels.compile_cache import Kernel, Step
 
 
 def value_and_gradients(function: Callable, grad: torch.Tensor, *inputs) -> list[torch.Tensor]:
@@ -12,6 +16,16 @@ def value_and_gradients(function: Callable, grad: torch.Tensor, *inputs) -> list
     inputs = [x.detach().clone().requires_grad_() for x in inputs]
     y = function(*inputs)
     return [y.detach(), *torch.autograd.grad(y, inputs, grad)]
+
+
+def run_as_thread(thread: int, kernel: Kernel, n_scratch: int, *arguments) -> None:
+    """Run a kernel as one of three threads; `...` is the scratch, of which it changes its own."""
+    scratch = np.full((5, n_scratch), 7, np.float32)
+    arrays = [scratch[1:4].ravel() if a is ... else a for a in arguments]
+    step = Step(kernel, 1, 1, (*arrays,))
+    step.counters[LINE] = thread
+    step(0)
+    assert (scratch != 7).any(1).nonzero()[0].tolist() == [step.counters[LINE]] == [1 + thread]
 
 
 @pytest.fixture

@@ -1,14 +1,14 @@
 """Attention of short sequences by our kernels equals torch's, in fp32 and in bf16."""
 
+import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
 
-from tests.train.fast.conftest import value_and_gradients
+from tests.train.fast.conftest import run_as_thread, value_and_gradients
 from tiedgpt import GPT, GPTConfig
 from tiedgpt.infer.kernels.compile_cache import Kernel
 from tiedgpt.train import fast_training
-from tiedgpt.train.machine import cpu_threads
 from tiedgpt.train.step.fast import attention as module
 from tiedgpt.train.step.fast import gelu as gelu_module
 from tiedgpt.train.step.fast.attention import attention
@@ -63,15 +63,16 @@ def test_later_tokens_change_no_bit():
     assert torch.equal(attention(changed, 2)[:, :77], attention(qkv, 2)[:, :77])
 
 
-def test_the_number_of_threads_changes_no_bit():
-    qkv, grad = drawn(64)
-    results = []
-    for threads in (1, 2, 3):
-        with cpu_threads(threads):
-            results.append(value_and_gradients(lambda x: attention(x, 2), grad, qkv))
-    for y, gradient in results[1:]:
-        assert torch.equal(y, results[0][0])
-        assert torch.equal(gradient, results[0][1])
+def test_the_number_of_a_thread_changes_no_bit():
+    qkv, grad = (t.numpy().ravel() for t in drawn(64))
+    shape, results = (3, 64, 2, 32), []
+    for thread in range(3):
+        sums, y, out = np.zeros(3 * 2 * 64 * 2, np.float32), 0 * grad, 0 * qkv
+        run_as_thread(thread, module.FORWARD, 64 * (8 + 4 * 32), *shape, qkv, sums, ..., y)
+        n_scratch = 64 * (2 * 64 + 6 * 32)
+        run_as_thread(thread, module.GRADIENT, n_scratch, *shape, qkv, sums, grad, ..., out)
+        results.append([*y, *out])
+    assert results[0] == results[1] == results[2]
 
 
 @pytest.mark.parametrize("matrix", [0, 1, 2], ids=["query", "key", "value"])

@@ -2,6 +2,7 @@
 
 from contextlib import nullcontext
 
+import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
@@ -10,10 +11,10 @@ from torch.nn.modules import module
 
 from tests.core.test_compositions import CHANGES, A, drawn_model
 from tests.core.test_loss import assert_equals_cross_entropy, loss_inputs
+from tests.train.fast.conftest import run_as_thread
 from tiedgpt import GPT
 from tiedgpt.core import loss as core_loss
 from tiedgpt.train import fast_training
-from tiedgpt.train.machine import cpu_threads
 from tiedgpt.train.step.fast import loss as fast_loss
 from tiedgpt.train.step.fast.loss import one_pass_cross_entropy
 from tiedgpt.train.step.substitute import Substitute
@@ -78,13 +79,15 @@ def test_numbers_that_are_not_finite_reach_the_same_gradients(number, narrow_inp
         assert torch.equal(mine.isfinite(), its.isfinite())
 
 
-def test_the_number_of_threads_changes_no_bit(narrow_inputs):
-    is_narrow, *inputs = narrow_inputs
+def test_the_number_of_a_thread_changes_no_bit():
     results = []
-    for threads in (1, 2, 3):
-        with cpu_threads(threads):
-            results.append(fast_loss_and_gradients(*inputs, is_narrow))
-    assert all(torch.equal(result[0], results[0][0]) for result in results)
+    for thread in range(3):
+        logits = np.linspace(-3, 3, 11 * 48, dtype=np.float32)
+        shares, losses = np.ones(11, np.float32), np.zeros(11, np.float32)
+        answers = np.arange(11)
+        run_as_thread(thread, fast_loss.KERNEL, 48, 48, logits, answers, shares, ..., losses)
+        results.append([*logits, *losses])
+    assert results[0] == results[1] == results[2]
 
 
 @pytest.fixture

@@ -5,6 +5,7 @@ import torch
 import torch.nn.functional as F
 
 from tiedgpt.train.step.fast import matmul
+from tiedgpt.train.step.fast.matmul import is_onednn_faster
 
 
 @pytest.fixture(autouse=True, params=["MKL", "oneDNN"])
@@ -39,3 +40,12 @@ def test_results_are_deterministic():
     x, w, grad = torch.randn(512, 128), torch.randn(96, 128), torch.randn(512, 96)
     assert torch.equal(matmul.linear(x, w), matmul.linear(x, w))
     assert torch.equal(matmul.weight_gradient(x, grad), matmul.weight_gradient(x, grad))
+
+
+def test_onednn_computes_on_amds_cpus_with_whole_avx512_units(monkeypatch):
+    for has_vp2intersect, capability in ((True, "AVX512"), (False, "AVX512"), (True, "AVX2")):
+        features = {"avx512_vp2intersect": has_vp2intersect}
+        monkeypatch.setattr(torch.cpu, "get_capabilities", lambda features=features: features)
+        monkeypatch.setattr(torch.backends.cpu, "get_cpu_capability", lambda c=capability: c)
+        monkeypatch.setattr(torch.backends.mkldnn, "is_available", lambda: True)
+        assert is_onednn_faster.__wrapped__() == (has_vp2intersect and capability == "AVX512")
