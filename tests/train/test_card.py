@@ -71,6 +71,13 @@ def test_the_card_names_a_base_model_of_the_hub_alone(trial, trained, start, bas
     assert (front and front[1]) == base_model
 
 
+@pytest.mark.parametrize(("window", "name"), [(None, "AutoModelForCausalLM"), (4, None)])
+def test_transformers_loads_a_model_without_a_window(trial, window, name):
+    options, run = TrainOptions(size="nano", window=window), trial()
+    config = options.model_config(vocab_size=11, bos=None, eos=None)
+    assert run.task.publisher(config, run.data).transformers_class == name
+
+
 def test_a_users_card_is_not_overwritten(trial, trained):
     run = trial()
     run.run.record.write_text((trained / "run.toml").read_text())

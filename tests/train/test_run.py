@@ -62,8 +62,7 @@ def test_a_stopped_training_leaves_a_model_and_resumes_to_the_same_bytes(
     tmp_path, options, n_steps, n_scored
 ):
     whole, parts = tmp_path / "whole", tmp_path / "parts"
-    for _ in train(options, whole):
-        pass
+    list(train(options, whole))
     steps, batches = [], []
     for event in train(
         options, parts, stop_requested=lambda: (len(steps), len(batches)) == (n_steps, n_scored)
@@ -162,6 +161,5 @@ def test_a_file_is_read_once_by_a_fresh_run_and_once_by_one_that_resumes(
     next(event for event in events if isinstance(event, Stepped))
     events.close()
     assert opened.count(options.data[0]) == 1
-    for _ in train(options, tmp_path / "run"):
-        pass
+    list(train(options, tmp_path / "run"))
     assert opened.count(options.data[0]) == 2

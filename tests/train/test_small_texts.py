@@ -93,12 +93,10 @@ def test_a_validation_text_of_one_token_is_refused(trial):
         rows.at(16)
 
 
-@pytest.mark.parametrize(
-    "more", [["--context", "3000000"], ["--context", "9999", "--memory", "1MB"]]
-)
+@pytest.mark.parametrize("more", ["--context 3000000", "--context 9999 --memory 1MB"])
 def test_a_text_shorter_than_the_context_is_refused_before_memory_is_planned(more, folder, capfd):
     Path("text.txt").write_text("a cat sat on a mat. " * 20)
-    assert main(["train", "text.txt", "--size", "nano", "--steps", "1", *more]) == 1
+    assert main(["train", "text.txt", "--size", "nano", "--steps", "1", *more.split()]) == 1
     assert "for a context of" in capfd.readouterr().err
 
 

@@ -293,11 +293,6 @@ def test_a_replanned_run_resumes_to_the_same_result(trial, options):
         assert_same(whole, run)
 
 
-def test_a_plan_with_the_right_speed_is_not_changed(trial):
-    events = trial(steps=40, minutes=1.0, eval_every=40).with_clock(1.4).train()
-    assert events[-1].step == 40 and not find(events, Replanned)
-
-
 def test_a_slow_replanned_run_trains_its_whole_warmup(trial):
     run = trial(steps=40, minutes=1.0, eval_every=40, warmup=6, cooldown=10).with_clock(30.0)
     events = run.train()

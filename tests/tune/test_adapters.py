@@ -60,7 +60,7 @@ def test_only_four_matrices_of_each_block_are_adapted(tiny):
     assert report.total == tiny.config.parameter_count() + 3 * a_block
     assert [group.name for group in report.groups] == ["wte", "wpe", "h.0 to h.2", "ln_f"]
     assert "W (wte) reads and predicts: it is frozen as input and as output" in str(report)
-    assert adapted_layers(tiny)["h.1.mlp.c_fc"].scale == 2.0  # alpha is 2 rank
+    assert "lora rank 4, scale 2)" in str(adapted_layers(tiny)["h.1.mlp.c_fc"])  # alpha is 2 rank
     assert not isinstance(tiny.wte, LoRAEmbedding)
 
 
@@ -88,7 +88,7 @@ def test_rows_of_new_tokens_are_trained_fully_on_both_sides(tiny, ids):
     add_tokens(tiny, 2)
     old = tiny.wte.weight.clone()
     report = lora(tiny, targets=[], tokens=[98, 97])
-    assert report.moving == 2 * 32
+    assert report.moving == 2 * 32 and "2 rows trained whole)" in str(tiny.wte)
     assert "its rows change as inputs and as outputs" in str(report)
     trained(tiny, torch.cat([ids, ids % 2 + 97], 1)[:, 16:40])
     assert merge(tiny) < 1e-5

@@ -110,7 +110,6 @@ def test_pefts_adapter_is_the_same_here_loaded_and_merged(tiny, load_peer, ids, 
     ("given", "field"),
     [
         ({"use_dora": True}, "use_dora"),
-        ({"modules_to_save": ["wte"]}, "in the place of one side of W"),
         ({"bias": "all"}, "bias"),
     ],
 )

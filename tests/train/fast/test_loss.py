@@ -14,6 +14,7 @@ from tests.core.test_loss import assert_equals_cross_entropy, loss_inputs
 from tests.train.fast.conftest import run_as_thread
 from tiedgpt import GPT
 from tiedgpt.core import loss as core_loss
+from tiedgpt.heads import MultipleChoice
 from tiedgpt.train import fast_training
 from tiedgpt.train.step.fast import loss as fast_loss
 from tiedgpt.train.step.fast.loss import one_pass_cross_entropy
@@ -117,8 +118,6 @@ def test_the_fast_loss_is_used_if_the_logits_are_h_times_a_matrix(change, calls)
 
 
 def test_a_head_on_the_body_uses_the_fast_loss(calls):
-    from tiedgpt.heads import MultipleChoice
-
     head = MultipleChoice(drawn_model().float())
     ids, lengths = A[0][:2].view(1, 2, 16), torch.full((1, 2), 16)
     with fast_training(head):
