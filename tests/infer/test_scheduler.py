@@ -72,12 +72,13 @@ def test_prompts_double_the_time_of_a_step_that_decodes():
     budget = PrefillBudget()
     for seconds, n_prompt, expected in (
         (9.0, 32, 32),  # no step has only decoded yet
-        (1.0, 0, 32),
-        (1.5, 32, 64),
-        (2.0, 64, 64),
-        (1.0 + 1e-9, 64, 128),  # at most twice as many
-        (17.0, 128, 8),
-        (100.0, 8, 8),  # at least 8
+        (2.0, 0, 32),
+        (3.0, 32, 64),
+        (4.0, 64, 64),
+        (2.0 + 1e-9, 64, 128),  # at most twice as many
+        (99.0, 128, 8),  # at least 8
+        (9.0, 0, 8),  # counts as 4.0, and a fifth of it: the average is 2.4
+        (3.95, 8, 12),
     ):
         budget.record(seconds, n_prompt, n_decode=2)
         assert budget.beside == expected
