@@ -216,6 +216,11 @@ def test_the_page_opens_with_unfinished_validation_text(run, tmp_path):
     for hosts, expected in ((None, opening), (Hosts.of("0.0.0.0"), None)):
         with page_of(held_out, hosts=hosts) as page:
             assert page.get("/inspect/model").json()["opening"] == expected
+    (held_out / "model/opening.json").write_text('{"text": "without a tokenizer no use"}')
+    (held_out / "model/tokenizer.json").unlink()
+    assert main(["export", str(held_out), str(tmp_path / "page.html")]) == 0
+    ids = tokenizer.encode(text)[:12]
+    assert data_of((tmp_path / "page.html").read_text())["state"] == {"ids": ids}
 
 
 @pytest.mark.parametrize("is_run", [True, False])

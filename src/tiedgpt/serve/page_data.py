@@ -77,7 +77,8 @@ def describe_model(
     from tiedgpt.tie.heads import is_tied
 
     config, counted = model.config, counted or ledger(model)
-    opening: str | list[int] | None = None if source is None else stored_opening(source)
+    has_text = source is not None and tokenizer is not None
+    opening: str | list[int] | None = stored_opening(source) if has_text else None
     if opening is None and path is not None:
         opening = opening_text(path, tokenizer)
     limits = {each.name: each.max_tokens for each in INSPECTIONS.values()}
@@ -125,7 +126,7 @@ def opening_text(
     a tokenizer it is their ids.
     """
     source = Source.of(source)
-    if (stored := stored_opening(source)) is not None:
+    if tokenizer is not None and (stored := stored_opening(source)) is not None:
         return stored
     try:
         shards = Shards.in_directory(source.given_path / "data", "val")
