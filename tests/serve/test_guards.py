@@ -190,7 +190,7 @@ FINE = {"role": "a", "content": "b"}
          "messages.0.content"),
         ("chat/completions", {"messages": [{"role": "a", "content": "b", "tool": 1}]},
          "messages.0.tool"),
-        ("completions", {"logit_bias": {"5": 101}}, "logit_bias.5"),
+        ("completions", {"logit_bias": {"x": 1}}, "logit_bias.x"),
         ("completions", {"response_format": {"type": "json_schema", "json_schema": {"schema": 5}}},
          "response_format.json_schema.schema"),
         ("completions", {"stream_options": {"x": 1}}, "stream_options.x"),

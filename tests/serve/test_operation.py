@@ -15,12 +15,14 @@ import pytest
 from starlette.testclient import TestClient
 
 from tests.serve.conftest import Running
+from tiedgpt.data import TEMPLATES
 from tiedgpt.infer import Engine
 from tiedgpt.serve.app import create_app
 from tiedgpt.serve.guards import Limits
 from tiedgpt.serve.server import Server, open_socket
 
 LONG = {"prompt": "the cat", "max_tokens": 44, "logit_bias": {"7": 100}, "stream": True}
+RESPONSE = {"input": "the cat", "logit_bias": {"7": 100}, "stream": True}
 
 
 def send(port, body, path="/v1/completions", receive_buffer=None):
@@ -234,13 +236,13 @@ def test_running_texts_finish_when_the_server_is_stopped(engine, slow):
     n_texts = []
     with Running(engine) as running:
         running.server.on_drain = n_texts.append
-        connection = send(running.port, LONG)
+        connection = send(running.port, LONG | {"n": 7})
         connection.recv(100)
         running.server.handle_exit(15, None)
         refused = read(send(running.port, LONG))
         assert " 503 " in refused and "retry-after: 1" in refused and "connection: close" in refused
         assert "[DONE]" in read(connection)
-    assert n_texts == [1]
+    assert n_texts == [7], "four in slots and three that wait"
     with pytest.raises(OSError):
         socket.create_connection(("127.0.0.1", running.port), timeout=1)
 
@@ -302,14 +304,17 @@ def test_invalid_http_is_answered_in_openais_format(running, sent, status, said)
 def test_texts_that_exceed_the_shutdown_time_end_with_an_error_event(engine, slow):
     with (
         Engine(engine.model, tokenizer=engine.tokenizer) as other,
-        Running(other, Limits(drain_seconds=0.2)) as running,
+        Running(other, Limits(drain_seconds=0.2), template=TEMPLATES["plain"]) as running,
         send(running.port, LONG) as connection,
+        send(running.port, RESPONSE, "/v1/responses") as response,
         send(running.port, LONG | {"stream": False}) as whole,
     ):
         connection.recv(100)
-        until(lambda: other.stats()["running"] == 2)
+        until(lambda: other.stats()["running"] == 3)
         running.server.handle_exit(15, None)
         assert '"error":{"message":"the server is ending"' in read(connection)
+        said = '"code":"shutting_down","message":"the server is ending","param":null}'
+        assert said in read(response), "as openai's ResponseErrorEvent"
         assert b"503" in whole.recv(100)
 
 

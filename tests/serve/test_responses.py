@@ -166,7 +166,6 @@ JSON_FORMAT = {"type": "json_schema", "name": "x"}
         ({"max_output_tokens": 4, "min_tokens": 5}, "min_tokens", "max_output_tokens.* 5 is more"),
         ({"input": []}, "input", "a text or a list of 1 to 1,024 messages"),
         ({"input": ["a"]}, "input", "a text or a list of 1 to 1,024 messages"),
-        ({"input": [5]}, "input", "a text or a list of 1 to 1,024 messages"),
         ({"input": {"role": "user"}}, "input", "a text or a list of 1 to 1,024 messages"),
         ({"input": [{"role": "user", "content": "a"}] * 1025}, "input", "1 to 1,024 messages"),
         ({"input": [{"role": "user"}]}, "input.0.content", "required"),
