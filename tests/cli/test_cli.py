@@ -142,6 +142,9 @@ def test_doctor_describes_the_machine(capfd, monkeypatch):
     assert found["torch"].startswith(torch.__version__.split("+")[0])
     assert found["missing"] == "nothing that is required"
     assert found["kernel cache"] == "/kernels"
+    assert found["train --device auto"] in ("cpu", "cuda")
+    assert found["generate --device auto"].startswith(found["train --device auto"])
+    assert ("gpu driver" in found) == ("cuda:0" in found) != ("gpu" in found)
     assert main(["doctor"]) == 0
     assert "train --dtype auto" in capfd.readouterr().out
 

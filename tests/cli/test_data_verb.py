@@ -90,7 +90,7 @@ def test_json_has_every_token_and_the_counts(folder, capsys):
     assert shown["place"] == "pairs.jsonl:1"
     pairs = list(zip(shown["tokens"], shown["trained"], strict=True))
     assert "".join(token for token, trained in pairs if trained) == "there<|endoftext|>"
-    assert len(shown["ids"]) == len(pairs)
+    assert len(shown["ids"]) == len(pairs) == found["tokens"] - found["longest"]
 
 
 def test_the_template_beside_the_tokenizer_is_used_unless_it_is_foreign(folder, capsys):

@@ -1,6 +1,7 @@
 """`tiedgpt plot` and `train --track` as a user meets them."""
 
 import json
+import re
 from pathlib import Path
 
 import pytest
@@ -67,13 +68,14 @@ def test_numbers_and_samples_can_be_printed(text, capfd):
 
 @pytest.mark.parametrize(
     ("arguments", "says"),
-    [([], "train first"), (["nowhere"], r"no metrics.jsonl"), (["empty"], "nothing to plot yet")],
+    [([], "train first"), (["nowhere"], "no metrics.jsonl"), (["empty"], "nothing to plot yet"),
+     (["run", "nowhere"], "no metrics.jsonl")],
 )
 def test_undrawable_runs_are_refused_in_one_line(text, capfd, arguments, says):
     write_run(Path("run"))
     write_run(Path("empty"), 0)
     assert main(["plot", *arguments]) == 1
-    assert says in capfd.readouterr().err
+    assert re.search(f"(?ms)^error: .*{says}", capfd.readouterr().err)
 
 
 def test_a_missing_tracker_is_reported_before_any_work(text, capfd, monkeypatch):

@@ -50,11 +50,7 @@ def test_choices_follow_their_text_and_only_the_right_one_has_a_language_loss():
 @pytest.mark.parametrize(
     ("task", "record", "says"),
     [
-        (
-            "classify",
-            {"txt": "a", "label": "x"},
-            "no string in the field 'text'; the record has 'txt'",
-        ),
+        ("classify", {"txt": "a", "label": "x"}, "the field 'text'; the record has 'txt'"),
         ("classify", {"text": " ", "label": "x"}, "'text' is empty"),
         ("classify", {"text": "a"}, "no value in the field 'label'"),
         ("classify", {"text": "a", "label": True}, "label True"),

@@ -226,11 +226,7 @@ def test_start_from_a_trained_gpt_takes_its_weights_tokenizer_and_shape(files, c
     [
         (["--task", "classify"], 1, "needs examples"),
         (["text.txt", "--task", "classify"], 3, r"text\.txt:1: not a JSON object"),
-        (
-            ["choose.jsonl", "--task", "classify"],
-            3,
-            r"choose\.jsonl:1: no value in the field 'label'",
-        ),
+        (["choose.jsonl", "--task", "classify"], 3, r"choose\.jsonl:1: no value .* 'label'"),
         (["classify.jsonl", "--task", "classify", "--text-field", "t"], 1, "--text-field"),
         (["text.txt", "--start", "no/such/model"], 1, "no/such/model"),
         (["text.txt", "--start", "x", "--size", "small"], 1, "--size is for a fresh"),

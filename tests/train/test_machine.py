@@ -336,6 +336,7 @@ def test_a_dry_run_prints_the_plan_and_leaves_nothing(text_file, folder, capsys)
     said = json.loads(capsys.readouterr().out)
     assert said["fits"] and said["plan"]["steps"] == 7
     assert said["tokens"] == 7 * said["plan"]["batch_size"] * 16
+    assert said["epochs"] == pytest.approx(said["tokens"] / text_file.stat().st_size, rel=0.2)
     assert said["memory_bytes"] == sum(said["memory"].values())
     assert said["seconds"] == pytest.approx(said["tokens"] / said["tokens_per_second"])
     assert main([*asked, "--batch-size", "800", "--parallel", "ddp"]) == 0
