@@ -68,8 +68,7 @@ def test_numbers_and_samples_can_be_printed(text, capfd):
 
 @pytest.mark.parametrize(
     ("arguments", "says"),
-    [([], "train first"), (["nowhere"], "no metrics.jsonl"), (["empty"], "nothing to plot yet"),
-     (["run", "nowhere"], "no metrics.jsonl")],
+    [([], "train first"), (["run", "none"], "no metrics.jsonl"), (["empty"], "nothing to plot")],
 )
 def test_undrawable_runs_are_refused_in_one_line(text, capfd, arguments, says):
     write_run(Path("run"))

@@ -313,8 +313,8 @@ def test_texts_that_exceed_the_shutdown_time_end_with_an_error_event(engine, slo
         until(lambda: other.stats()["running"] == 3)
         running.server.handle_exit(15, None)
         assert '"error":{"message":"the server is ending"' in read(connection)
-        said = '"code":"shutting_down","message":"the server is ending","param":null}'
-        assert said in read(response), "as openai's ResponseErrorEvent"
+        fields = '"code":"shutting_down","message":"the server is ending","param":null}'
+        assert fields in read(response), "as openai's ResponseErrorEvent"
         assert b"503" in whole.recv(100)
 
 
