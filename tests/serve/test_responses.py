@@ -1,6 +1,5 @@
 """/v1/responses, through the official client."""
 
-import asyncio
 import json
 
 import pytest
@@ -104,21 +103,6 @@ def test_a_stream_adds_up_to_the_response(client, served):
     ended = {"logit_bias": {str(eos): 100}}
     with client.responses.stream(input="the dog", extra_body=ended, **OPTIONS) as stream:
         assert stream.get_final_response().output_text == ""
-
-
-def test_the_asynchronous_client_streams(served):
-    ours = reply(served[1], ("user", "the dog"))
-
-    async def both():
-        url = f"{served[0].url}/v1"
-        async with openai.AsyncOpenAI(base_url=url, api_key="none", max_retries=0) as client:
-            stream = await client.responses.create(input="the dog", stream=True, **OPTIONS)
-            events = [event async for event in stream]
-            return events, await client.responses.create(input="the dog", **OPTIONS)
-
-    events, answer = asyncio.run(both())
-    check(events, ours.text)
-    assert answer.output_text == ours.text
 
 
 def test_logprobs_are_included_when_asked_for(client, served):
