@@ -177,28 +177,23 @@ def test_an_invalid_command_is_code_2_with_a_hint(capsys, arguments, says, hint)
     assert hinted.startswith("hint: ") and hint in hinted
 
 
-@pytest.mark.parametrize(
-    ("command", "option"),
-    [
-        ("serve --port 65536", "--port"),
-        ("serve --drain 3601", "--drain"),
-        ("serve --slots 0", "--slots"),
-        ("chat --seed -1", "--seed"),
-        ("chat -t -1", "--temperature"),
-        ("export m page.html --max-size 0", "--max-size"),
-        ("generate m --n-head 0", "--n-head"),
-        ("generate m --threads 257", "--threads"),
-        ("inspect lens m --ids 1 --top 0", "--top"),
-        ("data show x --context 1", "--context"),
-        ("data prepare x -o y --workers 0", "--workers"),
-        ("eval m x --limit 0", "--limit"),
-        ("train --warmup 2", "--warmup"),
-        ("tune x --lora 0", "--lora"),
-    ],
-)
-def test_a_number_beyond_its_bounds_is_refused_before_anything_is_opened(capsys, command, option):
+BOUNDS = {
+    "serve --port 65536": "from 0 to 65535", "serve --drain 3601": "from 0 to 3600",
+    "serve --slots 0": ">= 1", "serve --queue 0": ">= 1", "chat --seed -1": ">= 0",
+    "chat --temperature -1": ">= 0", "chat --max-new-tokens 0": ">= 1",
+    "export m page.html --max-size 0": "> 0", "generate m --n-head 0": ">= 1",
+    "generate m --threads 257": "from 1 to 256", "inspect lens m --ids 1 --top 0": ">= 1",
+    "data show x --context 1": ">= 2", "data show x --examples -1": ">= 0",
+    "data prepare x -o y --workers 0": ">= 1", "data prepare x -o y --vocab-size 0": ">= 1",
+    "eval m x --limit 0": ">= 1", "train --warmup 2": "from 0 to 1", "tune x --lora 0": ">= 1",
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("command", BOUNDS)
+def test_a_number_beyond_its_bounds_is_refused_before_anything_is_opened(capsys, command):
+    *_, option, number = command.split()
     assert main(command.split()) == 1
-    refusal = rf"error: {option} must be an? (integer|finite number) (from|>)"
+    refusal = f"error: {option} must be an? (integer|finite number) {BOUNDS[command]}, got {number}"
     assert re.match(refusal, capsys.readouterr().err)
 
 
