@@ -77,8 +77,9 @@ def describe_model(
     from tiedgpt.tie.heads import is_tied
 
     config, counted = model.config, counted or ledger(model)
-    has_text = source is not None and tokenizer is not None
-    opening: str | list[int] | None = stored_opening(source) if has_text else None
+    opening: str | list[int] | None = None
+    if source is not None and tokenizer is not None:
+        opening = stored_opening(source)
     if opening is None and path is not None:
         opening = opening_text(path, tokenizer)
     limits = {each.name: each.max_tokens for each in INSPECTIONS.values()}
