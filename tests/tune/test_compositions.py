@@ -18,9 +18,8 @@ def model():
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("backend", ["eager", "aot_eager"])
-def test_a_compiled_loss_and_forward_match(model, backend):
-    core.test_a_compiled_loss_and_forward_match(model, backend)
+def test_a_compiled_loss_and_forward_match(model):
+    core.test_a_compiled_loss_and_forward_match(model)
 
 
 @pytest.mark.slow
