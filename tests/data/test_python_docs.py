@@ -57,9 +57,9 @@ def test_the_text_has_the_language_reference_and_the_built_ins(corpus):
     assert 'The "while" statement is used for repeated execution' in "".join(
         text for name, text in corpus.items() if name.startswith("python topic")
     )
-    assert (
-        "\n\nabs(x, /)\n    Return the absolute value" in corpus["python built-in module builtins"]
-    )
+    builtins = corpus["python built-in module builtins"]
+    assert "\n\nabs(x, /)\n    Return the absolute value" in builtins
+    assert "\n\nclass dict\n    dict() -> " in builtins and "\n\n    as_integer_ratio(" in builtins
     assert corpus["python built-in module math"].startswith("Help on built-in module math:")
 
 
