@@ -146,6 +146,16 @@ def test_every_document_is_on_one_side_and_a_tenth_validates(folder, tmp_path, l
     assert encoded.train.utf8_bytes == sum(len(text.encode()) for text in sides["train"])
 
 
+def test_from_64_mb_on_texts_are_not_read_to_split_them_and_at_most_64_mb_validate(tmp_path):
+    (path := tmp_path / "a.jsonl").write_text('{"text": "ab"}\n')
+    for size, share in ((64_000_000, 0.1), (1_280_000_000, 0.05)):
+        os.truncate(path, size)  # the rest is no JSON
+        assert plan_preparation([str(path)]).parts[0].rules.held_out.share == share
+    os.truncate(path, 63_999_999)
+    with pytest.raises(CorruptInputError, match=r"a\.jsonl:2"):
+        plan_preparation([str(path)])
+
+
 def test_validation_text_is_not_trained_on(folder, tmp_path, either_size):
     val = tmp_path / "val.txt"
     val.write_text("<|endoftext|>".join([*TEXTS[:50], "Only here."]))

@@ -77,17 +77,6 @@ def test_a_word_is_shown_at_once_and_its_blank_with_the_next(gpt1):
     assert stream.push(ids[0]) == "the", "after the end, all is as at first"
 
 
-def test_text_comes_back_in_lower_case_with_single_blanks_and_none_at_its_ends(gpt1):
-    assert gpt1.decode(gpt1.encode("  The  Naïve\n\nEND.")) == "the naive end ."
-
-
-def test_a_character_that_the_vocabulary_lacks_is_unknown(gpt1):
-    unknown = gpt1.encode("<unk>", allow_special=True)
-    assert unknown == [0]
-    assert gpt1.encode("☃") == unknown
-    assert gpt1.encode("the ☃") == [*gpt1.encode("the"), *unknown]
-
-
 def test_byte_lengths_count_the_decoded_text_and_a_blank_after_the_last_word(gpt1):
     ids = gpt1.encode("The Naïve\n\nEND. Ünd so weiter")
     lengths = gpt1.byte_lengths()
