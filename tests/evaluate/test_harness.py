@@ -1,9 +1,11 @@
 """lm-evaluation-harness through our adapter and through its own transformers model."""
 
 from dataclasses import replace
+from types import SimpleNamespace
 
 import pytest
 
+from tests.models import random_gpt
 from tiedgpt import GPT
 from tiedgpt.cli.main import main
 
@@ -100,7 +102,7 @@ def test_texts_end_with_the_models_end_or_else_its_beginning(directory, engine, 
     assert (ours.prefix_token_id, ours.eot_token_id) == (3, expected)
 
 
-def test_more_tokens_than_the_context_holds_follow_its_last_token(engine):
+def test_more_tokens_than_the_context_holds_follow_its_last_token(engine, monkeypatch):
     pytest.importorskip("lm_eval")
     from lm_eval.api.instance import Instance
 
@@ -110,6 +112,13 @@ def test_more_tokens_than_the_context_holds_follow_its_last_token(engine):
     last = engine.tokenizer.encode("the cat")[-1:]
     expected = engine.generate(last, max_new_tokens=47, temperature=0, stop="x").text
     assert HarnessModel(engine).generate_until([request]) == [expected]
+    model = random_gpt(vocab_size=len(engine.tokenizer), n_positions=300, eos_token_id=1)
+    longer = HarnessModel(model, tokenizer=engine.tokenizer)
+    given = []
+    monkeypatch.setattr(longer.engine, "generate", lambda ids, *, max_new_tokens, **_: (
+        given.append((len(ids), max_new_tokens)) or SimpleNamespace(text="")))  # fmt: skip
+    longer.generate_until([Instance("generate_until", {}, ("the cat " * 60, {}), 0)])
+    assert given == [(300 - 256, 256)]  # by default as many as transformers' models there
 
 
 def test_an_unknown_task_is_named(directory, capfd):
