@@ -9,7 +9,7 @@ from tests.inspect.test_parity import NEAR, theirs
 from tiedgpt.inspect import patch
 
 CLEAN, CORRUPTED = random_ids(9), random_ids(9, seed=1)
-ANSWER, WRONG = 5, 60
+ANSWER, WRONG = 5, 0
 
 
 def by_hooks(model, part, layer, place):

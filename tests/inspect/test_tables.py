@@ -177,7 +177,7 @@ def test_ablation_lists_the_costliest_heads_first(mode, instead):
 
 
 def test_patching_names_the_best_place_of_each_layer_and_its_share():
-    found = inspect.patch(MODEL, None, IDS, corrupted=random_ids(7, 1), answer=5, wrong=60)
+    found = inspect.patch(MODEL, None, IDS, corrupted=random_ids(7, 1), answer=5, wrong=0)
     found = replace(found, clean=3.0, corrupted=1.0)
     columns, grids = {"layer": range(2)}, []
     look = {"y_label": "layer", "signed": True, "unit": "share that comes back"}
@@ -188,7 +188,7 @@ def test_patching_names_the_best_place_of_each_layer_and_its_share():
         columns["share" + " " * len(grids)] = shares.max(1)
         axis = {"x_label": "head"} if part == "heads" else TOKENS
         grids.append(Grid(part, values=shares.tolist(), **axis, **look))
-    n, answers = int((IDS != random_ids(7, 1)).sum()), "log P(id:5) - log P(id:60)"
+    n, answers = int((IDS != random_ids(7, 1)).sum()), "log P(id:5) - log P(id:0)"
     said = [f"{answers}: 3.000 nats, 1.000 corrupted ({n} of 7 tokens differ)"]
     check(found, columns, said=said, figure=(f"activation patching: {answers}", *grids))
     assert replace(found, wrong=-1).table().startswith("log P(id:5): 3.000")

@@ -5,6 +5,7 @@ import math
 import re
 import shutil
 from importlib import import_module
+from inspect import getdoc
 from pathlib import Path
 
 import numpy as np
@@ -17,7 +18,8 @@ from transformers import GPT2Config, GPT2LMHeadModel
 
 import tiedgpt
 from tests.inspect.conftest import TEXT, random_ids, random_model
-from tiedgpt import Tokenizer, explain
+from tests.inspect.test_tables import tables
+from tiedgpt import Tokenizer, explain, inspect
 from tiedgpt.data import ShardWriter
 from tiedgpt.errors import UserError
 from tiedgpt.lessons import TOPICS
@@ -172,6 +174,47 @@ def test_training_the_head_changes_the_embedding_if_and_only_if_tied(tied):
     assert counts["--freeze body,+wte" if tied else "--freeze body"] == 97 * 16
 
 
+@pytest.mark.parametrize("tied", [True, False])
+def test_tables_hold_the_numbers_of_the_model(tied):
+    model, ids = random_model(tied=tied), RANDOM_IDS[0]
+
+    def cells(topic, at=0):
+        return tables(str(explain(topic, model)))[at]
+
+    found = inspect.gradient_split(model, None, ids, arrays=True)
+    reached = [f"{(rows > 0).sum()} of 97" for rows in (found.rows_read, found.rows_predict)]
+    assert [column[1:] for column in cells("head")[1:]] == [
+        [f"{found.norm_read:.3g}", f"{found.norm_predict:.3g}"], reached,
+    ]  # fmt: skip
+    head = (model.wte if tied else model.head).weight.detach()
+    moves = 0.1 * np.linalg.norm(found.predict + (found.read if tied else 0), axis=1)
+    seen, order = np.isin(np.arange(97), ids), moves.argsort()[::-1]
+    order = [*order[seen[order]][:3], *order[~seen[order]][:3]]
+    _, are_seen, read, predict, shares = (column[1:] for column in cells("tuning"))
+    assert are_seen == ["yes"] * 3 + ["no"] * 3
+    assert [float(x) for x in predict] == pytest.approx(moves[order], rel=0.06)
+    assert read == (predict if tied else ["0"] * 6)
+    lengths = head.norm(dim=1).numpy()[order]
+    assert [float(x[:-1]) for x in shares] == pytest.approx(100 * moves[order] / lengths, rel=0.01)
+    as_input, as_output = (column[1:] for column in cells("tuning", 1)[-2:])
+    assert [word == "moves" for word in as_input] == [True, tied, False, False, True]
+    assert [word == "moves" for word in as_output] == [True, True, not tied, False, tied]
+    found = inspect.positions(model, None, ids, top=1)
+    likeliest = np.exp(found.logprob), np.exp(found.top_logprob[:, 0])
+    columns = cells("positions")
+    assert columns[1][1:] == [f"id:{id}" for id in ids[:8]]
+    assert [columns[2][1:], columns[4][1:]] == [
+        [f"id:{id}" for id in row] for row in (ids[1:9], found.top_ids[:8, 0])
+    ]
+    assert [columns[3][1:], columns[5][1:]] == [[f"{x:.2g}" for x in row[:8]] for row in likeliest]
+    n = sum(p.numel() for p in model.parameters()) - (0 if tied else 97 * 16)
+    text = str(explain("parameters", model)).replace(",", "")
+    rows = re.findall(r"^  (?:parameters|bytes).* (\d+) +(\d+) +\+(\d+)$", text, re.M)
+    assert [[*map(int, row)] for row in rows] == [
+        [size * n, size * (n + 97 * 16), size * 97 * 16] for size in (1, 4, 16)
+    ]
+
+
 def test_new_numbers_are_noise_and_a_trained_untied_head_works():
     calls = []
     numbers = explain("head", progress=lambda *call: calls.append(call)).numbers
@@ -182,7 +225,16 @@ def test_new_numbers_are_noise_and_a_trained_untied_head_works():
     assert losses["a copy of W"] == losses["W itself"] < numbers["uniform"] - 2
     assert losses["new numbers from N(0, 0.02)"] == pytest.approx(numbers["uniform"], abs=0.3)
     assert max(numbers["tied_loss"], numbers["untied_loss"]) < numbers["tiny_uniform"] - 1
-    assert numbers["untied_size"] - numbers["tied_size"] == tiny_model().model.wte.weight.numel()
+    tiny = tiny_model()
+    assert numbers["untied_size"] - numbers["tied_size"] == tiny.model.wte.weight.numel()
+    types = str, bytes, bytearray, list, dict, set, frozenset, int, float, tuple, memoryview
+    docs = dict.fromkeys(getdoc(getattr(one, name)) for one in types for name in dir(one))
+    ids = tiny.tokenizer.encode("\n\n".join(filter(None, docs)))[-2048:][: 31 * 65]
+    rows = torch.tensor(ids).view(31, 65)  # the end is held out
+    with torch.no_grad():
+        logits = tiny.model(rows[:, :-1]).flatten(0, 1)
+    loss = F.cross_entropy(logits, rows[:, 1:].flatten())
+    assert float(loss) == pytest.approx(numbers["tied_loss"], rel=1e-5)
 
 
 def test_a_typical_part_of_a_runs_validation_text_is_used(tmp_path):
