@@ -76,6 +76,16 @@ def test_lens_normalises_each_state_of_transformers_by_its_own_statistics(case):
         watched = logprobs[-1, torch.from_numpy(found.watch)]
         np.testing.assert_allclose(found.watch_logprob[layer], watched, **NEAR)
     assert found.layers == ("wte + wpe", "h.0", "h.1")
+    np.testing.assert_array_equal(found.watch, [*dict.fromkeys(found.top_ids[::-1, -1, 0])])
+    between, blocks = [], model.transformer.h
+    for reader in [block.ln_2 for block in blocks] if pre else [block.mlp for block in blocks]:
+        reader.register_forward_pre_hook(lambda _, x: between.append(x[0][0].norm(dim=-1)))
+    with torch.no_grad():
+        model(IDS[None])
+    more = lens(model, None, IDS, after_attention=True)
+    np.testing.assert_allclose(more.state_norm[1::2], np.stack(between[:2]), **NEAR)
+    np.testing.assert_array_equal(more.top_logprob[::2], found.top_logprob)
+    assert more.layers == ("wte + wpe", "h.0.attn", "h.0", "h.1.attn", "h.1")
 
 
 def test_dot_equals_transformers_logit_and_its_parts(case):
@@ -94,6 +104,9 @@ def test_dot_equals_transformers_logit_and_its_parts(case):
     norm = model.transformer.h[-1].ln_2 if model.config.model_type == "openai-gpt" else None
     norm = norm or model.transformer.ln_f
     np.testing.assert_allclose(found.bias_part, (rows @ norm.bias.detach())[found.ids], **NEAR)
+    context = rows @ (h - norm.bias.detach())
+    np.testing.assert_allclose(found.gain_part, context[found.ids], **NEAR)
+    assert not found.head_bias.any()
     by_cos = found.all_cos.argsort()[::-1]
     np.testing.assert_array_equal(by_cos[found.rank_cos - 1], found.ids)
     body = model.transformer

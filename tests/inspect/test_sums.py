@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 from torch import nn
 
 from tests.inspect.conftest import random_ids, random_model
-from tiedgpt.inspect import ablate, attention, dot, gradient_split, lens, positions, vocabulary
+from tiedgpt.inspect import ablate, attention, dot, gradient_split, positions, vocabulary
 from tiedgpt.tie.heads import Unembed
 
 KINDS = {
@@ -60,42 +60,6 @@ def test_only_tokens_of_the_text_are_read_and_all_are_predicted():
     found = gradient_split(random_model(), None, [5, 9, 5, 7])
     assert np.flatnonzero(found.rows_read).tolist() == [5, 9]  # the last is only predicted
     assert (found.rows_predict > 0).all()
-
-
-@settings(max_examples=25)
-@given(MODELS, LENGTHS)
-def test_the_parts_of_a_logit_and_the_probabilities_add_up(model, n):
-    found = dot(model, None, random_ids(n), top=97)
-    parts = found.bias_part + found.gain_part + found.head_bias
-    scale = (found.h_norm * found.row_norm).max()
-    assert np.abs(parts - found.logit).max() <= near(model)["rel"] * scale
-    assert found.prob.sum() == pytest.approx(1, **near(model))
-    assert found.does == ("reads and predicts" if model.head is None else "predicts")
-    if not model.config.bias:
-        assert not found.bias_part.any()
-
-
-@settings(max_examples=25)
-@given(MODELS, LENGTHS, st.booleans())
-def test_the_last_row_of_the_lens_equals_the_model(model, n, after_attention):
-    ids = random_ids(n)
-    found, own = (
-        lens(model, None, ids, after_attention=after_attention),
-        positions(model, None, ids),
-    )
-    np.testing.assert_array_equal(found.top_logprob[-1], own.top_logprob[:, :5])
-    np.testing.assert_array_equal(found.target_logprob[-1], own.logprob)
-    np.testing.assert_array_equal(found.target_rank[-1], own.rank)
-    assert not found.kl_bits[-1].any() and (found.kl_bits >= 0).all()
-    assert len(found.layers) == (5 if after_attention else 3)
-    every = lens(model, None, ids, top=97, after_attention=after_attention).top_logprob
-    sums = np.exp(every.astype(np.float64)).sum(-1)
-    assert sums == pytest.approx(np.ones(sums.shape), **near(model))
-    firsts = found.top_ids[::-1, -1, 0]
-    assert found.watch.tolist() == list(dict.fromkeys(firsts.tolist()))
-    np.testing.assert_allclose(
-        found.watch_logprob[-1, 0], own.top_logprob[-1, 0], rtol=1e-5, atol=1e-6
-    )
 
 
 @settings(max_examples=25)
