@@ -20,6 +20,7 @@ SENTENCES = (
     "The captain steered the little boat into the harbour at sunset.",
 )
 TEXT = " ".join(SENTENCES * 6)
+MIXED = "My breakfast boat sunset old roses red apples at the market near the station."
 
 
 @pytest.fixture(scope="module", params=["bpe", "char"])
@@ -47,7 +48,7 @@ def write_held_out(run, tokenizer, text):
         writer.write(tokenizer.encode_array(text))
 
 
-@pytest.mark.parametrize("held_out", [TEXT, f". {SENTENCES[0]}"])
+@pytest.mark.parametrize("held_out", [TEXT, f". {SENTENCES[0]} {MIXED}"])
 def test_the_opening_breaks_off_before_a_predicted_token(tmp_path, model, tokenizer, held_out):
     write_held_out(tmp_path, tokenizer, held_out)
     task = LanguageModelling(TrainOptions())

@@ -392,10 +392,15 @@ def test_weights_gradients_and_moments_take_sixteen_bytes_a_parameter_and_shards
     static = "weights", "gradients", "optimizer state"
     assert [total(GPT2, 8)[part] for part in static] == [4 * N, 4 * N, 8 * N]
     ddp, fsdp = machine(n_processes=8), machine(n_processes=8, n_shards=8)
-    assert [total(GPT2, 8, on=fsdp)[part] for part in static] == [4 * N // 8, 4 * N // 8, N]
+    sharded, w, block = total(GPT2, 8, on=fsdp), 50257 * 768, 12 * 768**2
+    assert [sharded[part] for part in static] == [4 * N // 8, 4 * N // 8, N]
+    assert sharded["gathered weights"] == 4 * (w + 1024 * 768 + 2 * block)
+    assert sharded["gathered gradients"] == 4 * (w + block)
     assert total(GPT2, 8, on=ddp)["gradient buckets"] == 4 * N
-    matrices = 12 * 12 * 768**2
-    assert total(GPT2, 8, optimizer="muon")["optimizer state"] == 8 * N - 4 * matrices
+    for rows, micro_batch, shares, n in ((8, 8, 1, 1), (8, 4, 1, 2), (8, 4, 2, 1), (7, 3, 2, 2)):
+        parts = total(GPT2, rows, micro_batch, on=machine(n_processes=shares))
+        assert parts["W's gradients apart"] == n * 4 * w
+    assert total(GPT2, 8, optimizer="muon")["optimizer state"] == 8 * N - 4 * 12 * block
     frozen = total(GPT2, 8, n_trained=1000)
     assert [frozen[name] for name in static] == [4 * N, 4000, 8000]
     assert "W's gradients apart" in total(GPT2, 8).keys() - frozen.keys()
@@ -410,8 +415,12 @@ def test_logits_take_a_chunk_of_50_mib_and_a_block_its_states(device, dtype, n_b
     parts = total(GPT2, 8, on=on, dtype=dtype)
     assert parts["logits and loss"] == n_bytes * rows * 50257 + 8 * sizes
     assert parts["activations"] == 12 * kept * sizes
+    w, block = 50257 * 768, 12 * 768**2
+    narrow = {12: 2 * (12 * block + w), 1: 2 * (block + w)} if device == "cuda" else {}
+    assert parts.get("weights in bf16") == narrow.get(12)
     parts = total(GPT2, 8, on=on, dtype=dtype, recompute="blocks")
     assert parts["activations"] == (kept + 12 * 4) * sizes  # one block, and the input of each
+    assert parts.get("weights in bf16") == narrow.get(1)
 
 
 @pytest.mark.parametrize(
@@ -432,7 +441,9 @@ def test_the_largest_micro_batch_that_fits_is_taken(free, asked, micro_batch, re
     _, made = plan(options, config=SMALL, on=on)
     assert (made.micro_batch, made.recompute) == (micro_batch, recompute)
     limit = free if made.memory is None else min(free, made.memory - 250 * MB)
-    assert sum(estimate_memory(SMALL, made, text(600_000, 256), on).values()) <= limit
+    needed = sum(estimate_memory(SMALL, made, text(600_000, 256), on).values())
+    assert needed <= limit
+    assert plan(options, config=SMALL, on=machine(free_bytes=needed))[1].micro_batch == micro_batch
 
 
 @pytest.mark.parametrize(

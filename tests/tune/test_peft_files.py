@@ -78,9 +78,10 @@ def test_new_rows_load_onto_a_base_with_other_new_rows(base, ids, tmp_path):
     load_adapter(other, tmp_path)
     new = torch.cat([ids[:, :20], torch.tensor([[97, 98, 99]] * 3)], 1)
     torch.testing.assert_close(other(new), model(new), rtol=1e-5, atol=1e-4)
-    for wrong in ([97, 98, 98], [97, 98, "99"]):
+    sizes = r"rows must be \(2, 32\), got \(3, 32\)"
+    for wrong, says in (([7, 8, 8], "each once"), ([7, 8, "9"], "each once"), ([7, 8], sizes)):
         rewrite(tmp_path, trainable_token_indices=wrong)
-        with pytest.raises(CorruptInputError, match="trainable_token_indices"):
+        with pytest.raises((CorruptInputError, UserError), match=says):
             load_adapter(other, tmp_path)
 
 

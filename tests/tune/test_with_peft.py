@@ -106,21 +106,6 @@ def test_pefts_adapter_is_the_same_here_loaded_and_merged(tiny, load_peer, ids, 
     close(tiny(ids), logits)
 
 
-@pytest.mark.parametrize(
-    ("given", "field"),
-    [
-        ({"use_dora": True}, "use_dora"),
-        ({"bias": "all"}, "bias"),
-    ],
-)
-def test_pefts_other_kinds_are_refused(tiny, load_peer, given, field, tmp_path):
-    peft = pytest.importorskip("peft")
-    config = peft.LoraConfig(task_type="CAUSAL_LM", target_modules=["c_attn"], **given)
-    peft.get_peft_model(load_peer(), config).save_pretrained(tmp_path / "a")
-    with pytest.raises(UserError, match=field):
-        load_adapter(tiny, tmp_path / "a")
-
-
 def test_a_classifiers_adapter_loads_in_peft(tiny, load_peer, ids, tmp_path):
     peft = pytest.importorskip("peft")
     torch.manual_seed(0)
