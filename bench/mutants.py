@@ -24,6 +24,7 @@ import json
 import os
 import random
 import re
+import resource
 import shutil
 import signal
 import sys
@@ -52,6 +53,8 @@ WARM = (
     "tokenizers", "transformers.models.gpt2.modeling_gpt2",
 )  # fmt: skip
 """Libraries that are imported once, before the processes of the tests are forked."""
+MEMORY = 12 << 30
+"""Bytes that a process of tests may take: a loop without end could fill the machine's."""
 
 
 class Mutant(NamedTuple):
@@ -199,6 +202,7 @@ def run_in_child(source: Path, tests: list[str], failure: Path) -> NoReturn:
     code = 3
     try:
         os.setpgid(0, 0)
+        resource.setrlimit(resource.RLIMIT_DATA, (MEMORY, MEMORY))
         os.chdir(ROOT)
         os.environ |= {"PYTHONPATH": str(source), "HYPOTHESIS_STORAGE_DIRECTORY": str(source)}
         sys.path[:0] = [str(source), str(ROOT)]
