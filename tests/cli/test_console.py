@@ -1,5 +1,6 @@
 """How the command line looks: help, errors with hints, and tables, in terminals and in pipes."""
 
+import errno
 import io
 import json
 import pickle
@@ -11,6 +12,7 @@ import threading
 import time
 from dataclasses import dataclass
 from pathlib import Path
+from unittest import mock
 
 import pytest
 
@@ -263,14 +265,18 @@ def test_slow_steps_are_announced_and_quick_ones_are_not(monkeypatch, capsys):
     assert capsys.readouterr().err == ""
 
 
-def test_an_interrupted_training_says_how_to_resume(monkeypatch, capsys):
-    def interrupt(*_):
-        raise KeyboardInterrupt
-
-    monkeypatch.setattr("tiedgpt.cli.train.run", interrupt)
-    assert main(["train"]) == 75
-    err = capsys.readouterr().err
-    assert "the same command resumes" in err and "or begins again" in err, "nothing may be saved"
+@pytest.mark.parametrize(
+    ("error", "code", "says"),
+    [
+        (KeyboardInterrupt(), 75, "the same command resumes from what was saved.*, or begins"),
+        (OSError(errno.EIO, "Input/output error", "a.bin"), 3, "a.bin: Input/output error"),
+        (MemoryError(), 4, "out of memory"),
+    ],
+)
+def test_a_training_that_is_ended_says_how(monkeypatch, capsys, error, code, says):
+    monkeypatch.setattr("tiedgpt.cli.train.run", mock.Mock(side_effect=error))
+    assert main(["train"]) == code
+    assert re.search(says, capsys.readouterr().err)
 
 
 def test_doctor_names_every_optional_feature_and_what_it_needs(monkeypatch, capsys):

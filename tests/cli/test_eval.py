@@ -4,6 +4,8 @@ import gzip
 import io
 import json
 import shutil
+import sys
+from unittest import mock
 
 import pyarrow as pa
 import pyarrow.parquet as pq
@@ -156,3 +158,14 @@ def test_fields_of_records_that_are_not_read_are_noted(directory, tmp_path, caps
     assert main(["eval", str(directory), str(path)]) == 0
     err = " ".join(capsys.readouterr().err.split())
     assert "2 fields were not read: label (3 lines), id (3)" in err
+
+
+def test_scores_of_tasks_are_shown_and_are_json(directory, monkeypatch, capsys):
+    results = {"animals": {"alias": "x", "acc,none": 0.5, "acc_stderr,none": 0.25, "n,all": 3.0}}
+    harness = mock.Mock(simple_evaluate=lambda *_, **__: {"results": results})
+    monkeypatch.setitem(sys.modules, "tiedgpt.evaluate.harness", harness)
+    assert main(["eval", str(directory), "--tasks", "animals", "-f", "json"]) == 0
+    assert json.loads(capsys.readouterr().out) == results
+    assert main(["eval", str(directory), "--tasks", "animals"]) == 0
+    lines = [line.split() for line in capsys.readouterr().out.splitlines()]
+    assert lines == [["animals"], ["acc", "0.5000", "+-", "0.2500"], ["n", "3.0000"]]

@@ -375,8 +375,17 @@ def test_a_model_that_is_not_plain_is_refused():
 def test_a_tokenizer_that_works_otherwise_is_refused(tokenizer):
     import tokenizers
 
-    rust = tokenizers.Tokenizer.from_str(tokenizer.to_json())
-    rust.add_tokens(["cat sat"])
-    model = small(Tokenizer(rust))
-    with pytest.raises(UserError, match="cat sat"):
+    def pack(state, *added):
+        rust = tokenizers.Tokenizer.from_str(json.dumps(state))
+        rust.add_tokens([*added])
+        model = small(Tokenizer(rust))
         pack_model(page_tensors(model, "int8"), model, Tokenizer(rust), None)
+
+    state = json.loads(tokenizer.to_json())
+    with pytest.raises(UserError, match="cat sat"):
+        pack(state, "cat sat")
+    state["model"]["unk_token"] = "a"
+    pack(state)  # every byte has a token, so none is unknown
+    state["model"]["vocab"]["zz"] = state["model"]["vocab"].pop("ÿ")
+    with pytest.raises(UserError, match="unk_token"):
+        pack(state)

@@ -21,6 +21,7 @@ from tests.tie.checkpoints import (
     write_onnx,
 )
 from tiedgpt import GPT, GPTConfig
+from tiedgpt.cli.main import main
 from tiedgpt.errors import UserError
 from tiedgpt.heads import SequenceClassifier
 from tiedgpt.tie import audit, ledger
@@ -116,14 +117,16 @@ def test_a_resize_is_reported():
     assert f"went from {V} x {D} to {V + 7} x {D}: +{7 * D}" in moved.explain
 
 
-def test_masks_of_old_files_are_not_counted(tmp_path):
+def test_masks_of_old_files_are_not_counted(tmp_path, capsys):
     state = their_gpt2().state_dict()
     state["transformer.h.0.attn.bias"] = torch.ones(1, 1, 24, 24)
     state |= {"transformer.h.0.attn.masked_bias": torch.tensor(-1e4), "scale": torch.ones(1)}
     torch.save(state, tmp_path / "m.bin")
     counted = ledger(tmp_path / "m.bin")
     assert counted.total == TINY_TOTAL + 1
-    assert len(counted.left_out) == 2
+    assert counted.left_out == tuple(f"transformer.h.0.attn.{x}bias" for x in ("", "masked_"))
+    assert main(["tie", "show", str(tmp_path / "m.bin")]) == 0
+    assert f"left out: {', '.join(counted.left_out)}\n" in capsys.readouterr().out
 
 
 def test_views_of_one_storage_are_one_row():
