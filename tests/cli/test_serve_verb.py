@@ -93,8 +93,7 @@ def test_unservable_sources_are_refused(cats, capsys, monkeypatch):
     assert main(["serve", str(cats), "--host", "unix:/tmp/socket"]) == 1
     assert "unix:/tmp/socket is a unix socket" in capsys.readouterr().err
     for option, wrong in {
-        "--api-key": ["", "a b", "é"], "--drain": ["nan", "-1", "inf"], "--queue": ["0"],
-        "--port": ["70000"], "--host": ["nowhere.invalid"], "--slots": ["0"],
+        "--api-key": ["", "a b", "é"], "--drain": ["nan", "-1", "inf"], "--host": ["no.invalid"],
     }.items():  # fmt: skip
         for value in wrong:
             assert main(["serve", str(cats), "--insecure", f"{option}={value}"]) == 1

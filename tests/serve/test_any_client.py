@@ -160,7 +160,9 @@ def test_defaults_and_labels_are_accepted(client, path, more):
 TOOL = {"type": "function", "function": {"name": "f", "parameters": {}}}
 REFUSED = {
     "/v1/completions": [
-        ("best_of", 2, "use n"), ("suffix", "x", "prompt"), ("use_beam_search", True, "num_beams"),
+        ("best_of", 2, "not supported: use n"), ("tools", 2, "not supported: .*response_format"),
+        ("logprob_token_ids", 2, "inspect positions"), ("wizard", 2, "a field of this request$"),
+        ("suffix", "x", "prompt"), ("use_beam_search", True, "num_beams"),
         ("stream_options", {"include_usage": True}, "stream"), ("messages", [], "/v1/chat"),
         ("min_tokens", 5, "5 is more than 4"), ("prompt_logprobs", 1, "echo"),
     ],
@@ -207,7 +209,8 @@ def test_what_cannot_be_done_is_refused_with_what_to_do(client, path, name, valu
             ("top_K", "top_k"), ("stops", "stop"), ("maxTokens", "max_tokens"),
             ("n_predict", "max_tokens"), ("max_completion_tokens", "max_tokens"),
             ("repeat_penalty", "repetition_penalty"), ("stop_ids", "stop_token_ids"),
-            ("guided_json", "json_schema"), ("stop_str", "stop"),
+            ("guided_json", "json_schema"), ("stop_str", "stop"), ("max_new_tokens", "max_tokens"),
+            ("num_return_sequences", "n"),
         ]),
         ("/v1/chat/completions", "max_completion_token", "max_completion_tokens"),
         ("/v1/chat/completions", "max_output_tokens", "max_tokens"),

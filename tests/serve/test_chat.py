@@ -121,9 +121,7 @@ def test_a_max_tokens_above_the_context_names_the_largest_allowed(client):
     ("body", "named"),
     [({"messages": []}, "messages"), ({"messages": [{"role": "user"}]}, "messages"),
      ({"messages": [{"role": "wizard", "content": "a"}]}, "messages: .*wizard.*developer"),
-     ({"tools": [{"type": "function"}]}, "tools"),
-     ({"top_logprobs": 1}, "top_logprobs"), ({"max_completion_tokens": 99}, "context"),
-     ({"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}, "messages")],
+     ({"top_logprobs": 1}, "top_logprobs"), ({"max_completion_tokens": 99}, "context")],
 )  # fmt: skip
 def test_bad_conversations_are_refused(client, body, named):
     error = refused(client, path=PATH, **BODY | body)

@@ -188,8 +188,6 @@ FINE = {"role": "a", "content": "b"}
         ("chat/completions", {"messages": [{"role": "user"}]}, "messages.0.content"),
         ("chat/completions", {"messages": [{"role": "a", "content": [{"type": "image_url"}]}]},
          "messages.0.content"),
-        ("chat/completions", {"messages": [{"role": "a", "content": "b", "tool": 1}]},
-         "messages.0.tool"),
         ("completions", {"logit_bias": {"x": 1}}, "logit_bias.x"),
         ("completions", {"response_format": {"type": "json_schema", "json_schema": {"schema": 5}}},
          "response_format.json_schema.schema"),

@@ -146,7 +146,7 @@ JSON_FORMAT = {"type": "json_schema", "name": "x"}
     ("fields", "param", "pattern"),
     [
         ({"max_output_tokens": 500}, "max_output_tokens", "at most .* got 500"),
-        ({"max_output_tokens": 4000, "context_end": "slide"}, "max_output_tokens", "at most 2,048"),
+        ({"max_output_tokens": 2049, "context_end": "slide"}, "max_output_tokens", "at most 2,048"),
         ({"max_output_tokens": 4, "min_tokens": 5}, "min_tokens", "max_output_tokens.* 5 is more"),
         ({"input": []}, "input", "a text or a list of 1 to 1,024 messages"),
         ({"input": ["a"]}, "input", "a text or a list of 1 to 1,024 messages"),
