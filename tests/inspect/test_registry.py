@@ -46,8 +46,9 @@ def test_a_record_names_keywords_of_its_function(name):
 
 MOST = 2**31 - 1
 LIMITS = {
-    "positions": {"top": (1, 100)}, "lens": {"top": (1, 50)}, "dot": {"top": (1, 1000)},
-    "vocabulary": {"top": (1, MOST)}, "neighbours": {"token": (0, MOST), "top": (1, 100)},
+    "positions": {"top": (1, 100), "replace_with": (0, MOST)}, "lens": {"top": (1, 50)},
+    "dot": {"top": (1, 1000)}, "vocabulary": {"top": (1, MOST)},
+    "neighbours": {"token": (0, MOST), "top": (1, 100)},
     "gradient_split": {"top": (1, MOST)}, "learn": {"steps": (0, 100), "top": (0, 100)},
     "patch": {"answer": (0, MOST), "wrong": (0, MOST)}, "direction": {"top": (1, 100)},
     "random_head": {"top": (1, 50), "seed": (0, MOST)},

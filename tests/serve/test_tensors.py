@@ -55,6 +55,25 @@ def test_bad_inspections_are_refused(client, body):
     assert response.status_code == 400 and response.json()["error"]["message"]
 
 
+@pytest.mark.parametrize("value", [5.5, -1, ["a"], True])
+@pytest.mark.parametrize(
+    ("name", "option"),
+    [
+        (o.name, n)
+        for o in INSPECTIONS.values()
+        for n, f in o.options.items()
+        if f.type == int | str
+    ],
+)
+def test_a_token_that_is_no_id_and_no_text_is_told_what_it_may_be(client, name, option, value):
+    body = OWN.get(name, {"text": TEXT}) | {option: value}
+    error = client.post(f"/inspect/{name}", json=body).json()["error"]
+    assert (error["param"], error["message"]) == (
+        option,
+        f"{option} must be a token's id >= 0, or its text",
+    )
+
+
 def test_embeddings_equal_the_bodys_output(client, engine):
     response = client.post("/v1/embeddings", json={"input": [TEXT, "a"], "model": "tiny"})
     first, _ = (np.array(each["embedding"]) for each in response.json()["data"])

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 from typing_extensions import override
 
+from tiedgpt.errors import UserError
 from tiedgpt.files import format_count
 from tiedgpt.inspect.distributions import (
     chunks,
@@ -122,6 +123,8 @@ def positions(
 
     Raises `UserError` for an empty text, one longer than the context, and ids out of range.
     """
+    if replace_with is not None and replace_at is None:
+        raise UserError("needs replace_at, the token's position", option="replace_with")
     inputs = open_input(model, tokenizer, text)
     gpt, ids, targets = inputs.model, inputs.ids, inputs.targets
     statistics: dict[str, Tensor] = {}

@@ -110,6 +110,7 @@ INSPECTIONS: dict[str, Inspection] = {
                 "replace_with": parameter(
                     int | str,
                     "The new token: its id, or its text; default: the next id",
+                    0,
                 ),
             },
         ),

@@ -39,6 +39,7 @@ MAX_TOKENS = 1 << 31
 MAX_MESSAGES = 1024
 """Messages of a conversation."""
 EXPECTED = {
+    **dict.fromkeys(("answer", "replace_with", "token", "wrong"), "a token's id >= 0, or its text"),
     "prompt": "a text, ids >= 0, or a list of 1 to 128 of either",
     "input": "a text, ids >= 0, or a list of 1 to 128 of either",
     "stop": "a text of 1 to 256 characters, or a list of at most 64",
