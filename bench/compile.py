@@ -1,10 +1,11 @@
 """Measure how long kernels take to be compiled: by precision, phase and function.
 
-    python bench/compile.py [--precisions int8 int4 bf16 fp32] [--functions 8]
+    python bench/compile.py [--precisions int8 int4 bf16 fp32] [--functions 8] [--rounds 3]
 
 Each precision has a process with an empty cache that compiles forward and sampling for a tiny
 model. "wall" and "CPU" are seconds of the first token, as users see them; the phases are
 CPU seconds of compiling in one process. Other work on the machine changes them: look at ratios.
+At the end, the seconds of a first training step, which compiles six kernels, in several rounds.
 """
 
 from __future__ import annotations
@@ -42,6 +43,24 @@ def first_token(precision: str) -> dict[str, float]:
     return {
         "seconds": time.perf_counter() - began, "CPU seconds": cpu_seconds() - began_cpu,
     }  # fmt: skip
+
+
+def first_step(_: str) -> float:
+    """Return the seconds of the first training step of a small model in fp32, with dropout."""
+    import torch
+
+    from tiedgpt import GPT, GPTConfig
+    from tiedgpt.train import fast_training
+
+    torch.manual_seed(0)
+    config = GPTConfig(
+        vocab_size=512, n_positions=128, n_embd=256, n_layer=4, n_head=8, attn_pdrop=0.0
+    )
+    model, ids = GPT(config).train(), torch.randint(512, (8, 129))
+    began = time.perf_counter()
+    with fast_training(model):
+        model.loss(ids[:, :-1], ids[:, 1:]).backward()
+    return time.perf_counter() - began
 
 
 def cpu_seconds() -> float:
@@ -82,7 +101,7 @@ def phases(precision: str) -> dict[str, Any]:
     return {"phases": seconds, "functions": functions}
 
 
-def run(work: str, precision: str) -> dict[str, Any]:
+def run(work: str, precision: str) -> Any:
     """Return the result of a function of this script in a process with an empty cache."""
     with tempfile.TemporaryDirectory() as cache:
         settings = os.environ | {"NUMBA_CACHE_DIR": cache, "NUMBA_OPT": "0"}
@@ -95,7 +114,9 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--precisions", nargs="+", default=["int8", "int4", "bf16", "fp32"])
     parser.add_argument("--functions", type=int, default=8)
-    parser.add_argument("--work", choices=("first_token", "phases"), help=argparse.SUPPRESS)
+    parser.add_argument("--rounds", type=int, default=3)
+    works = "first_token", "phases", "first_step"
+    parser.add_argument("--work", choices=works, help=argparse.SUPPRESS)
     args = parser.parse_args()
     if args.work:
         print(json.dumps(globals()[args.work](args.precisions[0])))
@@ -109,6 +130,8 @@ def main() -> None:
     show("first token with an empty cache", rows, ("wall", "CPU", *PHASES))
     for precision, costs in functions.items():
         print(precision, ", ".join(f"{name} {value:.2f}" for name, value in costs))
+    seconds = sorted(run("first_step", "fp32") for _ in range(args.rounds))
+    print("first training step", ", ".join(f"{x:.2f}" for x in seconds))
 
 
 if __name__ == "__main__":

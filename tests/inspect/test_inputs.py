@@ -99,7 +99,9 @@ def test_invalid_texts_are_refused(function, model, tokenizer, saved, tmp_path):
     for text, said in cases:
         with pytest.raises(UserError, match=said):
             function(model, tokenizer, text)
-    with pytest.raises(UserError, match="has no tokenizer: give it, or ids"):
+    with pytest.raises(
+        UserError, match="has no tokenizer: give one, or ids in the place of the text"
+    ):
         function(model, None, TEXT)
     model.save_pretrained(tmp_path / "bare")
     with pytest.raises(UserError, match="holds no tokenizer"):
@@ -131,7 +133,7 @@ SAME_LENGTH = {"corrupted": [3, 2, 1]}
         (positions, {"top": 0}, "top must be an integer >= 1"),
         (positions, {"replace_at": 5}, "replace_at must be from 0 to 2"),
         (positions, {"replace_at": 1, "replace_with": 9999}, "replace_with must be"),
-        (positions, {"replace_with": 9}, "replace_with needs replace_at"),
+        (positions, {"replace_with": 9}, "replace_with needs the position"),
         (lens, {"position": -4}, "position must be from 0 to 2, or -1 to -3"),
         (dot, {"position": 3}, "position must be"),
         (attention, {"layer": 2}, "layer must be from 0 to 1"),

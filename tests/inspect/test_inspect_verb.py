@@ -10,6 +10,7 @@ import pytest
 from rich.cells import cell_len
 
 from tests.inspect.conftest import TEXT, random_model
+from tiedgpt import inspect
 from tiedgpt.cli.main import main
 from tiedgpt.inspect.registry import INSPECTIONS
 
@@ -125,3 +126,10 @@ def test_a_piped_text_has_no_byte_order_mark_and_ends_its_lines_at_newlines(caps
         assert main(["inspect", "positions", "model", "--text", "-", "--format", "json"]) == 0
         tokens.append(capsys.readouterr().out)
     assert tokens[0] == tokens[1]
+
+
+def test_a_stored_opening_is_no_default_without_a_tokenizer(model, tmp_path, capfd):
+    model.save_pretrained(tmp_path / "plain")
+    (tmp_path / "plain/opening.json").write_text('{"text": "the cat sat"}')
+    assert main(["inspect", "learn", str(tmp_path / "plain"), "--ids", "1", "2", "3"]) == 0
+    assert inspect.learn(str(tmp_path / "plain"), None, [1, 2, 3]).ids.tolist() == [1, 2, 3]

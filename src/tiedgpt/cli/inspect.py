@@ -114,7 +114,8 @@ def _inspect(inspection: Inspection, arguments: list[str]) -> None:
         if has_layers:
             options["progress"] = progress
         model, tokenizer = _model(args, source)
-        result = inspection.function(model, tokenizer, **(inspection.defaults_of(source) | options))
+        options = inspection.defaults_of(source, tokenizer) | options
+        result = inspection.function(model, tokenizer, **options)
     if args.plot is not None:
         title, panels = result.figure()
         columns = 1 if len(panels) < 3 else 2 if len(panels) < 6 else 4

@@ -201,7 +201,7 @@ def learn(
     model = model if isinstance(model, torch.nn.Module) else Source.of(model)
     inputs = open_input(model, tokenizer, text)
     if other is None and isinstance(model, Source):
-        other = stored_opening(model)
+        other = stored_opening(model, inputs.tokenizer)
     ids, n_tokens = inputs.ids, inputs.ids.shape[1]
     if n_tokens < 2:
         raise UserError("the text has one token: it has nothing to predict", hint="add a word")

@@ -121,10 +121,13 @@ def positions(
     `replace_at=j` replaces token j by `replace_with`, an id or a token's text (default: the next
     id), and reports how far each position's logits move. No earlier prediction changes.
 
-    Raises `UserError` for an empty text, one longer than the context, and ids out of range.
+    Raises `UserError` for an empty text, one longer than the context, ids out of range, and
+    `replace_with` alone.
     """
     if replace_with is not None and replace_at is None:
-        raise UserError("needs replace_at, the token's position", option="replace_with")
+        raise UserError(
+            "needs the position of the token that it replaces (replace_at)", option="replace_with"
+        )
     inputs = open_input(model, tokenizer, text)
     gpt, ids, targets = inputs.model, inputs.ids, inputs.targets
     statistics: dict[str, Tensor] = {}

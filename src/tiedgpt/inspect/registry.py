@@ -29,7 +29,7 @@ def parameter(
     is_required: bool = False,
     is_served: bool = True,
     is_of_table: bool = False,
-    of_run: Callable[[Source], Any] | None = None,
+    of_run: Callable[[Source, object], Any] | None = None,
 ) -> Field[Any]:
     """Return an argument of a function, which the command line and the server have too.
 
@@ -84,10 +84,10 @@ class Inspection:
         function: Callable[..., Result] = getattr(import_module(self.module), self.name)
         return function
 
-    def defaults_of(self, source: Source) -> dict[str, Any]:
+    def defaults_of(self, source: Source, tokenizer: object) -> dict[str, Any]:
         """Return the defaults that a run, or a model's directory, has for the options."""
         functions = {name: one.metadata["of_run"] for name, one in self.options.items()}
-        defaults = {name: of_run(source) for name, of_run in functions.items() if of_run}
+        defaults = {name: of(source, tokenizer) for name, of in functions.items() if of}
         return {name: value for name, value in defaults.items() if value is not None}
 
 

@@ -22,16 +22,18 @@ def shards_in(path: str | Path) -> Shards | None:
     return None
 
 
-def counts_in(source: Source) -> str | None:
+def counts_in(source: Source, _tokenizer: object = None) -> str | None:
     """Return the path of a run whose training tokens can be counted, or None."""
     return str(source.given_path) if shards_in(source.given_path) else None
 
 
-def stored_opening(source: Source, field: str = "text") -> str | None:
+def stored_opening(source: Source, tokenizer: object, field: str = "text") -> str | None:
     """Return the held-out text that training stored with a run or a model, if there is one.
 
-    A model that was tuned on conversations has a `question` there.
+    A model that was tuned on conversations has a `question` there. None if no tokenizer reads it.
     """
+    if tokenizer is None:
+        return None
     path = source.path / OPENING
     with contextlib.suppress(TiedGPTError):
         text = read_json(path, source.read).get(field) if path.is_file() else None

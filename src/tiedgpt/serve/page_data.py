@@ -43,7 +43,7 @@ def inspect_model(
 
     The result has the name of the run without its path.
     """
-    defaults = {} if source is None else inspection.defaults_of(source)
+    defaults = {} if source is None else inspection.defaults_of(source, tokenizer)
     result: Any = inspection.function(model, tokenizer, **(defaults | options))
     if source is not None and "counts" in defaults:
         result = replace(result, counted_in=directory_name(source))
@@ -77,9 +77,7 @@ def describe_model(
     from tiedgpt.tie.heads import is_tied
 
     config, counted = model.config, counted or ledger(model)
-    opening: str | list[int] | None = None
-    if source is not None and tokenizer is not None:
-        opening = stored_opening(source)
+    opening: str | list[int] | None = None if source is None else stored_opening(source, tokenizer)
     if opening is None and path is not None:
         opening = opening_text(path, tokenizer)
     limits = {each.name: each.max_tokens for each in INSPECTIONS.values()}
@@ -102,19 +100,21 @@ def describe_model(
         "run": None if source is None else _run_curves(source.given_path),
         "tokenizer": tokenizer is not None,
         "opening": opening,
-        "chat": None if template is None else _describe_chat(template, source),
+        "chat": None if template is None else _describe_chat(template, source, tokenizer),
         "beside": beside,
         "most_tokens": most,
     }
     return json.dumps(to_json_data(description), allow_nan=False)  # ASCII: a path may be no UTF-8
 
 
-def _describe_chat(template: Template, source: Source | None) -> dict[str, Any]:
+def _describe_chat(
+    template: Template, source: Source | None, tokenizer: Tokenizer | None
+) -> dict[str, Any]:
     """Return the facts about a chat template that the page's conversation shows."""
     return {
         "single": template.max_turns == 1,
         "system": template.default_system,
-        "question": None if source is None else stored_opening(source, "question"),
+        "question": None if source is None else stored_opening(source, tokenizer, "question"),
     }
 
 
@@ -127,7 +127,7 @@ def opening_text(
     a tokenizer it is their ids.
     """
     source = Source.of(source)
-    if tokenizer is not None and (stored := stored_opening(source)) is not None:
+    if (stored := stored_opening(source, tokenizer)) is not None:
         return stored
     try:
         shards = Shards.in_directory(source.given_path / "data", "val")

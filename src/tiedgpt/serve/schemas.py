@@ -28,7 +28,7 @@ from pydantic_core import PydanticCustomError
 
 from tiedgpt.errors import UserError
 from tiedgpt.infer.generation_config import GenerationConfig
-from tiedgpt.inspect.registry import Inspection
+from tiedgpt.inspect.registry import INSPECTIONS, Inspection
 from tiedgpt.serve import foreign_fields
 
 MAX_FIELDS = 300
@@ -39,7 +39,12 @@ MAX_TOKENS = 1 << 31
 MAX_MESSAGES = 1024
 """Messages of a conversation."""
 EXPECTED = {
-    **dict.fromkeys(("answer", "replace_with", "token", "wrong"), "a token's id >= 0, or its text"),
+    **{
+        name: "a token's id >= 0, or its text"
+        for inspection in INSPECTIONS.values()
+        for name, option in inspection.options.items()
+        if option.type == int | str
+    },
     "prompt": "a text, ids >= 0, or a list of 1 to 128 of either",
     "input": "a text, ids >= 0, or a list of 1 to 128 of either",
     "stop": "a text of 1 to 256 characters, or a list of at most 64",

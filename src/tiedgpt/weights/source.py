@@ -353,6 +353,6 @@ def tokenizer_for(model: Any, tokenizer: Any, *, needed: bool = False) -> Tokeni
         )
     if needed and tokenizer is None:
         raise UserError(
-            "a model in memory has no tokenizer", hint="give it, or ids in file_path of the text"
+            "the model has no tokenizer", hint="give one, or ids in the place of the text"
         )
     return tokenizer

@@ -43,7 +43,7 @@ def run(kernel: Kernel, *arguments: Tensor | int | np.float32) -> None:
 
     Each thread calls it, and claims chunks by the first counter of its control.
     """
-    step = Step(kernel, 1, 1, _flattened(arguments))
+    step = Step(kernel, 1, 1, _flatten(arguments))
     parallel, threads = _parallel(), torch.get_num_threads()
     if parallel is None or threads == 1:
         step(0)
@@ -54,10 +54,10 @@ def run(kernel: Kernel, *arguments: Tensor | int | np.float32) -> None:
 def prepare(kernel: Kernel, *arguments: Tensor | int | np.float32) -> None:
     """Load a kernel that will run with such arguments, or start to compile it beside other work."""
     if not kernel.functions:
-        kernel.prepare(*_flattened(arguments))
+        kernel.prepare(*_flatten(arguments))
 
 
-def _flattened(arguments: tuple[Tensor | int | np.float32, ...]) -> tuple[Any, ...]:
+def _flatten(arguments: tuple[Tensor | int | np.float32, ...]) -> tuple[Any, ...]:
     """Return numbers, and tensors' numbers as NumPy arrays without copying them."""
     return tuple(_flat(a) if isinstance(a, Tensor) else a for a in arguments)
 
